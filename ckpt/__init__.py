@@ -1,0 +1,46 @@
+"""Checkpoints of a distributed training: report, store, commit, retain. Imports neither prefect nor torch."""
+
+from .checkpoint import Checkpoint
+from .context import TrainContext
+from .errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitFailedError,
+    FencedError,
+    PeerGoneError,
+    ReportMismatchError,
+    RunBusyError,
+    StorageError,
+)
+from .manifest import FileEntry, Manifest
+from .reporting import get_checkpoint, get_context, report
+from .retention import Plan, RetentionPolicy
+from .storage import ObjectInfo, Storage, StorageSpec, Transfer
+from .store import CheckpointStore
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointStore",
+    "CommitFailedError",
+    "FencedError",
+    "FileEntry",
+    "Manifest",
+    "ObjectInfo",
+    "PeerGoneError",
+    "Plan",
+    "ReportMismatchError",
+    "RetentionPolicy",
+    "RunBusyError",
+    "Storage",
+    "StorageError",
+    "StorageSpec",
+    "TrainContext",
+    "Transfer",
+    "get_checkpoint",
+    "get_context",
+    "report",
+]

@@ -1,0 +1,206 @@
+"""Who owns a run: attempts are claimed in order, and the newest claim fences all older ones."""
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from .errors import FencedError
+from .layout import stem
+from .manifest import FORMAT_VERSION
+from .metrics import from_json, to_json
+from .store import CheckpointStore
+
+Ending: TypeAlias = Literal["completed", "failed", "preempted", "cancelled"]
+FailureKind: TypeAlias = Literal["user", "infrastructure", "preemption", "final"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that leads an attempt, told well enough to ask later whether it is alive.
+
+    Attributes:
+        flow_run_id: The Prefect flow run, or None outside one.
+        host: The machine's name and boot.
+        pid: The process.
+        started: The process's start in kernel ticks, so that a reused pid is not mistaken for it.
+
+    """
+
+    flow_run_id: str | None
+    host: str
+    pid: int
+    started: int | None
+
+    @classmethod
+    def current(cls, flow_run_id: str | None = None) -> "Owner":
+        """Describe this process."""
+        return cls(flow_run_id, _host(), os.getpid(), _start_ticks(os.getpid()))
+
+    def is_dead(self) -> bool | None:
+        """Say whether the process is gone; None when it ran on another machine."""
+        if self.host != _host():
+            return None
+        return _start_ticks(self.pid) != self.started or self.started is None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One claim on a run.
+
+    Attributes:
+        number: Counted from 1 over the life of the run.
+        token: Tells two claimers of one number apart.
+        owner: Who leads it.
+        world_size: The number of ranks.
+        resumed_from: The path or URL of the checkpoint that its ranks restore, or None.
+        lineage: The first attempt whose checkpoints this one may restore (`resume="never"` begins a new lineage).
+        claimed_at: When (UTC, ISO 8601, the owner's clock).
+        settings: How the training ranks checkpoints: its retention policy's fields.
+
+    """
+
+    number: int
+    token: str
+    owner: Owner
+    world_size: int
+    resumed_from: str | None
+    lineage: int
+    claimed_at: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        attempt: Its number.
+        ending: "completed", "failed", "preempted" or "cancelled".
+        flow_run_id: The flow run that led it: retry budgets are counted per flow run.
+        kind: What the failure counts against; None unless it failed.
+        error: The error that ended it, as text, with the rank's own traceback.
+        errors: Each failed rank's error.
+        return_value: Rank 0's, where JSON can hold it.
+
+    """
+
+    attempt: int
+    ending: Ending
+    flow_run_id: str | None = None
+    kind: FailureKind | None = None
+    error: str | None = None
+    errors: dict[str, str] = field(default_factory=dict)
+    return_value: Any = None
+
+
+def list_attempts(store: CheckpointStore) -> Iterator[Attempt]:
+    """Yield every attempt, oldest first."""
+    for info in store.storage.list(store.layout.attempts):
+        if (record := store.get_json(info.key)) is not None:
+            yield Attempt(**{**record, "owner": Owner(**record["owner"])})
+
+
+def newest_attempt(store: CheckpointStore) -> Attempt | None:
+    """Return the attempt that owns the run, or None before the first."""
+    return max(list_attempts(store), key=lambda attempt: (attempt.number, attempt.token), default=None)
+
+
+def claim_attempt(
+    store: CheckpointStore,
+    owner: Owner,
+    *,
+    world_size: int,
+    lineage: int | None = None,
+    settings: dict[str, Any] | None = None,
+) -> Attempt:
+    """Claim the next attempt number; no two claims end with the same one, on any storage.
+
+    No conditional write is needed: every claim is a key of its own, written and then looked for. Of two that chose the
+    same number, whichever lists last sees the other and moves on to the next number, so exactly one is the newest.
+    """
+    number = _newest_number(store) + 1
+    if number == 1:
+        store.put_json(store.layout.run_info, {"format": FORMAT_VERSION, "created_at": _now()})
+    while True:
+        attempt = Attempt(
+            number=number,
+            token=secrets.token_hex(4),
+            owner=owner,
+            world_size=world_size,
+            resumed_from=None,
+            lineage=number if lineage is None else lineage,
+            claimed_at=_now(),
+            settings=settings or {},
+        )
+        key = store.layout.attempt(attempt.number, attempt.token)
+        store.put_json(key, asdict(attempt))
+        rivals = [info.key for info in store.storage.list(store.layout.attempts) if _number(info.key) >= number]
+        if rivals == [key]:
+            return attempt
+        store.storage.delete([key])
+        number = max(_number(rival) for rival in rivals) + 1
+
+
+def record_resumed_from(store: CheckpointStore, attempt: Attempt, checkpoint: str) -> Attempt:
+    """Add to a claim which checkpoint its ranks restore; nobody else writes that key."""
+    attempt = replace(attempt, resumed_from=checkpoint)
+    store.put_json(store.layout.attempt(attempt.number, attempt.token), asdict(attempt))
+    return attempt
+
+
+def check_fence(store: CheckpointStore, attempt: int) -> None:
+    """Return only if `attempt` is still the newest; one listing that is empty as a rule.
+
+    Raises:
+        FencedError: If a newer attempt owns the run.
+
+    """
+    after = f"{store.layout.attempts}{attempt + 1:06d}"
+    for info in store.storage.list(store.layout.attempts, after=after):
+        raise FencedError(
+            f"attempt {attempt} of run {store.run!r} was overtaken by attempt {_number(info.key)}: "
+            "this process no longer owns the run and must stop"
+        )
+
+
+def write_outcome(store: CheckpointStore, outcome: Outcome) -> None:
+    """Record how an attempt ended."""
+    store.put_json(store.layout.outcome(outcome.attempt), to_json(asdict(outcome)))  # type: ignore[arg-type]  # a dict stays one
+
+
+def read_outcomes(store: CheckpointStore) -> list[Outcome]:
+    """Return every recorded ending, oldest first; an attempt whose leader was killed has none."""
+    records = (store.get_json(info.key) for info in store.storage.list(store.layout.outcomes))
+    return [Outcome(**from_json(record)) for record in records if record is not None]  # type: ignore[arg-type]  # a dict stays one
+
+
+def _newest_number(store: CheckpointStore) -> int:
+    return max((_number(info.key) for info in store.storage.list(store.layout.attempts)), default=0)
+
+
+def _number(key: str) -> int:
+    return int(stem(key).partition("-")[0])
+
+
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the command in parentheses and may hold spaces; the start is the 22nd (proc_pid_stat(5)).
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state == "Z" else int(fields[18])
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat()

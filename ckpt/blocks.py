@@ -1,0 +1,127 @@
+"""Prefect blocks as storage: configuration and credentials, never the data path."""
+
+from typing import Any, TypeAlias, cast
+
+from prefect.blocks.core import Block
+from prefect.filesystems import LocalFileSystem, RemoteFileSystem
+from prefect_aws.credentials import AwsCredentials, MinIOCredentials
+from prefect_aws.s3 import S3Bucket
+from pydantic import Field
+
+from .opening import is_block_slug, parse_storage
+from .storage import StorageSpec
+
+
+class CheckpointStorage(Block):
+    """Configure where the checkpoints of trainings go.
+
+    Example:
+        Save one, and give it to a training:
+
+            CheckpointStorage(location="s3://bucket/prefix").save("NAME")
+            train("my_training:train_fn", run=RunConfig(storage="checkpoint-storage/NAME"))
+
+    """
+
+    _block_type_name = "Checkpoint Storage"
+    _block_type_slug = "checkpoint-storage"
+
+    location: str = Field(
+        default="",
+        description="A local path or a URL such as s3://bucket/prefix; below the file system's own place when one is chosen.",
+    )
+    file_system: LocalFileSystem | RemoteFileSystem | S3Bucket | None = Field(
+        default=None, description="The block that holds the place and the credentials."
+    )
+
+    def spec(self) -> StorageSpec:
+        """Return what a process needs to open this storage."""
+        if self.file_system is None:
+            return parse_storage(self.location)
+        spec = resolve_storage(self.file_system)
+        below = self.location.strip("/")
+        return StorageSpec(f"{spec.url.rstrip('/')}/{below}", spec.options) if below else spec
+
+
+StorageBlock: TypeAlias = CheckpointStorage | LocalFileSystem | RemoteFileSystem | S3Bucket
+
+
+def resolve_storage(storage: Any) -> StorageSpec:
+    """Return what every process needs to open the storage that a block describes.
+
+    Args:
+        storage: "block-type-slug/block-name" of a saved block, or a block.
+
+    Raises:
+        ValueError: If there is no such block, or checkpoints cannot be stored with its type.
+
+    """
+    block = _load(storage) if isinstance(storage, str) and is_block_slug(storage) else storage
+    if isinstance(block, CheckpointStorage):
+        return block.spec()
+    if isinstance(block, LocalFileSystem):
+        return parse_storage(block.basepath or ".")
+    if isinstance(block, RemoteFileSystem):
+        return _remote_spec(block)
+    if isinstance(block, S3Bucket):
+        return _s3_spec(block)
+    raise ValueError(
+        f"checkpoints cannot be stored with a {type(block).__name__}: give a path, a URL, or a CheckpointStorage, "
+        "LocalFileSystem, RemoteFileSystem or S3Bucket block"
+    )
+
+
+def _load(slug: str) -> Block:
+    return cast("Block", Block.load(slug, _sync=True))  # type: ignore[call-arg]  # Prefect adds the argument at run time
+
+
+def _s3_spec(block: S3Bucket) -> StorageSpec:
+    folder = block.bucket_folder.strip("/")
+    url = f"s3://{block.bucket_name}/{folder}" if folder else f"s3://{block.bucket_name}"
+    credentials = block.credentials
+    options = {"aws_region": credentials.region_name, "aws_endpoint_url": credentials.aws_client_parameters.endpoint_url}
+    if isinstance(credentials, MinIOCredentials):
+        options["aws_access_key_id"] = credentials.minio_root_user
+        options["aws_secret_access_key"] = credentials.minio_root_password.get_secret_value()
+    else:
+        options.update(_aws_keys(credentials))
+    parameters = credentials.aws_client_parameters
+    if not parameters.verify:
+        options["allow_invalid_certificates"] = "true" if parameters.verify is False else None
+    if ((parameters.config or {}).get("s3") or {}).get("addressing_style") == "virtual":
+        options["aws_virtual_hosted_style_request"] = "true"
+    return StorageSpec(url, {name: value for name, value in options.items() if value})
+
+
+def _aws_keys(credentials: AwsCredentials) -> dict[str, str | None]:
+    """Return the block's keys, those of its profile or role, or none, which leaves it to the machine's own."""
+    if credentials.profile_name is None and credentials.assume_role_arn is None:
+        secret = credentials.aws_secret_access_key
+        return {
+            "aws_access_key_id": credentials.aws_access_key_id,
+            "aws_secret_access_key": None if secret is None else secret.get_secret_value(),
+            "aws_session_token": credentials.aws_session_token,
+        }
+    keys = credentials.get_boto3_session().get_credentials().get_frozen_credentials()
+    return {
+        "aws_access_key_id": keys.access_key,
+        "aws_secret_access_key": keys.secret_key,
+        "aws_session_token": keys.token,
+    }
+
+
+def _remote_spec(block: RemoteFileSystem) -> StorageSpec:
+    """Return an fsspec block's place; s3fs' own words for S3 become the object store's."""
+    settings = dict(block.settings)
+    if block.basepath.partition("://")[0] not in ("s3", "s3a"):
+        return StorageSpec(block.basepath.rstrip("/"), settings)
+    client = {**(settings.get("client_kwargs") or {}), **settings}
+    options = {
+        "aws_access_key_id": client.get("key") or client.get("aws_access_key_id"),
+        "aws_secret_access_key": client.get("secret") or client.get("aws_secret_access_key"),
+        "aws_session_token": client.get("token") or client.get("aws_session_token"),
+        "aws_endpoint_url": client.get("endpoint_url"),
+        "aws_region": client.get("region_name"),
+        "aws_skip_signature": "true" if client.get("anon") else None,
+    }
+    return StorageSpec(block.basepath.rstrip("/"), {name: str(value) for name, value in options.items() if value})

@@ -1,0 +1,206 @@
+"""A handle to a checkpoint: a folder of files, wherever it lies."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from .cache import downloaded
+from .errors import CheckpointNotFoundError
+from .manifest import Manifest, is_id
+from .metrics import Metrics
+from .staging import METADATA_FILE
+from .store import CheckpointStore, VerifyLevel
+from .transfer import copy_directory, download
+
+
+class Checkpoint:
+    """A checkpoint to report, or one to read.
+
+    Args:
+        path: A local folder of files, or the path or URL of a committed checkpoint (`<storage>/<run>/checkpoints/<id>`).
+            Costs no request; what does not exist raises when it is read.
+
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = fspath(path).rstrip("/")
+        self._store: CheckpointStore | None = None
+        self._manifest: Manifest | None = None
+        self._id: str | None = None
+        base, run, folder, name = _split(self.path)
+        if folder == "checkpoints" and is_id(name):
+            self._store = CheckpointStore.open(base, run)
+            self._id = name
+            self.path = f"{self._store.path}/checkpoints/{name}"
+        elif "://" in self.path:
+            raise ValueError(f"{self.path} is not a committed checkpoint; give <storage>/<run>/checkpoints/<id>")
+
+    @classmethod
+    def from_directory(cls, path: str | PathLike[str]) -> "Checkpoint":
+        """Return the local folder `path` as a checkpoint to report; nothing is read before the report."""
+        checkpoint = cls.__new__(cls)
+        checkpoint.path = fspath(path)
+        checkpoint._store = checkpoint._manifest = checkpoint._id = None
+        return checkpoint
+
+    @classmethod
+    def committed(cls, store: CheckpointStore, manifest: Manifest) -> "Checkpoint":
+        """Return a handle to a committed checkpoint, sharing the store's connection."""
+        checkpoint = cls.__new__(cls)
+        checkpoint._store, checkpoint._manifest, checkpoint._id = store, manifest, manifest.id
+        checkpoint.path = f"{store.path}/checkpoints/{manifest.id}"
+        return checkpoint
+
+    @property
+    def id(self) -> str | None:
+        """The id of a committed checkpoint; None for a plain folder."""
+        return self._id
+
+    @property
+    def step(self) -> int:
+        """The step of a committed checkpoint; -1 for a plain folder, which comes before every step."""
+        return -1 if self._id is None else self.manifest.step
+
+    @property
+    def metrics(self) -> Metrics:
+        """What rank 0 reported with a committed checkpoint; empty for a plain folder."""
+        return {} if self._id is None else dict(self.manifest.metrics)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of a committed checkpoint, read once.
+
+        Raises:
+            CheckpointNotFoundError: If there is none: the checkpoint was pruned, never committed, or is a plain folder.
+
+        """
+        if self._manifest is None:
+            if self._store is None or self._id is None:
+                raise CheckpointNotFoundError(f"{self.path} is a plain folder: it has no manifest")
+            self._manifest = self._store.get(self._id)
+        return self._manifest
+
+    @property
+    def store(self) -> CheckpointStore | None:
+        """The run of a committed checkpoint; None for a plain folder."""
+        return self._store
+
+    @property
+    def directory(self) -> Path | None:
+        """The folder of a checkpoint that is not committed, None for a committed one.
+
+        Raises:
+            CheckpointNotFoundError: If the folder does not exist.
+
+        """
+        if self._store is not None:
+            return None
+        directory = Path(self.path)
+        if not directory.is_dir():
+            raise CheckpointNotFoundError(f"there is no folder {self.path}")
+        return directory
+
+    def verify(self, level: VerifyLevel = "digest") -> None:
+        """Return only if a committed checkpoint is what was committed; see `CheckpointStore.verify`."""
+        if self._store is not None:
+            self._store.verify(self.manifest, level)
+
+    @contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """Yield the path of a local folder with the files, whole and verified; read it, do not change it.
+
+        In place where this machine sees the files, after reading them once to verify. Otherwise downloaded once per node,
+        whoever asks, and deleted after the last reader.
+
+        Raises:
+            CheckpointNotFoundError: If it was pruned or never existed.
+            CheckpointCorruptError: If a file differs from what was committed.
+
+        """
+        if self._store is None:
+            yield str(self.directory)
+            return
+        local = self._store.storage.local_path(self._store.layout.data(self.manifest.id))
+        if local is not None:
+            self._store.verify(self._store.get(self.manifest.id))
+            yield str(local)
+            return
+        with downloaded(self._content_name(), self._download) as files:
+            yield str(files)
+
+    def to_directory(self, path: str | PathLike[str] | None = None) -> str:
+        """Copy the files, verified, into a folder of the caller's and return its path.
+
+        Args:
+            path: The folder, made if missing; None makes a new temporary one.
+
+        Raises:
+            CheckpointNotFoundError: If it was pruned or never existed.
+            CheckpointCorruptError: If a file differs from what was committed.
+
+        """
+        target = Path(tempfile.mkdtemp(prefix="prefect-torch-") if path is None else path)
+        target.mkdir(parents=True, exist_ok=True)
+        if (directory := self.directory) is not None:
+            copy_directory(directory, target)
+        else:
+            self._download(target)
+            metadata = self.get_metadata()
+            if metadata:
+                Checkpoint.from_directory(target).set_metadata(metadata)
+        return str(target)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the user's metadata; empty where none was set."""
+        if self._store is not None:
+            return self._store.metadata(self.manifest)
+        file = Path(self.path) / METADATA_FILE
+        metadata: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        return metadata
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Replace the user's metadata: before a report it is committed with the files, afterwards stored beside them.
+
+        Raises:
+            ValueError: If JSON cannot hold it.
+
+        """
+        try:
+            encoded = json.dumps(dict(metadata), allow_nan=False)
+        except (TypeError, ValueError) as exc:
+            raise ValueError(f"metadata must be what JSON can hold: {exc}") from exc
+        if self._store is not None:
+            self._store.put_json(self._store.layout.metadata(self.manifest.id), json.loads(encoded))
+        else:
+            (Path(self.path) / METADATA_FILE).write_text(encoded)
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Add to the user's metadata, replacing equal keys."""
+        self.set_metadata({**self.get_metadata(), **metadata})
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.path!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checkpoint) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def _content_name(self) -> str:
+        # The manifest holds every digest: equal names are equal bytes, wherever they come from.
+        return f"{self.path} {self.manifest.encode().decode()}"
+
+    def _download(self, target: Path) -> None:
+        assert self._store is not None
+        download(self._store, self._store.get(self.manifest.id), target)
+
+
+def _split(path: str) -> tuple[str, str, str, str]:
+    """Split `<base>/<run>/<folder>/<name>`; what is missing is empty."""
+    base, run, folder, name = ["", "", "", "", *path.rsplit("/", 3)][-4:]
+    return base, run, folder, name

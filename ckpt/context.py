@@ -1,0 +1,40 @@
+"""What a training function can ask about where it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainContext:
+    """A rank's place in its training.
+
+    Attributes:
+        world_rank: This rank, from 0 to `world_size` - 1.
+        local_rank: Its number among the ranks of this machine; also its device's number.
+        node_rank: This machine's number.
+        world_size: The number of ranks.
+        local_world_size: The number of ranks on this machine.
+        run_name: The run's name in its storage.
+        attempt: Counted from 1 over the life of the run; grows with every restart.
+
+    """
+
+    world_rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    run_name: str
+    attempt: int
+    _ends_soon: Callable[[], bool] = field(default=_never, repr=False, compare=False)
+
+    def should_checkpoint(self) -> bool:
+        """Say whether the training is about to be ended from outside, so that a checkpoint now saves work.
+
+        Ranks may see it a moment apart: let rank 0 decide and tell the others (a broadcast) before all report.
+        """
+        return self._ends_soon()

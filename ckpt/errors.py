@@ -1,0 +1,50 @@
+"""What can go wrong with a checkpoint, sorted by what the handler does.
+
+CheckpointError
++- CheckpointNotFoundError (FileNotFoundError)   start fresh, or fix the name
++- CheckpointCorruptError                        use an older one
++- CommitFailedError                             the previous one is still the latest; retry the attempt
+|  +- PeerGoneError                              another rank failed first; its own error says why
++- FencedError                                   a newer attempt owns the run; stop
++- ReportMismatchError (ValueError)              ranks disagree; fix the training code; final
++- StorageError                                  transient and the retries are used up; retry later
++- RunBusyError                                  the run is alive elsewhere
+
+Every one takes a single message, so every one pickles.
+"""
+
+
+class CheckpointError(Exception):
+    """Anything this package raises about checkpoints."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no such checkpoint, or it was pruned: start fresh, or fix the name."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """What is stored is not what was committed: use an older checkpoint."""
+
+
+class CommitFailedError(CheckpointError):
+    """A reported checkpoint was not committed: the previous one is still the latest."""
+
+
+class PeerGoneError(CommitFailedError):
+    """Another rank failed or died, so nothing that needs all ranks can complete: look at that rank's error."""
+
+
+class FencedError(CheckpointError):
+    """A newer attempt owns the run: this one must stop."""
+
+
+class ReportMismatchError(CheckpointError, ValueError):
+    """Ranks disagree about what or how often they report: the training code must be fixed."""
+
+
+class StorageError(CheckpointError):
+    """The storage did not answer within the retries: try again later."""
+
+
+class RunBusyError(CheckpointError):
+    """The run is alive elsewhere: wait, stop it, use another name, or take it over."""

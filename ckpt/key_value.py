@@ -1,0 +1,78 @@
+"""The few words that ranks exchange: small values under keys that everybody waits for."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class KeyValue(Protocol):
+    """A small shared dictionary, as torch's TCPStore is one; safe to share between threads, whose waits do not block others."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store `value`, waking whoever waits for `key`."""
+        ...
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Return the values of `keys` as soon as all are set.
+
+        Raises:
+            TimeoutError: If one is still missing after `timeout_s`.
+
+        """
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins at 0, and return the sum."""
+        ...
+
+    def check(self, key: str) -> bool:
+        """Say whether `key` is set."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Forget `key`; harmless when it is not set."""
+        ...
+
+
+class MemoryKeyValue:
+    """A KeyValue between the threads of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store `value`, waking whoever waits for `key`."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Return the values of `keys` as soon as all are set."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not all(key in self._values for key in keys):
+                if not self._changed.wait(deadline - time.monotonic()):
+                    missing = [key for key in keys if key not in self._values]
+                    if missing:
+                        raise TimeoutError(f"not set within {timeout_s} s: {', '.join(missing)}")
+            return [self._values[key] for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return the sum."""
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def check(self, key: str) -> bool:
+        """Say whether `key` is set."""
+        with self._changed:
+            return key in self._values
+
+    def delete(self, key: str) -> None:
+        """Forget `key`."""
+        with self._changed:
+            self._values.pop(key, None)

@@ -1,0 +1,103 @@
+"""Where everything of a run lies: the only place that spells a key.
+
+<run>/run.json                       format version, run id, created at
+<run>/attempts/<attempt>-<token>.json  who claimed the attempt; unique per claimer, so no claim overwrites another
+<run>/outcomes/<attempt>.json        how the attempt ended
+<run>/checkpoints/<id>/<path>        data, immutable
+<run>/manifests/<id>.json            the commit point, written last
+<run>/metadata/<id>.json             metadata set after the commit
+<run>/latest.json                    a hint; may be stale or missing without harm
+<run>/metrics/<attempt>-<chunk>.jsonl  metric history
+<run>/pins/<id>.json  <run>/quarantine/<id>.json
+"""
+
+import re
+from dataclasses import dataclass
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+def check_run_name(run: str) -> str:
+    """Return `run`, a name that is one folder on every backend.
+
+    Raises:
+        ValueError: If it is not 1 to 200 letters, digits, ".", "_" or "-" that begin with a letter or digit.
+
+    """
+    if not isinstance(run, str) or not _RUN.fullmatch(run):
+        raise ValueError(
+            f"run name {run!r}: use 1 to 200 letters, digits, '.', '_' or '-', beginning with a letter or a digit"
+        )
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The keys of one run."""
+
+    run: str
+
+    @property
+    def run_info(self) -> str:
+        return f"{self.run}/run.json"
+
+    @property
+    def latest(self) -> str:
+        return f"{self.run}/latest.json"
+
+    @property
+    def attempts(self) -> str:
+        return f"{self.run}/attempts/"
+
+    @property
+    def outcomes(self) -> str:
+        return f"{self.run}/outcomes/"
+
+    @property
+    def checkpoints(self) -> str:
+        return f"{self.run}/checkpoints/"
+
+    @property
+    def manifests(self) -> str:
+        return f"{self.run}/manifests/"
+
+    @property
+    def metrics(self) -> str:
+        return f"{self.run}/metrics/"
+
+    @property
+    def pins(self) -> str:
+        return f"{self.run}/pins/"
+
+    @property
+    def quarantined(self) -> str:
+        return f"{self.run}/quarantine/"
+
+    def attempt(self, number: int, token: str) -> str:
+        return f"{self.attempts}{number:06d}-{token}.json"
+
+    def outcome(self, attempt: int) -> str:
+        return f"{self.outcomes}{attempt:06d}.json"
+
+    def data(self, checkpoint_id: str, path: str = "") -> str:
+        return f"{self.checkpoints}{checkpoint_id}/{path}"
+
+    def manifest(self, checkpoint_id: str) -> str:
+        return f"{self.manifests}{checkpoint_id}.json"
+
+    def metadata(self, checkpoint_id: str) -> str:
+        return f"{self.run}/metadata/{checkpoint_id}.json"
+
+    def metrics_chunk(self, attempt: int, chunk: int) -> str:
+        return f"{self.metrics}{attempt:06d}-{chunk:06d}.jsonl"
+
+    def pin(self, checkpoint_id: str) -> str:
+        return f"{self.pins}{checkpoint_id}.json"
+
+    def quarantine(self, checkpoint_id: str) -> str:
+        return f"{self.quarantined}{checkpoint_id}.json"
+
+
+def stem(key: str) -> str:
+    """Return the last name of `key` without its ending: the id of a manifest, a pin, a quarantine note."""
+    return key.rpartition("/")[2].partition(".")[0]

@@ -1,0 +1,106 @@
+"""Metrics as ranks report them: plain numbers, text and nested dicts, safe to write as strict JSON."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+MetricValue: TypeAlias = "bool | int | float | str | None | dict[str, MetricValue]"
+Metrics: TypeAlias = dict[str, MetricValue]
+
+_MAX_DEPTH = 32
+# Strict JSON has no NaN and no infinities; readers in other languages refuse Python's bare words for them.
+_NON_FINITE = "__float__"
+
+
+def clean_metrics(metrics: Mapping[str, object]) -> Metrics:
+    """Return `metrics` with numpy scalars and 0-d tensors as Python numbers, detached from what the caller holds.
+
+    Args:
+        metrics: Numbers, bools, strings, None, NaN, infinities and nested dicts of them, under string keys.
+
+    Raises:
+        ValueError: For anything else (arrays, tensors with a shape, lists, objects), naming the metric.
+
+    """
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics must be a dict, not {type(metrics).__name__}")  # noqa: TRY004 - one error for bad metrics
+    return _clean_mapping(metrics, "", _MAX_DEPTH)
+
+
+def _clean_mapping(metrics: Mapping[str, object], path: str, depth: int) -> Metrics:
+    if depth == 0:
+        raise ValueError(f"metric {path!r} is nested more than {_MAX_DEPTH} levels deep (does a dict contain itself?)")
+    cleaned: Metrics = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise ValueError(f"metric name {name!r} under {path or 'the top level'!r} must be a string")  # noqa: TRY004 - as above
+        if name == _NON_FINITE:
+            raise ValueError(f"the metric name {_NON_FINITE!r} is reserved")
+        full = f"{path}/{name}" if path else name
+        cleaned[str(name)] = (
+            _clean_mapping(value, full, depth - 1) if isinstance(value, Mapping) else _clean_value(value, full)
+        )
+    return cleaned
+
+
+def _clean_value(value: object, name: str) -> MetricValue:
+    if value is None or type(value) in (bool, int, float, str):
+        return value  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy scalars, 0-d arrays and tensors
+        item = value.item()
+        if item is None or isinstance(item, (bool, int, float, str)):
+            return item
+    if isinstance(value, str):  # subclasses, numpy.str_ and enums among them
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    raise ValueError(
+        f"metric {name!r} is a {type(value).__name__}; "
+        "report numbers, bools, strings, None or dicts of them (a tensor's .item(), a list's mean), "
+        "and put everything else into the checkpoint"
+    )
+
+
+def find_metric(metrics: Metrics, attribute: str) -> MetricValue:
+    """Return the metric `attribute`, a key or an "a/b" path into nested dicts; None where there is none."""
+    if attribute in metrics:
+        return metrics[attribute]
+    value: MetricValue = metrics
+    for part in attribute.split("/"):
+        if not isinstance(value, dict) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def flatten_metrics(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, MetricValue]]:
+    """Yield each leaf of nested metrics under its "a/b" name."""
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            yield from flatten_metrics(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def to_json(value: object) -> object:
+    """Return `value` with every non-finite float as a tagged string, so that strict JSON can hold it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_NON_FINITE: repr(value)}
+    if isinstance(value, Mapping):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(value: object) -> object:
+    """Undo `to_json`."""
+    if isinstance(value, dict):
+        if value.keys() == {_NON_FINITE}:
+            return float(value[_NON_FINITE])
+        return {key: from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    return value

@@ -1,0 +1,135 @@
+"""Exchanges between ranks in which nobody waits for a peer that is gone."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, TypeAlias
+
+from .errors import PeerGoneError, ReportMismatchError
+from .key_value import KeyValue
+
+Ending: TypeAlias = Literal["returned", "failed", "died"]
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How a rank left the training.
+
+    Attributes:
+        rank: Who.
+        reports: How many reports it completed, or None where its death hid that.
+        ending: Whether its function returned, raised, or its process died.
+        detail: The error or the signal.
+
+    """
+
+    rank: int
+    reports: int | None
+    ending: Ending
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """Tell it in one line."""
+        after = "" if self.reports is None else f" after {self.reports} reports"
+        return f"rank {self.rank} {self.ending}{after}{f' ({self.detail})' if self.detail else ''}"
+
+
+class Peers:
+    """All ranks of one attempt, as one of them sees the others.
+
+    Args:
+        key_value: What the ranks share.
+        rank: This rank.
+        world_size: The number of ranks.
+
+    """
+
+    def __init__(self, key_value: KeyValue, rank: int, world_size: int) -> None:
+        self._key_value = key_value
+        self.rank = rank
+        self.world_size = world_size
+
+    def exchange(self, topic: str, mine: bytes) -> list[bytes] | None:
+        """Hand `mine` to rank 0, which gets everybody's, by rank; the others get None at once."""
+        if self.rank != 0:
+            self._key_value.set(f"{topic}/{self.rank}", mine)
+            return None
+        others = self._wait([f"{topic}/{rank}" for rank in range(1, self.world_size)], topic)
+        return [mine, *others]
+
+    def decide(self, topic: str, decision: bytes) -> bytes:
+        """As rank 0, tell everybody `decision`."""
+        if self.world_size > 1:
+            self._key_value.set(topic, decision)
+        return decision
+
+    def decision(self, topic: str) -> bytes:
+        """Return what rank 0 decided."""
+        return self._wait([topic], topic)[0]
+
+    def forget(self, topic: str) -> None:
+        """Drop what this rank said under `topic`, which everybody has read."""
+        self._key_value.delete(topic if self.rank == 0 else f"{topic}/{self.rank}")
+
+    def end(self, end: RankEnd) -> None:
+        """Tell everybody that a rank left; whoever waits for it raises instead."""
+        announce_end(self._key_value, end)
+
+    def wait_for_all_ends(self) -> list[RankEnd]:
+        """Wait until every rank left and return how, by rank; returns early with those known once one failed."""
+        while True:
+            if (ends := self._try_get([_end_key(rank) for rank in range(self.world_size)], _POLL_S)) is not None:
+                return [_decode_end(end) for end in ends]
+            known = read_ends(self._key_value, self.world_size)
+            if any(end.ending != "returned" for end in known):
+                return known
+
+    def _wait(self, keys: Sequence[str], topic: str) -> list[bytes]:
+        if not keys:
+            return []
+        while True:
+            if (values := self._try_get(keys, _POLL_S)) is not None:
+                return values
+            if ends := [end for end in read_ends(self._key_value, self.world_size) if end.rank != self.rank]:
+                if (values := self._try_get(keys, 0.0)) is not None:  # what a peer said before it left still counts
+                    return values
+                self._raise_for(ends, topic)
+
+    def _try_get(self, keys: Sequence[str], timeout_s: float) -> list[bytes] | None:
+        try:
+            return self._key_value.get(keys, timeout_s)
+        except TimeoutError:
+            return None
+
+    def _raise_for(self, ends: list[RankEnd], topic: str) -> None:
+        told = "; ".join(str(end) for end in ends)
+        if all(end.ending == "returned" for end in ends):
+            raise ReportMismatchError(
+                f"{told}, while rank {self.rank} waits for it in {topic.replace('/', ' ')}; "
+                "call report() equally often on every rank"
+            )
+        raise PeerGoneError(f"{told}, so {topic.replace('/', ' ')} of rank {self.rank} cannot complete")
+
+
+def announce_end(key_value: KeyValue, end: RankEnd) -> None:
+    """Tell everybody who shares `key_value` that a rank left; the first word about a rank counts."""
+    if not key_value.check(_end_key(end.rank)):
+        key_value.set(_end_key(end.rank), json.dumps(asdict(end)).encode())
+        key_value.add("ends", 1)
+
+
+def read_ends(key_value: KeyValue, world_size: int) -> list[RankEnd]:
+    """Return how ranks left, of those that did; one request while none has."""
+    if key_value.add("ends", 0) == 0:
+        return []
+    left = [rank for rank in range(world_size) if key_value.check(_end_key(rank))]
+    return [_decode_end(key_value.get([_end_key(rank)], _POLL_S)[0]) for rank in left]
+
+
+def _end_key(rank: int) -> str:
+    return f"end/{rank}"
+
+
+def _decode_end(data: bytes) -> RankEnd:
+    return RankEnd(**json.loads(data))

@@ -1,0 +1,32 @@
+"""An error that one rank found and every rank must raise, in a form that travels as JSON."""
+
+from dataclasses import dataclass
+
+from . import errors
+from .errors import CheckpointError, CommitFailedError
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A CheckpointError on its way to other ranks.
+
+    Attributes:
+        kind: The name of its class in `errors`.
+        message: Its text.
+
+    """
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Refusal":
+        """Return what other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
+        if isinstance(error, CheckpointError) and hasattr(errors, type(error).__name__):
+            return cls(type(error).__name__, str(error))
+        return cls(CommitFailedError.__name__, f"{type(error).__name__}: {error}")
+
+    def error(self) -> CheckpointError:
+        """Return the error to raise."""
+        error: CheckpointError = getattr(errors, self.kind)(self.message)
+        return error

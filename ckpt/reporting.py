@@ -1,0 +1,83 @@
+"""What a training function calls."""
+
+from collections.abc import Mapping
+from typing import SupportsIndex
+
+from .agreement import Upload
+from .checkpoint import Checkpoint
+from .context import TrainContext
+from .session import RankSession
+
+_session: RankSession | None = None
+
+
+def start_session(session: RankSession | None) -> None:
+    """Make `session` the one that this process reports to; None ends it."""
+    global _session  # noqa: PLW0603 - a rank is a process, and user code calls report() from any of its threads
+    _session = session
+
+
+def report(
+    metrics: Mapping[str, object],
+    checkpoint: Checkpoint | None = None,
+    *,
+    step: SupportsIndex | None = None,
+    progress: float | None = None,
+    upload: Upload | None = None,
+) -> None:
+    """Report metrics, and a checkpoint that is durable when this returns; every rank calls it equally often.
+
+    Each rank uploads its own files, in parallel; together they are one checkpoint. It exists as soon as its manifest does,
+    which is written last: a training killed at any moment resumes from a whole checkpoint, the one of this report if it
+    had returned. Rank 0's metrics are recorded, on their own and as the checkpoint's.
+
+    Args:
+        metrics: Numbers, bools, strings, None, NaN, infinities and nested dicts of them; numpy scalars and 0-d tensors
+            become numbers.
+        checkpoint: This rank's part (`Checkpoint.from_directory`); None where this rank has nothing to store. Ranks may
+            bring equal files under one name; different ones need different names.
+        step: The same number on every rank, growing from checkpoint to checkpoint; None counts on from the report before,
+            or from the restored checkpoint, beginning with 0.
+        progress: The share of the training that is done, from 0 to 1.
+        upload: "sync" returns when the checkpoint is durable. "async" takes the folder's files over, returns at once and
+            commits in the background, one at a time; a failure is raised by the next report on every rank, or at the end
+            of the training function.
+
+    Raises:
+        ValueError: Before anything is stored, if an argument cannot be what it should.
+        ReportMismatchError: On every rank, if the ranks disagree on the step, or one of them left early.
+        CommitFailedError: On every rank, if this or the last background checkpoint could not be committed; the one before
+            is still the latest.
+        FencedError: If a newer attempt owns the run.
+        RuntimeError: Outside of a training function.
+
+    """
+    _require_session("report").report(metrics, checkpoint, step=step, progress=progress, upload=upload)
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Return the checkpoint that this attempt continues, the same one on every rank; None on a fresh start.
+
+    Raises:
+        RuntimeError: Outside of a training function.
+
+    """
+    return _require_session("get_checkpoint").restored
+
+
+def get_context() -> TrainContext:
+    """Return this rank's place in its training.
+
+    Raises:
+        RuntimeError: Outside of a training function.
+
+    """
+    return _require_session("get_context").context
+
+
+def _require_session(name: str) -> RankSession:
+    if _session is None:
+        raise RuntimeError(
+            f"{name}() may be called only inside the function that prefect_torch.flows.train() runs on its ranks"
+        )
+    return _session

@@ -1,0 +1,137 @@
+"""Which checkpoints to keep: a pure decision over manifests, apart from any deleting."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
+
+from .metrics import Metrics, find_metric
+
+Order: TypeAlias = Literal["max", "min"]
+
+
+class Committed(Protocol):
+    """What a decision needs to know of a checkpoint; a Manifest has it."""
+
+    @property
+    def id(self) -> str:
+        """Its id, which sorts by age."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics:
+        """What it was reported with."""
+        ...
+
+
+C = TypeVar("C", bound=Committed)
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """What is worth keeping; the newest, pinned and protected checkpoints are kept besides.
+
+    Attributes:
+        num_to_keep: How many of the best to keep by `checkpoint_score_attribute`, or of the newest where that is None.
+            None keeps everything.
+        checkpoint_score_attribute: A metric's name, or an "a/b" path into nested metrics.
+        checkpoint_score_order: Whether a high ("max") or a low ("min") score is good.
+        keep_last: How many of the newest to keep besides the best.
+        keep_every_n_steps: Keep every checkpoint whose step is a multiple of this, for good.
+
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str | None = None
+    checkpoint_score_order: Order = "max"
+    keep_last: int = 1
+    keep_every_n_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that would keep nothing or mean nothing."""
+        for name in ("num_to_keep", "keep_last", "keep_every_n_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give at least 1, or None")
+        if self.checkpoint_score_order not in ("max", "min"):
+            raise ValueError(f"checkpoint_score_order={self.checkpoint_score_order!r}: give 'max' or 'min'")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[C]):
+    """What a policy decided.
+
+    Attributes:
+        keep: The reasons to keep each kept id: "latest", "best", "last", "every", "pinned", "in use", "all".
+        drop: What to delete, oldest first.
+
+    """
+
+    keep: dict[str, tuple[str, ...]]
+    drop: tuple[C, ...]
+
+
+def score(metrics: Metrics, attribute: str, order: Order) -> tuple[int, float]:
+    """Return a key that sorts a better score higher: missing < NaN < numbers, in both orders.
+
+    Text, None and nested metrics count as missing.
+    """
+    value = find_metric(metrics, attribute)
+    if not isinstance(value, (bool, int, float)):
+        return (0, 0.0)
+    if value != value:  # noqa: PLR0124 - NaN is the one number that differs from itself
+        return (1, 0.0)
+    return (2, float(value) if order == "max" else -float(value))
+
+
+def rank_best(manifests: Sequence[C], attribute: str | None, order: Order) -> list[C]:
+    """Return `manifests` best first; ties, and all of them without an attribute, go to the newer."""
+    newest_first = sorted(manifests, key=lambda manifest: manifest.id, reverse=True)
+    if attribute is None:
+        return newest_first
+    return sorted(newest_first, key=lambda manifest: score(manifest.metrics, attribute, order), reverse=True)
+
+
+def plan(
+    manifests: Sequence[C],
+    policy: RetentionPolicy,
+    *,
+    pinned: Collection[str] = (),
+    in_use: Collection[str] = (),
+) -> Plan[C]:
+    """Decide what stays and what goes; the newest checkpoint never goes.
+
+    Args:
+        manifests: All committed checkpoints, in any order.
+        policy: What is worth keeping.
+        pinned: Ids that somebody pinned.
+        in_use: Ids that a training restores from or somebody reads.
+
+    """
+    newest_first = sorted(manifests, key=lambda manifest: manifest.id, reverse=True)
+    reasons: dict[str, list[str]] = {manifest.id: [] for manifest in newest_first}
+
+    def keep(kept: Sequence[C], reason: str) -> None:
+        for manifest in kept:
+            reasons[manifest.id].append(reason)
+
+    best = rank_best(newest_first, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
+    keep(newest_first[:1], "latest")
+    if policy.num_to_keep is None:
+        keep(newest_first, "all")
+    else:
+        keep(best[: policy.num_to_keep], "best" if policy.checkpoint_score_attribute else "last")
+    if policy.keep_last > 1:
+        keep(newest_first[: policy.keep_last], "last")
+    if policy.keep_every_n_steps is not None:
+        keep([manifest for manifest in newest_first if manifest.step % policy.keep_every_n_steps == 0], "every")
+    keep([manifest for manifest in newest_first if manifest.id in pinned], "pinned")
+    keep([manifest for manifest in newest_first if manifest.id in in_use], "in use")
+    return Plan(
+        keep={checkpoint_id: tuple(dict.fromkeys(why)) for checkpoint_id, why in reasons.items() if why},
+        drop=tuple(manifest for manifest in reversed(newest_first) if not reasons[manifest.id]),
+    )

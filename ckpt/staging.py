@@ -1,0 +1,72 @@
+"""The files that one rank brings to a report."""
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+METADATA_FILE = ".metadata.json"
+
+
+def scan_files(directory: Path) -> list[str]:
+    """Return the "/"-joined path of every file below `directory`; links are followed to what they name.
+
+    Raises:
+        ValueError: If something below is no file or folder, names nothing, or links back to a folder above it.
+
+    """
+    return [path for path in _walk(directory, "", ()) if path != METADATA_FILE]  # metadata travels in the manifest
+
+
+def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    status = directory.stat()
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
+        raise ValueError(f"{directory} links back to a folder above it; a checkpoint must be finite")
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        path = f"{prefix}{entry.name}"
+        try:
+            mode = entry.stat().st_mode
+        except FileNotFoundError as exc:
+            raise ValueError(f"{entry.path} is a link to nothing; remove it from the checkpoint") from exc
+        if stat.S_ISDIR(mode):
+            yield from _walk(Path(entry.path), f"{path}/", (*above, identity))
+        elif stat.S_ISREG(mode):
+            yield _storable(path)
+        else:
+            raise ValueError(f"{entry.path} is neither a file nor a folder; remove it from the checkpoint")
+
+
+def _storable(path: str) -> str:
+    try:
+        path.encode()
+    except UnicodeEncodeError as exc:
+        raise ValueError(f"the file name {path!r} is not valid text and cannot be stored") from exc
+    if "\\" in path or any(ord(character) < ord(" ") for character in path):
+        raise ValueError(f"the file name {path!r} holds a backslash or a control character and cannot be stored")
+    return path
+
+
+def take_over(directory: Path, paths: Iterable[str]) -> Path:
+    """Move the files at `paths` into a folder of our own and return it; a copy only across filesystems.
+
+    The caller may delete or reuse `directory` at once. Costs one rename a file on the same filesystem. What a link names
+    outside of `directory` is copied, since it was not handed over.
+    """
+    root = directory.resolve()
+    taken = Path(tempfile.mkdtemp(prefix=".prefect-torch-", dir=_writable_parent(root)))
+    for path in paths:
+        target = taken / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source = root / path
+        if source.resolve() == source:
+            shutil.move(source, target)
+        else:
+            shutil.copyfile(source, target)
+    return taken
+
+
+def _writable_parent(directory: Path) -> Path | None:
+    return directory.parent if os.access(directory.parent, os.W_OK) else None

@@ -1,0 +1,99 @@
+"""The object-store verbs that every backend speaks: string keys, whole objects, nothing renamed."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """Everything a process needs to open a storage; travels to the ranks, shows no secret.
+
+    Attributes:
+        url: An absolute local path, or a URL (`s3://bucket/prefix`, `gs://…`, `az://…`, `memory://…`).
+        options: What the backend's client takes besides: endpoint, region, credentials.
+
+    """
+
+    url: str
+    options: dict[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One stored object as a listing tells it.
+
+    Attributes:
+        key: Relative to the storage's url.
+        bytes: Its size.
+        modified_s: When it was written (seconds since the epoch, the storage's clock).
+
+    """
+
+    key: str
+    bytes: int
+    modified_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What moved.
+
+    Attributes:
+        bytes: How many.
+        digest: xxh3-128 of them, 32 hexadecimal digits, computed from the very bytes that were sent or received.
+
+    """
+
+    bytes: int
+    digest: str
+
+
+class Storage(Protocol):
+    """A place for objects.
+
+    A key is one or more names joined with "/". A verb that returned has taken effect for every reader; one that raised
+    may or may not have. All raise FileNotFoundError for what is missing, PermissionError for what is refused, and
+    StorageError for what may work later. Implementations are safe to share between threads.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where this is, without secrets."""
+        ...
+
+    def put_file(self, key: str, path: Path) -> Transfer:
+        """Store the file at `path`; durable when this returns."""
+        ...
+
+    def get_file(self, key: str, path: Path) -> Transfer:
+        """Write the object to `path`, whose folder exists."""
+        ...
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Store a small object, replacing what was there; a reader sees the old one or the new one, whole."""
+        ...
+
+    def get_bytes(self, key: str) -> bytes:
+        """Return a small object."""
+        ...
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        """Yield, in key order, every object whose key starts with `prefix` and sorts after `after`.
+
+        `prefix` is empty or ends with "/"; folders below it are walked too.
+        """
+        ...
+
+    def size(self, key: str) -> int:
+        """Return an object's size in bytes."""
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; one that is missing already is no error."""
+        ...
+
+    def local_path(self, key: str) -> Path | None:
+        """Return the file or folder that holds `key` when this machine can read it in place, else None."""
+        ...

@@ -1,0 +1,64 @@
+"""Is what is stored what was committed?"""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .digest import digest_file
+from .errors import CheckpointCorruptError
+from .manifest import FileEntry, Manifest
+from .storage import Transfer
+
+if TYPE_CHECKING:
+    from .store import CheckpointStore, VerifyLevel
+
+
+def verify(store: "CheckpointStore", manifest: Manifest, level: "VerifyLevel") -> None:
+    """Return only if every file is there with the size, and at level "digest" the content, of the manifest.
+
+    Raises:
+        CheckpointCorruptError: Naming the first file that differs.
+
+    """
+    if level == "none":
+        return
+    _verify_sizes(store, manifest)
+    if level == "digest":
+        with tempfile.TemporaryDirectory(prefix="prefect-torch-verify-") as scratch:
+            for entry in manifest.files:
+                check_entry(store, manifest, entry, _read(store, manifest, entry, Path(scratch)))
+
+
+def check_entry(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, got: Transfer) -> None:
+    """Compare what was read with what was committed.
+
+    Raises:
+        CheckpointCorruptError: If it differs.
+
+    """
+    if (got.bytes, got.digest) != (entry.bytes, entry.digest):
+        raise CheckpointCorruptError(
+            f"{store.path}/checkpoints/{manifest.id}/{entry.path} differs from what rank {entry.rank} committed: "
+            f"{got.bytes} bytes with xxh3-128 {got.digest} instead of {entry.bytes} bytes with {entry.digest}"
+        )
+
+
+def _verify_sizes(store: "CheckpointStore", manifest: Manifest) -> None:
+    prefix = store.layout.data(manifest.id)
+    sizes = {info.key.removeprefix(prefix): info.bytes for info in store.storage.list(prefix)}
+    for entry in manifest.files:
+        size = sizes.get(entry.path)
+        if size != entry.bytes:
+            found = "is missing" if size is None else f"has {size} bytes instead of {entry.bytes}"
+            raise CheckpointCorruptError(f"{store.path}/checkpoints/{manifest.id}/{entry.path} {found}")
+
+
+def _read(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, scratch: Path) -> Transfer:
+    key = store.layout.data(manifest.id, entry.path)
+    if (local := store.storage.local_path(key)) is not None:
+        return digest_file(local)
+    target = scratch / "object"
+    try:
+        return store.storage.get_file(key, target)
+    finally:
+        target.unlink(missing_ok=True)

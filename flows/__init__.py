@@ -1,0 +1,17 @@
+"""Flows that train with restarts, and what they are told and give back."""
+
+from prefect_torch.tasks import CheckpointConfig, FailureConfig, RankFailedError, RunConfig, ScalingConfig
+
+from .result import Result, TrainingFailedError
+from .training import train
+
+__all__ = [
+    "CheckpointConfig",
+    "FailureConfig",
+    "RankFailedError",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
+    "TrainingFailedError",
+    "train",
+]

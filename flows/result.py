@@ -1,0 +1,105 @@
+"""What a training left behind, read from its storage: the same while it runs, when it is done, and when it failed."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from prefect_torch.ckpt import Checkpoint, CheckpointStore
+from prefect_torch.ckpt.attempts import newest_attempt, read_outcomes
+from prefect_torch.ckpt.history import MetricRecord, read_history
+from prefect_torch.ckpt.metrics import Metrics, flatten_metrics
+from prefect_torch.ckpt.opening import StorageLike
+from prefect_torch.ckpt.retention import RetentionPolicy, rank_best
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class TrainingFailedError(RuntimeError):
+    """How a training ended, as its storage tells it; `train` itself raises the original error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of a training.
+
+    Attributes:
+        metrics: What rank 0 reported last; empty if it never did.
+        checkpoint: The latest checkpoint, or None.
+        best_checkpoints: The checkpoints in storage with their metrics, best first; at most `num_to_keep`.
+        history: Every report of rank 0, in order.
+        path: Where the run lies: a local path or a URL.
+        attempts: How many attempts the run has had.
+        error: What ended the newest attempt, or None if it completed, or nobody could write it down.
+        errors: Each failed rank's error, by rank.
+        return_value: What rank 0's function returned; from storage, only where JSON can hold it.
+
+    """
+
+    metrics: Metrics
+    checkpoint: Checkpoint | None
+    best_checkpoints: list[tuple[Checkpoint, Metrics]]
+    history: list[MetricRecord] = field(repr=False)
+    path: str
+    attempts: int
+    error: Exception | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+    return_value: Any = None
+
+    @property
+    def metrics_dataframe(self) -> "pd.DataFrame":
+        """Every report of rank 0 as a pandas DataFrame: a column per metric ("a/b" for nested ones), and step, attempt,
+        checkpoint and reported_at where no metric has that name.
+
+        Raises:
+            ImportError: If pandas is not installed.
+
+        """  # noqa: D205 - one sentence
+        try:
+            import pandas as pd  # noqa: PLC0415 - optional
+        except ImportError as exc:
+            raise ImportError("metrics_dataframe needs pandas: pip install 'prefect-torch[pandas]'; or use .history") from exc
+        return pd.DataFrame(
+            [
+                {
+                    "step": record.step,
+                    "attempt": record.attempt,
+                    "checkpoint": record.checkpoint,
+                    "reported_at": record.reported_at,
+                    **dict(flatten_metrics(record.metrics)),
+                }
+                for record in self.history
+            ]
+        )
+
+    @classmethod
+    def from_storage(cls, storage: StorageLike, run: str) -> "Result":
+        """Read the result of a run, whether it completed, failed or is still running.
+
+        Args:
+            storage: A local path, a URL, "block-type-slug/block-name", or a block.
+            run: The run's name.
+
+        Raises:
+            FileNotFoundError: If there is no such run.
+
+        """
+        store = CheckpointStore.open(storage, run)
+        attempt = newest_attempt(store)
+        if attempt is None:
+            raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}")
+        outcome = next((known for known in read_outcomes(store) if known.attempt == attempt.number), None)
+        history = read_history(store)
+        manifests = store.list()
+        policy = RetentionPolicy(**attempt.settings)
+        best = rank_best(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
+        return cls(
+            metrics=history[-1].metrics if history else {},
+            checkpoint=store.checkpoint(manifests[-1]) if manifests else None,
+            best_checkpoints=[(store.checkpoint(it), it.metrics) for it in best[: policy.num_to_keep]],
+            history=history,
+            path=store.path,
+            attempts=attempt.number,
+            error=None if outcome is None or outcome.error is None else TrainingFailedError(outcome.error),
+            errors={} if outcome is None else {int(rank): text for rank, text in outcome.errors.items()},
+            return_value=None if outcome is None else outcome.return_value,
+        )

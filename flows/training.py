@@ -1,0 +1,157 @@
+"""The flow that a user runs, schedules and triggers: one training with restarts."""
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any
+
+from prefect import flow, runtime
+from prefect.states import State
+from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
+
+from prefect_torch.ckpt import Checkpoint, StorageSpec
+from prefect_torch.ckpt.layout import check_run_name
+from prefect_torch.ckpt.manifest import is_id
+from prefect_torch.ckpt.opening import parse_storage
+from prefect_torch.tasks import (
+    CheckpointConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    train_workers,
+)
+from prefect_torch.tasks.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.embedded_server import tie_embedded_server
+from prefect_torch.tasks.function import pack_function
+from prefect_torch.tasks.job import TrainJob
+from prefect_torch.tasks.restarts import failure_kind, max_retries, may_restart
+
+from .result import Result
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+# An unbounded task runner: with fewer threads than ranks, the ranks that run would wait for those that cannot begin.
+@flow(name="train", task_runner=ThreadPoolTaskRunner(max_workers=sys.maxsize), persist_result=False)
+def train(
+    train_fn: Annotated[
+        str | SkipJsonSchema[Callable[..., Any]],
+        Field(description="What every rank runs: 'module:function' or 'path/to/file.py:function'."),
+    ],
+    config: Annotated[
+        dict[str, Any] | None, Field(description="What the function is called with, if it takes an argument.")
+    ] = None,
+    scaling: Annotated[ScalingConfig | None, Field(description="How many ranks, and on what.")] = None,
+    run: Annotated[RunConfig | None, Field(description="Which run, where its checkpoints lie, how it begins.")] = None,
+    checkpoint: Annotated[CheckpointConfig | None, Field(description="Which checkpoints are kept.")] = None,
+    failure: Annotated[FailureConfig | None, Field(description="How often the training is restarted.")] = None,
+    resume_from: Annotated[
+        str | SkipJsonSchema[Checkpoint] | None,
+        Field(description="A checkpoint of another run to begin from: its path or URL, or 'run/id' in the same storage."),
+    ] = None,
+) -> Result:
+    """Train on several ranks; after a failure all of them start again from the latest checkpoint.
+
+    Every rank is a Prefect task run with a process of its own; `report` and `get_checkpoint` of `prefect_torch.ckpt` work
+    inside the function. A killed training, started again with the same run name, continues. The result can be read from
+    storage at any time, also after a failure: `Result.from_storage(storage, run)`.
+
+    Args:
+        train_fn: What every rank runs, a function or where to find it ("module:function", "path/to/file.py:function").
+        config: What the function is called with, if it takes an argument.
+        scaling: How many ranks, and on what. One rank without a GPU if None.
+        run: Which run, where its checkpoints lie, how it begins. If None, "./checkpoints" and a name for this flow run.
+        checkpoint: Which checkpoints are kept. All if None.
+        failure: How often it is restarted. If None, never for the function's own exceptions, and three times for lost
+            processes or storage.
+        resume_from: A checkpoint of another run to begin from while this run has none of its own.
+
+    Raises:
+        Exception: The last failure: what the function raised, from a RankFailedError with the rank's own traceback, or
+            the RankFailedError of a process that died.
+        ValueError: If an argument cannot be what it should; nothing was started.
+        RunBusyError: If another living flow run trains this run.
+        CheckpointError: If the run cannot be resumed.
+
+    """
+    tie_embedded_server()
+    job = _job(train_fn, config, scaling or ScalingConfig(), run or RunConfig(), checkpoint or CheckpointConfig(),
+               failure or FailureConfig(), resume_from)  # fmt: skip
+    flow_run_id = runtime.flow_run.id
+
+    def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
+        error = state.result(raise_on_failure=False)
+        return isinstance(error, Exception) and may_restart(job.open_store(), job, flow_run_id, failure_kind(error))
+
+    failure = failure or FailureConfig()
+    led = train_workers.with_options(
+        retries=max_retries(job),
+        retry_delay_seconds=failure.retry_delay_s,
+        retry_jitter_factor=failure.retry_jitter_factor,
+        retry_condition_fn=is_worth_another_attempt,
+    )
+    return_value = led(job)
+    return replace(Result.from_storage(job.storage, job.run), return_value=return_value)
+
+
+def _job(
+    train_fn: str | Callable[..., Any],
+    config: dict[str, Any] | None,
+    scaling: ScalingConfig,
+    run: RunConfig,
+    checkpoint: CheckpointConfig,
+    failure: FailureConfig,
+    resume_from: str | Checkpoint | None,
+) -> TrainJob:
+    if scaling.use_gpu:
+        _require_gpus(scaling.num_workers)
+    storage = parse_storage(run.storage)
+    return TrainJob(
+        function=pack_function(train_fn, config),
+        storage=storage,
+        run=run.name or _default_name(),
+        num_workers=scaling.num_workers,
+        use_gpu=scaling.use_gpu,
+        backend=scaling.backend,
+        policy=checkpoint.policy(),
+        resume=run.resume,
+        verify=run.verify,
+        takeover=run.takeover,
+        seed=None if resume_from is None else _seed(resume_from, storage),
+        max_failures=failure.max_failures,
+        max_infrastructure_failures=failure.max_infrastructure_failures,
+        grace_s=failure.grace_s,
+    )
+
+
+def _require_gpus(num_workers: int) -> None:
+    import torch  # noqa: PLC0415 - only a training on GPUs needs it before its ranks
+
+    available = torch.cuda.device_count()
+    if available < num_workers:
+        raise ValueError(
+            f"num_workers={num_workers} with use_gpu=True needs as many GPUs, and this machine has {available}; "
+            "lower num_workers or give use_gpu=False"
+        )
+
+
+def _default_name() -> str:
+    """Return a name that the retries of this flow run share and no other flow run has."""
+    name = _NOT_IN_NAMES.sub("-", runtime.flow_run.name or "run").strip("-._") or "run"
+    return check_run_name(f"{name[:150]}-{runtime.flow_run.id[:8]}")
+
+
+def _seed(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:
+    if isinstance(resume_from, Checkpoint):
+        checkpoint = resume_from
+    else:
+        run, _, checkpoint_id = resume_from.partition("/")
+        if is_id(checkpoint_id):
+            return CheckpointRef(storage, check_run_name(run), checkpoint_id)
+        checkpoint = Checkpoint(resume_from)
+    if checkpoint.store is None or checkpoint.id is None:
+        raise ValueError(f"resume_from={resume_from!r}: give a committed checkpoint, its path or URL, or 'run/id'")
+    return CheckpointRef(checkpoint.store.spec, checkpoint.store.run, checkpoint.id)

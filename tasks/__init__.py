@@ -1,0 +1,43 @@
+"""Prefect tasks that start, watch and prune a training.
+
+Lazy for one reason: a rank's process runs a module of this folder, and must not wait seconds for prefect, which it never uses.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from .errors import RankFailedError
+    from .prune_task import prune_checkpoints
+    from .rank_task import train_rank
+    from .workers_task import train_workers
+
+_MODULES = {
+    "CheckpointConfig": "config",
+    "FailureConfig": "config",
+    "RankFailedError": "errors",
+    "RunConfig": "config",
+    "ScalingConfig": "config",
+    "prune_checkpoints": "prune_task",
+    "train_rank": "rank_task",
+    "train_workers": "workers_task",
+}
+
+__all__ = [
+    "CheckpointConfig",
+    "FailureConfig",
+    "RankFailedError",
+    "RunConfig",
+    "ScalingConfig",
+    "prune_checkpoints",
+    "train_rank",
+    "train_workers",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415 - only when something is asked for
+
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,105 @@
+"""The beginning of an attempt: may this process lead the run, and from which checkpoint do the ranks go on?"""
+
+from dataclasses import asdict, dataclass
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
+from prefect_torch.ckpt.attempts import Attempt, Owner, claim_attempt, newest_attempt, read_outcomes, record_resumed_from
+from prefect_torch.ckpt.resume import choose_checkpoint
+
+from .checkpoint_ref import CheckpointRef
+from .job import TrainJob
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What an attempt begins with.
+
+    Attributes:
+        attempt: The claim on the run.
+        restored: The checkpoint that every rank restores, or None on a fresh start.
+
+    """
+
+    attempt: Attempt
+    restored: CheckpointRef | None
+
+
+def begin_attempt(store: CheckpointStore, job: TrainJob, flow_run_id: str | None) -> Beginning:
+    """Claim the next attempt, then choose what it resumes from.
+
+    In this order, so that nothing an overtaken process commits meanwhile can be missed.
+
+    Raises:
+        RunBusyError: If another living flow run leads this run, unless the job takes it over.
+        CheckpointNotFoundError: If the job must resume and there is nothing to resume from.
+        CheckpointCorruptError: If there are checkpoints and none is whole.
+
+    """
+    previous = newest_attempt(store)
+    if previous is not None and not job.takeover:
+        _refuse_if_alive(store, previous, flow_run_id)
+    attempt = claim_attempt(
+        store,
+        Owner.current(flow_run_id),
+        world_size=job.num_workers,
+        lineage=_lineage(previous, job, flow_run_id),
+        settings=asdict(job.policy),
+    )
+    restored = _choose(store, job, attempt.lineage)
+    if restored is None:
+        get_run_logger().info("attempt %d: starting from the beginning", attempt.number)
+        return Beginning(attempt, None)
+    checkpoint = restored.open()
+    get_run_logger().info("attempt %d: resuming from %s, step %d", attempt.number, checkpoint.id, checkpoint.step)
+    return Beginning(record_resumed_from(store, attempt, checkpoint.path), restored)
+
+
+def _lineage(previous: Attempt | None, job: TrainJob, flow_run_id: str | None) -> int | None:
+    if previous is None:
+        return None
+    begins_anew = job.resume == "never" and previous.owner.flow_run_id != flow_run_id
+    return None if begins_anew else previous.lineage
+
+
+def _choose(store: CheckpointStore, job: TrainJob, lineage: int) -> CheckpointRef | None:
+    manifest = choose_checkpoint(store, lineage=lineage, verify=job.verify)
+    if manifest is not None:
+        return CheckpointRef(job.storage, job.run, manifest.id)
+    if job.seed is not None:
+        job.seed.open().verify(job.verify)
+        return job.seed
+    if job.resume == "must":
+        raise CheckpointNotFoundError(
+            f"run {store.run!r} in {store.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
+        )
+    return None
+
+
+def _refuse_if_alive(store: CheckpointStore, previous: Attempt, flow_run_id: str | None) -> None:
+    owner = previous.owner
+    if flow_run_id is not None and owner.flow_run_id == flow_run_id:
+        return  # this flow run's own earlier try
+    if any(outcome.attempt == previous.number for outcome in read_outcomes(store)) or owner.is_dead():
+        return
+    if owner.flow_run_id is not None and _has_ended(owner.flow_run_id):
+        return
+    raise RunBusyError(
+        f"run {store.run!r} in {store.storage.url} is being trained by flow run {owner.flow_run_id} "
+        f"(process {owner.pid} on {owner.host.partition('/')[0]}, attempt {previous.number}, since {previous.claimed_at}); "
+        "wait for it, cancel it, choose another name, or give takeover=True"
+    )
+
+
+def _has_ended(flow_run_id: str) -> bool:
+    """Ask Prefect; a flow run that it does not know belongs to another server, and counts as alive."""
+    with get_client(sync_client=True) as client:
+        try:
+            state = client.read_flow_run(UUID(flow_run_id)).state
+        except ObjectNotFound:
+            return False
+    return state is not None and state.is_final()

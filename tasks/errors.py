@@ -1,0 +1,26 @@
+"""How a rank fails, as the process that leads the training sees it."""
+
+from typing import Literal, TypeAlias
+
+RankFailureKind: TypeAlias = Literal["user", "infrastructure", "final", "communication", "peer"]
+
+
+class RankFailedError(RuntimeError):
+    """A rank's function raised, or its process died; the text carries the rank's own traceback.
+
+    Attributes:
+        rank: Who.
+        kind: "user": the function raised. "infrastructure": the process died, or the storage failed. "final": trying
+            again cannot help. "communication" and "peer": the consequence of another rank's failure.
+        original: The exception of the rank, where this process could rebuild it.
+
+    """
+
+    def __init__(self, message: str, rank: int, kind: RankFailureKind, original: Exception | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.kind = kind
+        self.original = original
+
+    def __reduce__(self) -> "tuple[type[RankFailedError], tuple[str, int, RankFailureKind, Exception | None]]":
+        return type(self), (str(self), self.rank, self.kind, self.original)

@@ -1,0 +1,189 @@
+"""How a training function travels to the ranks."""
+
+import ast
+import importlib.util
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import cloudpickle
+
+TrainFunction: TypeAlias = Callable[..., Any]
+_REFERENCE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFunction:
+    """A training function and its configuration, for a new interpreter.
+
+    Attributes:
+        reference: "module:function" or "path/to/file.py:function"; None when `payload` carries the function.
+        payload: The function, or None, and its configuration, pickled.
+        sys_path: Where the interpreter looks for modules.
+        cwd: Its working folder.
+        name: What to call the function in messages.
+
+    """
+
+    reference: str | None
+    payload: bytes
+    sys_path: tuple[str, ...]
+    cwd: str
+    name: str
+
+
+def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) -> PackedFunction:
+    """Return `function` with `config`, ready to travel; a reference is looked up, not imported.
+
+    Args:
+        function: "module:function", "path/to/file.py:function", or the function itself. A function that a new interpreter
+            can import travels by its name, any other by value (cloudpickle), with the module's globals that it uses.
+        config: What the function is called with, if it takes an argument.
+
+    Raises:
+        ValueError: If there is no such module, file or function.
+        TypeError: If the function or its configuration cannot travel.
+
+    """
+    reference = None
+    value: TrainFunction | None = None
+    if isinstance(function, str):
+        reference = _check_reference(function)
+    elif callable(function):
+        value = function
+    else:
+        raise TypeError(f"train_fn must be a function or 'module:function', not {type(function).__name__}")
+    name = reference or getattr(function, "__qualname__", repr(function))
+    return PackedFunction(
+        reference=reference,
+        payload=_dump(value, config, name),
+        sys_path=tuple(os.path.abspath(path) for path in [*sys.path, ""] if not path or Path(path).exists()),  # noqa: PTH100 - "" is the working folder
+        cwd=str(Path.cwd()),
+        name=name,
+    )
+
+
+def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, Any] | None]:
+    """Return the function and its configuration; imports the user's code.
+
+    Raises:
+        ValueError: If the module has no such function.
+
+    """
+    value, config = pickle.loads(packed.payload)  # noqa: S301 - from the process that started this one
+    if packed.reference is None:
+        return value, config
+    place, _, name = packed.reference.rpartition(":")
+    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"train_fn {packed.reference!r}: {place} has no function {name!r}")
+    return function, config
+
+
+def _check_reference(reference: str) -> str:
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
+        raise ValueError(f"train_fn {reference!r}: give 'module:function' or 'path/to/file.py:function'")
+    place, name = match["place"], match["name"]
+    if place.endswith(".py"):
+        source = Path(place).expanduser().absolute()
+        if not source.is_file():
+            raise ValueError(f"train_fn {reference!r}: there is no file {source}")
+        place = str(source)
+    else:
+        source = _find_module(place, reference)
+    known = _top_level_names(source)
+    if known is not None and name not in known:
+        raise ValueError(f"train_fn {reference!r}: {source} defines no {name!r}")
+    return f"{place}:{name}"
+
+
+def _find_module(name: str, reference: str) -> Path | None:
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(str(Path.cwd()))  # a worker's process does not look in the folder that it was started in
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as exc:
+        raise ValueError(f"train_fn {reference!r}: module {name!r} cannot be found: {exc}") from exc
+    if spec is None:
+        raise ValueError(f"train_fn {reference!r}: there is no module {name!r} in {Path.cwd()} or among the installed")
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def _top_level_names(source: Path | None) -> set[str] | None:
+    """Return the names that the file binds, or None where only running it would tell."""
+    if source is None:
+        return None
+    try:
+        tree = ast.parse(source.read_bytes(), str(source))
+    except SyntaxError as exc:
+        raise ValueError(f"{source} is not valid Python: {exc}") from exc
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            if any(alias.name == "*" for alias in node.names):
+                return None
+            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    return names
+
+
+def _dump(function: TrainFunction | None, config: dict[str, Any] | None, name: str) -> bytes:
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    by_value = module is not None and module.__name__ != "__main__" and not _is_importable(module)
+    if by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        payload: bytes = cloudpickle.dumps((function, config))
+    except Exception as exc:
+        raise TypeError(
+            f"train_fn {name} and its config cannot travel to the ranks: {exc}. "
+            "Define the function in a module and give 'module:function', open files, locks and connections inside it, "
+            "and keep the config to plain values"
+        ) from exc
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return payload
+
+
+def _is_importable(module: ModuleType) -> bool:
+    """Say whether a new interpreter with this one's path would import the same file under the module's name."""
+    found = _find_afresh(module.__name__)
+    return found is not None and found.origin == getattr(module, "__file__", None)
+
+
+def _find_afresh(name: str) -> ModuleSpec | None:
+    """Find a module as a new interpreter would; `importlib.util.find_spec` would answer from `sys.modules`."""
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        full = ".".join(parts[:depth])
+        path = None if spec is None else spec.submodule_search_locations
+        found = (finder.find_spec(full, path, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((candidate for candidate in found if candidate is not None), None)
+        if spec is None:
+            return None
+    return spec
+
+
+def _load_file(path: Path) -> ModuleType:
+    sys.path.insert(0, str(path.parent))  # as `python path` does, for the modules beside it
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # pickling what the file defines needs it
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,112 @@
+"""All ranks of one attempt, which live and end together."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from prefect.futures import PrefectFuture
+
+from prefect_torch.ckpt.events import EventReceiver
+from prefect_torch.ckpt.key_value import KeyValue
+from prefect_torch.ckpt.peers import read_ends
+
+from .errors import RankFailedError
+from .journal import Journal
+from .rank_spec import RankSpec
+from .rank_task import train_rank
+from .rendezvous import ENDS_SOON_KEY, STOP_KEY
+
+_POLL_S = 0.05
+# How long other ranks may take to tell of their own end before they are stopped: the first to be heard of is often the one
+# that lost its connection to the one that failed.
+_SETTLE_S = 0.5
+_STOP_S = 30.0
+_CAUSES_FIRST = ("final", "user", "infrastructure", "communication", "peer")
+
+
+class Gang:
+    """Starts one task run per rank; the first to fail stops all.
+
+    Args:
+        specs: The ranks.
+
+    """
+
+    def __init__(self, specs: list[RankSpec]) -> None:
+        self._receiver: EventReceiver | None = None
+        # Asking a future for its state costs an API request while it runs, so they tell when they are done instead.
+        self._finished: set[int] = set()
+        self._futures = [train_rank.submit(spec) for spec in specs]
+        for rank, future in enumerate(self._futures):
+            future.add_done_callback(partial(self._take_finished, rank))
+
+    def run(self, key_value: KeyValue, journal: Journal) -> Any:
+        """Return rank 0's return value once every rank has returned.
+
+        Args:
+            key_value: What the ranks share.
+            journal: Takes what rank 0 tells, in this thread.
+
+        Raises:
+            RankFailedError: The failure that caused the others.
+
+        """
+        self._receiver = EventReceiver(key_value)
+        while not self._advance(journal) and not self._has_failed(key_value):
+            time.sleep(_POLL_S)
+        if not self._all_finished():
+            _wait_until(lambda: self._advance(journal), _SETTLE_S)
+            self.stop(key_value, "another rank failed, so every rank of the attempt is stopped")
+        self._advance(journal)
+        outcomes = [future.result(raise_on_failure=False) for future in self._futures]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            raise min(failures, key=_cause_order)
+        return outcomes[0]
+
+    def drain(self, key_value: KeyValue, journal: Journal, grace_s: float) -> None:
+        """Tell the ranks that they end soon, and return when all have, or after `grace_s`."""
+        key_value.set(ENDS_SOON_KEY, b"")
+        _wait_until(lambda: self._advance(journal), grace_s)
+
+    def stop(self, key_value: KeyValue, reason: str) -> None:
+        """End every rank that still runs, and return when all have ended."""
+        key_value.set(STOP_KEY, reason.encode())
+        _wait_until(self._all_finished, _STOP_S)
+
+    def _advance(self, journal: Journal) -> bool:
+        """Take what rank 0 told since; say whether all ranks have ended."""
+        finished = self._all_finished()  # first: a rank tells before it ends
+        if self._receiver is not None:
+            for event in self._receiver.drain():
+                journal.take(event)
+            journal.poll()
+        return finished
+
+    def _has_failed(self, key_value: KeyValue) -> bool:
+        if any(end.ending != "returned" for end in read_ends(key_value, len(self._futures))):
+            return True
+        for future in [self._futures[rank] for rank in tuple(self._finished)]:
+            future.wait()  # returns at once, and keeps the state here
+            if not future.state.is_completed():
+                return True
+        return False
+
+    def _all_finished(self) -> bool:
+        return len(self._finished) == len(self._futures)
+
+    def _take_finished(self, rank: int, _: PrefectFuture[Any]) -> None:
+        self._finished.add(rank)
+
+
+def _wait_until(condition: Callable[[], bool], longest_s: float) -> None:
+    deadline_s = time.monotonic() + longest_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+
+
+def _cause_order(failure: BaseException) -> int:
+    if isinstance(failure, RankFailedError):
+        return _CAUSES_FIRST.index(failure.kind)
+    return len(_CAUSES_FIRST)  # stopped, or crashed with the task runner

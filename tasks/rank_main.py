@@ -1,0 +1,194 @@
+"""The program that a rank's process runs: join the others, run the user's function, say how it ended.
+
+    python -m prefect_torch.tasks.rank_main <result fd>      reads a pickled RankSpec from stdin
+
+Imports torch, never prefect.
+"""
+
+import faulthandler
+import inspect
+import os
+import pickle
+import sys
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from prefect_torch.ckpt import (
+    CheckpointError,
+    CheckpointStore,
+    FencedError,
+    PeerGoneError,
+    ReportMismatchError,
+    TrainContext,
+)
+from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.ckpt.session import RankSession
+
+from .errors import RankFailureKind
+from .function import TrainFunction, unpack_function
+from .rank_result import RankResult
+from .rank_spec import RankSpec
+from .rendezvous import ENDS_SOON_KEY, TcpKeyValue, connect
+
+# What torch says on a rank whose peer vanished; the peer's own end is the cause.
+_LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "nccl", "gloo")
+
+
+def main() -> None:
+    """Run one rank and leave a RankResult in the pipe."""
+    faulthandler.enable()
+    result_fd = int(sys.argv[-1])
+    os.set_inheritable(result_fd, False)
+    spec: RankSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
+    sys.argv = [spec.function.name]
+    result = _run(spec)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with os.fdopen(result_fd, "wb") as pipe:
+        pickle.dump(result, pipe)
+    # Not sys.exit: what a failed collective or a stuck user thread left behind must not keep the rank alive.
+    os._exit(0 if result.kind is None else 1)
+
+
+def _run(spec: RankSpec) -> RankResult:
+    _prepare(spec)
+    try:
+        function, config = unpack_function(spec.function)
+    except BaseException as exc:  # noqa: BLE001 - importing a module runs it
+        return _failure(exc, "final")
+    try:
+        key_value = connect(spec.rendezvous)
+        session = _session(spec, key_value)
+        _join_process_group(spec, key_value)
+        result = _train(function, config, session, spec)
+        if result.kind is None:  # a group whose peer is gone may wait for it for ever
+            _leave_process_group()
+        return result
+    except Exception as exc:  # noqa: BLE001 - reported, not hidden
+        return _failure(exc, "infrastructure")
+
+
+def _prepare(spec: RankSpec) -> None:
+    os.environ.update(spec.environment())
+    if spec.rendezvous.host == "127.0.0.1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host's name up, which may lead elsewhere
+    os.chdir(spec.function.cwd)
+    sys.path[:] = spec.function.sys_path
+
+
+def _session(spec: RankSpec, key_value: TcpKeyValue) -> RankSession:
+    context = TrainContext(
+        world_rank=spec.rank,
+        local_rank=spec.local_rank,
+        node_rank=spec.node_rank,
+        world_size=spec.world_size,
+        local_world_size=spec.local_world_size,
+        run_name=spec.run,
+        attempt=spec.attempt,
+        _ends_soon=lambda: key_value.check(ENDS_SOON_KEY),
+    )
+    store = CheckpointStore.open(spec.storage, spec.run)
+    if next(store.storage.list(store.layout.attempts), None) is None:
+        raise RuntimeError(
+            f"rank {spec.rank} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process has written: "
+            "every rank needs the same storage (a shared folder or a URL; memory:// lives in one process only)"
+        )
+    restored = None if spec.restored is None else spec.restored.open()
+    return RankSession(context, store, key_value, restored)
+
+
+def _join_process_group(spec: RankSpec, key_value: TcpKeyValue) -> None:
+    import torch  # noqa: PLC0415 - after the environment is set
+    import torch.distributed as dist  # noqa: PLC0415
+
+    device = None
+    if spec.use_gpu:
+        device = torch.device("cuda", spec.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        spec.backend or ("nccl" if spec.use_gpu else "gloo"),
+        store=key_value.store,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        device_id=device,
+    )
+
+
+def _leave_process_group() -> None:
+    import torch.distributed as dist  # noqa: PLC0415 - as above
+
+    if dist.is_initialized():  # else the user's function has left it
+        dist.destroy_process_group()
+
+
+def _train(function: TrainFunction, config: dict[str, Any] | None, session: RankSession, spec: RankSpec) -> RankResult:
+    start_session(session)
+    try:
+        value = _call(function, config)
+        session.finish()
+    except SystemExit as exc:
+        if exc.code not in (None, 0):
+            session.fail(f"sys.exit({exc.code!r})", spec.flush_s)
+            return _failure(exc, "user")
+        value = None
+        session.finish()
+    except Exception as exc:  # noqa: BLE001 - the user's, sent to where it is raised again
+        kind = _classify(exc)
+        session.fail(_one_line(exc), spec.flush_s)
+        return _failure(exc, kind)
+    finally:
+        start_session(None)
+    return RankResult(return_value=_dump_value(value) if spec.rank == 0 else None)
+
+
+def _call(function: TrainFunction, config: dict[str, Any] | None) -> Any:
+    takes_config = bool(inspect.signature(function).parameters)
+    if takes_config:
+        return function({} if config is None else config)
+    if config:
+        raise TypeError(f"config is given but {function.__name__}() takes no argument")
+    return function()
+
+
+def _classify(exc: BaseException) -> RankFailureKind:
+    if isinstance(exc, PeerGoneError):
+        return "peer"
+    if isinstance(exc, (FencedError, ReportMismatchError)):
+        return "final"
+    if isinstance(exc, CheckpointError):
+        return "infrastructure"
+    text = str(exc).lower()
+    from torch.distributed import DistError  # noqa: PLC0415 - torch is imported by now
+
+    if isinstance(exc, DistError) or (isinstance(exc, RuntimeError) and any(words in text for words in _LOST_PEER)):
+        return "communication"
+    return "user"
+
+
+def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
+    text = "".join(traceback.format_exception(exc))
+    try:
+        pickled = cloudpickle.dumps(exc)
+        pickle.loads(pickled)  # noqa: S301 - many exceptions pickle and then cannot be rebuilt
+    except Exception:  # noqa: BLE001 - the text travels in any case
+        pickled = None
+    return RankResult(kind=kind, error=_one_line(exc), traceback=text, exception=pickled)
+
+
+def _one_line(exc: BaseException) -> str:
+    return traceback.format_exception_only(exc)[-1].strip()
+
+
+def _dump_value(value: Any) -> bytes | None:
+    try:
+        pickled: bytes = cloudpickle.dumps(value)
+    except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
+        print(f"the return value is dropped, since it cannot be pickled: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
+        return None
+    return pickled
+
+
+if __name__ == "__main__":
+    main()

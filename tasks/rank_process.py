@@ -1,0 +1,137 @@
+"""One rank's process as its supervisor sees it: lines, an ending, and no way to outlive the supervisor."""
+
+import codecs
+import os
+import re
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_GUARD = Path(__file__).with_name("rank_guard.py")
+_MAX_LINE = 8192  # characters; a longer one is cut into several, since a log record has a limit
+_LINE_END = re.compile(r"\r\n|\n|\r")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended.
+
+    Attributes:
+        returncode: Its exit code; negative for the signal that killed it; None when even its guard was killed.
+        message: What it wrote into its result pipe before it ended.
+
+    """
+
+    returncode: int | None
+    message: bytes
+
+
+class RankProcess:
+    """A command under a guard that ends it, with all its descendants, when this object or this process is gone.
+
+    Args:
+        command: What to run; it finds the number of its result pipe in the last argument.
+        environment: Its whole environment.
+        stdin: What it reads, and then the end of file.
+
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], stdin: bytes) -> None:
+        lifeline, self._lifeline = os.pipe()
+        self._status, status = os.pipe()
+        self._result, result = os.pipe()
+        guard = [sys.executable, "-S", "-E", str(_GUARD), str(lifeline), str(status), str(result)]
+        try:
+            self._guard = subprocess.Popen(
+                [*guard, *command, str(result)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[lifeline, status, result],
+                start_new_session=True,  # Ctrl-C at a terminal is the supervisor's to pass on
+            )
+        finally:
+            for descriptor in (lifeline, status, result):
+                os.close(descriptor)
+        # A thread, since a rank that dies before it reads must not block its supervisor on a full pipe.
+        threading.Thread(target=self._feed, args=(stdin,), daemon=True).start()
+        self._lifeline_lock = threading.Lock()
+        self._returncode: bytes = b""
+        self._message: list[bytes] = []
+
+    def lines(self, poll_s: float) -> Iterator[list[str]]:
+        """Yield the lines that the process wrote since the last yield, at least every `poll_s`, until it has ended."""
+        assert self._guard.stdout is not None
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        rest = ""
+        with selectors.DefaultSelector() as selector:
+            for descriptor in (self._guard.stdout.fileno(), self._status, self._result):
+                selector.register(descriptor, selectors.EVENT_READ)
+            while selector.get_map():
+                for ready, _ in selector.select(poll_s):
+                    data = os.read(ready.fd, 65536)
+                    if not data:
+                        selector.unregister(ready.fd)
+                    elif ready.fd == self._status:
+                        self._returncode += data
+                    elif ready.fd == self._result:
+                        self._message.append(data)
+                    else:
+                        rest += decoder.decode(data)
+                lines, rest = split_lines(rest)
+                yield lines
+        rest += decoder.decode(b"", final=True)
+        if rest:
+            yield [rest]
+
+    def ending(self) -> Ending:
+        """Return how the process ended; call it after `lines` is used up."""
+        self.kill()
+        self._guard.wait()
+        os.close(self._status)
+        os.close(self._result)
+        assert self._guard.stdout is not None
+        self._guard.stdout.close()
+        return Ending(int(self._returncode) if self._returncode else None, b"".join(self._message))
+
+    def terminate(self) -> None:
+        """Ask the process to end (SIGTERM); harmless when it has."""
+        with self._lifeline_lock:
+            if self._lifeline >= 0:
+                try:
+                    os.write(self._lifeline, b"t")
+                except BrokenPipeError:
+                    pass
+
+    def kill(self) -> None:
+        """End the process and all its descendants (SIGKILL); harmless when they have."""
+        with self._lifeline_lock:
+            if self._lifeline >= 0:
+                os.close(self._lifeline)
+                self._lifeline = -1
+
+    def _feed(self, data: bytes) -> None:
+        assert self._guard.stdin is not None
+        try:
+            self._guard.stdin.write(data)
+            self._guard.stdin.close()
+        except BrokenPipeError:  # it died before it read; its ending tells
+            pass
+
+
+def split_lines(text: str) -> tuple[list[str], str]:
+    """Return the whole lines in `text`, the overlong cut, and what begins the next one; a progress bar's \\r ends a line."""
+    if text.endswith("\r"):  # perhaps half of a "\r\n"
+        *whole, rest = [*_LINE_END.split(text[:-1])]
+        rest += "\r"
+    else:
+        *whole, rest = _LINE_END.split(text)
+    whole.extend(rest[start : start + _MAX_LINE] for start in range(0, len(rest) - _MAX_LINE, _MAX_LINE))
+    rest = rest[len(rest) - (len(rest) % _MAX_LINE or _MAX_LINE) :] if len(rest) > _MAX_LINE else rest
+    return [line[start : start + _MAX_LINE] for line in whole for start in range(0, max(len(line), 1), _MAX_LINE)], rest

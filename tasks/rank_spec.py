@@ -1,0 +1,61 @@
+"""Everything a rank's process is told; plain data that pickles."""
+
+from dataclasses import dataclass
+
+from prefect_torch.ckpt import StorageSpec
+
+from .checkpoint_ref import CheckpointRef
+from .function import PackedFunction
+from .rendezvous import Address
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """One rank of one attempt.
+
+    Attributes:
+        rank: Its number.
+        local_rank: Its number on its machine, and its device's.
+        node_rank: Its machine's number.
+        world_size: How many ranks there are.
+        local_world_size: How many there are on its machine.
+        rendezvous: Where they meet.
+        storage: Where the run lies.
+        run: The run's name.
+        attempt: The attempt's number.
+        restored: The checkpoint that the attempt begins from, or None.
+        function: What to run.
+        use_gpu: Whether it has a GPU.
+        backend: The process group's; None chooses nccl with a GPU and gloo without.
+        flush_s: How long a failing rank waits for its background commit.
+
+    """
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    rendezvous: Address
+    storage: StorageSpec
+    run: str
+    attempt: int
+    restored: CheckpointRef | None
+    function: PackedFunction
+    use_gpu: bool
+    backend: str | None
+    flush_s: float
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that torchrun would set."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.rendezvous.host,
+            "MASTER_PORT": str(self.rendezvous.port),
+            # The flow's process serves the store, so rank 0 must not try to (torch.distributed.rendezvous).
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }

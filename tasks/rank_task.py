@@ -1,0 +1,111 @@
+"""The Prefect task of one rank: supervises one process, and tells its lines and its ending."""
+
+import os
+import pickle
+import signal
+import sys
+import time
+from typing import Any
+
+import cloudpickle
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Cancelled, Failed, State
+
+from prefect_torch.ckpt.key_value import KeyValue
+from prefect_torch.ckpt.peers import RankEnd, announce_end
+
+from .errors import RankFailedError
+from .rank_process import Ending, RankProcess
+from .rank_result import RankResult
+from .rank_spec import RankSpec
+from .rendezvous import STOP_KEY, connect
+
+_POLL_S = 0.1
+_STOP_GRACE_S = 3.0
+
+
+@task(name="train_rank", task_run_name="rank-{spec.rank}", cache_policy=NO_CACHE, persist_result=False)
+def train_rank(spec: RankSpec) -> Any:
+    """Run one rank to its end and return what its function returned (rank 0; None on the others).
+
+    The process's output becomes this task run's log, line by line. The process cannot outlive this one. When the attempt
+    is over because another rank failed, the process is ended and this task run is cancelled.
+
+    Raises:
+        RankFailedError: With the rank's traceback, exit code or signal; it is the failed state's message, too.
+
+    """
+    command = [sys.executable, "-u", "-m", "prefect_torch.tasks.rank_main"]
+    process = RankProcess(command, {**os.environ, **spec.environment()}, cloudpickle.dumps(spec))
+    try:
+        key_value = connect(spec.rendezvous)
+        stopped = _supervise(process, key_value)
+    finally:
+        process.kill()
+        ending = process.ending()
+    if stopped is not None:
+        return Cancelled(message=stopped)
+    result = _result(ending)
+    if result.kind is not None:
+        # The rank may have told it already; where its process died, nobody has.
+        announce_end(key_value, RankEnd(spec.rank, None, "died", result.error))
+        return _failed(spec, result)
+    return None if result.return_value is None else pickle.loads(result.return_value)  # noqa: S301 - from our own process
+
+
+def _supervise(process: RankProcess, key_value: KeyValue) -> str | None:
+    """Pass lines on until the process has ended; return why it was stopped, or None if it ended by itself."""
+    logger = get_run_logger()
+    reason: str | None = None
+    kill_at_s = float("inf")
+    for lines in process.lines(_POLL_S):
+        for line in lines:
+            logger.info("%s", line)
+        if reason is None and key_value.check(STOP_KEY):
+            reason = key_value.get([STOP_KEY], 0.0)[0].decode()
+            process.terminate()
+            kill_at_s = time.monotonic() + _STOP_GRACE_S
+        if time.monotonic() >= kill_at_s:
+            process.kill()
+    return reason
+
+
+def _result(ending: Ending) -> RankResult:
+    if ending.message:
+        result: RankResult = pickle.loads(ending.message)  # noqa: S301 - from our own process
+        return result
+    return RankResult(kind="infrastructure", error=_death(ending.returncode))
+
+
+def _death(returncode: int | None) -> str:
+    if returncode is None:
+        return "its process and the guard of it were killed"
+    if returncode < 0:
+        name = signal.Signals(-returncode).name if -returncode in set(signal.Signals) else f"signal {-returncode}"
+        hint = "; if nobody sent it, the machine ran out of memory" if -returncode == signal.SIGKILL else ""
+        return f"its process was killed by {name} ({-returncode}){hint}"
+    return f"its process exited with code {returncode} before the training function returned"
+
+
+def _failed(spec: RankSpec, result: RankResult) -> State[Any]:
+    """Return the state to end in; a state, since a raised error would be logged with the supervisor's own traceback."""
+    if result.kind == "peer":
+        return Cancelled(message=result.error)
+    error = _error(spec, result)
+    get_run_logger().error("%s", error)
+    return Failed(message=str(error), data=error)
+
+
+def _error(spec: RankSpec, result: RankResult) -> RankFailedError:
+    assert result.kind is not None
+    original = None
+    if result.exception is not None:
+        try:
+            original = pickle.loads(result.exception)  # noqa: S301 - from our own process
+        except Exception:  # noqa: BLE001 - its module cannot be imported here; its text says all
+            original = None
+    message = f"rank {spec.rank} of attempt {spec.attempt} failed: {result.error}"
+    if result.traceback:
+        message = f"{message}\n\n{result.traceback}"
+    return RankFailedError(message, spec.rank, result.kind, original if isinstance(original, Exception) else None)

@@ -1,0 +1,111 @@
+"""Where the ranks of one attempt and its leader meet: torch's TCPStore as a KeyValue."""
+
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+STOP_KEY = "stop"  # the attempt is over: end your process
+ENDS_SOON_KEY = "ends soon"  # the training will be ended from outside: checkpoint now if you can
+_CONNECT_TIMEOUT = timedelta(seconds=60)
+_FIRST_POLL_S = 0.0002
+_LONGEST_POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a rendezvous listens."""
+
+    host: str
+    port: int
+
+
+class Rendezvous:
+    """The leader's end: listens at once, on a port that nobody else can take, and serves once `serve` is called.
+
+    The kernel queues ranks that connect before, so they can start while this process imports torch.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=4096)
+        self.address = Address(host, self._socket.getsockname()[1])
+
+    def serve(self) -> "TcpKeyValue":
+        """Begin to answer; the server lives as long as what is returned."""
+        from torch.distributed import TCPStore  # noqa: PLC0415 - importing torch takes seconds, which the ranks overlap
+
+        store = TCPStore(
+            self.address.host,
+            self.address.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+        return TcpKeyValue(store)
+
+    def close(self) -> None:
+        """Stop listening, if nobody serves."""
+        self._socket.close()
+
+
+def connect(address: Address) -> "TcpKeyValue":
+    """Return a rank's end.
+
+    Raises:
+        torch.distributed.DistNetworkError: If nobody listens there.
+
+    """
+    from torch.distributed import TCPStore  # noqa: PLC0415 - as above
+
+    return TcpKeyValue(TCPStore(address.host, address.port, is_master=False, timeout=_CONNECT_TIMEOUT))
+
+
+class TcpKeyValue:
+    """A TCPStore as the KeyValue that `prefect_torch.ckpt` speaks; its keys are apart from those of process groups."""
+
+    def __init__(self, store: "TCPStore") -> None:
+        self.store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store `value`."""
+        self.store.set(_name(key), value)  # type: ignore[arg-type]  # torch's stub says str; bytes are what it stores
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Return the values of `keys` as soon as all are set.
+
+        Polls, from 0.2 ms slowing down to 10 ms: TCPStore's own wait blocks the connection for other threads, and prints a
+        warning whenever it runs out.
+        """
+        names = [_name(key) for key in keys]
+        deadline = time.monotonic() + timeout_s
+        pause_s = _FIRST_POLL_S
+        while not self.store.check(names):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"not set within {timeout_s} s: {', '.join(keys)}")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
+        return [bytes(value) for value in self.store.multi_get(names)]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return the sum."""
+        return self.store.add(_name(key), amount)
+
+    def check(self, key: str) -> bool:
+        """Say whether `key` is set."""
+        return self.store.check([_name(key)])
+
+    def delete(self, key: str) -> None:
+        """Forget `key`."""
+        with suppress(KeyError):
+            self.store.delete_key(_name(key))
+
+
+def _name(key: str) -> str:
+    return f"prefect-torch/{key}"

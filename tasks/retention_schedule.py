@@ -1,0 +1,86 @@
+"""Retention beside a training: one prune at a time, as soon as there is something to drop."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from prefect import get_run_logger
+from prefect.futures import PrefectFuture
+
+from prefect_torch.ckpt import RetentionPolicy
+from prefect_torch.ckpt.metrics import find_metric
+from prefect_torch.ckpt.retention import Committed, plan
+
+from .job import TrainJob
+from .prune_task import prune_checkpoints
+
+
+class RetentionSchedule:
+    """Submits prunes after commits; however fast these come, at most one runs, and the last one is never left out.
+
+    Args:
+        job: The training.
+        known: What was committed before.
+        restored: The id that the ranks restore, which must stay.
+
+    """
+
+    def __init__(self, job: TrainJob, known: Sequence[Committed], restored: str | None) -> None:
+        self._job = job
+        self._known: list[Committed] = list(known)
+        self._in_use: tuple[str, ...] = () if restored is None else (restored,)
+        self._running: PrefectFuture[Any] | None = None
+        self._done = False
+        self._warned = False
+
+    def committed(self, checkpoint: Committed) -> None:
+        """Take a new checkpoint into account, and prune if there is something to drop and no prune is running."""
+        self._known.append(checkpoint)
+        self._warn_of_missing_score(checkpoint, self._job.policy)
+        self.prune_due()
+
+    def prune_due(self) -> None:
+        """Submit a prune if there is something to drop and none is running; returns at once."""
+        if self._running is not None and not self._done:
+            return
+        if self._running is not None:
+            self._take_result(self._running)
+        if plan(self._known, self._job.policy, in_use=self._in_use).drop:
+            self._done = False
+            self._running = prune_checkpoints.submit(self._job.storage, self._job.run, self._job.policy, self._in_use)
+            self._running.add_done_callback(self._finished)
+
+    def finish(self) -> None:
+        """Return once storage holds what the policy keeps, or one more prune has failed at it."""
+        self._wait()
+        self._in_use = ()  # no rank is left to restore it
+        self.prune_due()
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._running is not None:
+            self._running.wait()
+            self._take_result(self._running)
+
+    def _finished(self, _: PrefectFuture[Any]) -> None:
+        self._done = True
+
+    def _take_result(self, prune: PrefectFuture[Any]) -> None:
+        """Forget what was dropped; a prune that failed shows in its own task run, and the next one tries again."""
+        self._running = None
+        decided = prune.result(raise_on_failure=False)
+        if not isinstance(decided, BaseException):
+            dropped = {manifest.id for manifest in decided.drop}
+            self._known = [checkpoint for checkpoint in self._known if checkpoint.id not in dropped]
+
+    def _warn_of_missing_score(self, checkpoint: Committed, policy: RetentionPolicy) -> None:
+        attribute = policy.checkpoint_score_attribute
+        if attribute is None or self._warned or find_metric(checkpoint.metrics, attribute) is not None:
+            return
+        self._warned = True
+        get_run_logger().warning(
+            "checkpoint %s has no metric %r, by which checkpoints are ranked; it has %s. "
+            "Such checkpoints rank below all others, and the latest is kept in any case",
+            checkpoint.id,
+            attribute,
+            ", ".join(sorted(checkpoint.metrics)) or "none",
+        )

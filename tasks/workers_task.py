@@ -1,0 +1,108 @@
+"""The Prefect task that leads the attempts of a training; Prefect's own retries make the next attempt."""
+
+import json
+from typing import Any
+
+from prefect import get_run_logger, runtime, task
+from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import TerminationSignal
+
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.attempts import Outcome, write_outcome
+
+from prefect_torch.ckpt.metrics import to_json
+
+from .attempt import Beginning, begin_attempt
+from .errors import RankFailedError
+from .gang import Gang
+from .job import TrainJob
+from .journal import Journal
+from .rank_spec import RankSpec
+from .rendezvous import Address, Rendezvous
+from .restarts import failure_kind
+
+_FLUSH_S = 30.0
+
+
+@task(name="train_workers", task_run_name="train-{job.run}", cache_policy=NO_CACHE, persist_result=False)
+def train_workers(job: TrainJob) -> Any:
+    """Run one attempt of all ranks to its end and return rank 0's return value.
+
+    A failed attempt is recorded in the run's storage before it is raised. No rank's process outlives this call, however it
+    ends.
+
+    Raises:
+        Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
+        RankFailedError: If a rank died, or its exception cannot be rebuilt here.
+        CheckpointError: If the attempt could not begin.
+
+    """
+    flow_run_id = runtime.flow_run.id
+    store = job.open_store()
+    beginning = begin_attempt(store, job, flow_run_id)
+    attempt = beginning.attempt.number
+    try:
+        value = _lead(store, job, beginning)
+    except RankFailedError as exc:
+        outcome = Outcome(attempt, "failed", flow_run_id, failure_kind(exc), str(exc), {str(exc.rank): str(exc)})
+        write_outcome(store, outcome)
+        if exc.original is not None:
+            raise exc.original from exc
+        raise
+    except (TerminationSignal, KeyboardInterrupt) as exc:
+        write_outcome(store, Outcome(attempt, "preempted", flow_run_id, "preemption", f"ended from outside by {exc!r}"))
+        raise
+    except Exception as exc:
+        write_outcome(store, Outcome(attempt, "failed", flow_run_id, failure_kind(exc), repr(exc)))
+        raise
+    write_outcome(store, Outcome(attempt, "completed", flow_run_id, return_value=_as_json(value)))
+    return value
+
+
+def _lead(store: CheckpointStore, job: TrainJob, beginning: Beginning) -> Any:
+    rendezvous = Rendezvous()
+    gang = Gang(_specs(job, beginning, rendezvous.address))
+    key_value = rendezvous.serve()  # imports torch, while the ranks do the same
+    restored = None if beginning.restored is None else beginning.restored.checkpoint_id
+    journal = Journal(store, job, beginning.attempt.number, restored)
+    try:
+        return gang.run(key_value, journal)
+    except (TerminationSignal, KeyboardInterrupt):
+        get_run_logger().warning("the training is ended from outside: ranks have %g s for a last checkpoint", job.grace_s)
+        gang.drain(key_value, journal, job.grace_s)
+        raise
+    finally:
+        gang.stop(key_value, "the attempt is over")
+        journal.close()
+
+
+def _specs(job: TrainJob, beginning: Beginning, rendezvous: Address) -> list[RankSpec]:
+    return [
+        RankSpec(
+            rank=rank,
+            local_rank=rank,
+            node_rank=0,
+            world_size=job.num_workers,
+            local_world_size=job.num_workers,
+            rendezvous=rendezvous,
+            storage=job.storage,
+            run=job.run,
+            attempt=beginning.attempt.number,
+            restored=beginning.restored,
+            function=job.function,
+            use_gpu=job.use_gpu,
+            backend=job.backend,
+            flush_s=_FLUSH_S,
+        )
+        for rank in range(job.num_workers)
+    ]
+
+
+
+def _as_json(value: Any) -> Any:
+    """Return `value` where JSON can hold it, else None: the outcome tells more, it does not carry models."""
+    try:
+        json.dumps(to_json(value))
+    except (TypeError, ValueError):
+        return None
+    return value
