@@ -79,7 +79,10 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
     folder = block.bucket_folder.strip("/")
     url = f"s3://{block.bucket_name}/{folder}" if folder else f"s3://{block.bucket_name}"
     credentials = block.credentials
-    options = {"aws_region": credentials.region_name, "aws_endpoint_url": credentials.aws_client_parameters.endpoint_url}
+    options = {
+        "aws_region": credentials.region_name,
+        "aws_endpoint_url": credentials.aws_client_parameters.endpoint_url,
+    }
     if isinstance(credentials, MinIOCredentials):
         options["aws_access_key_id"] = credentials.minio_root_user
         options["aws_secret_access_key"] = credentials.minio_root_password.get_secret_value()

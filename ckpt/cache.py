@@ -25,7 +25,7 @@ def downloaded(name: str, download: Callable[[Path], None]) -> Iterator[Path]:
 
     """
     root = _cache_root()
-    entry = root / xxhash.xxh3_128_hexdigest(name)
+    entry = root / xxhash.xxh3_128_hexdigest(name.encode())
     reader = FileLock(entry / "readers" / f"{secrets.token_hex(8)}.lock", thread_local=False)
     with FileLock(root / "cache.lock", thread_local=False):
         _sweep(root)

@@ -51,9 +51,7 @@ class HistoryWriter:
 
     def flush_due(self) -> None:
         """Store what is pending once it is old or large enough."""
-        if self._pending and (
-            len(self._pending) >= CHUNK_RECORDS or time.monotonic() - self._oldest_s >= CHUNK_AGE_S
-        ):
+        if self._pending and (len(self._pending) >= CHUNK_RECORDS or time.monotonic() - self._oldest_s >= CHUNK_AGE_S):
             self.flush()
 
     def flush(self) -> None:
@@ -61,9 +59,7 @@ class HistoryWriter:
         if not self._pending:
             return
         lines = [json.dumps(to_json(asdict(record)), allow_nan=False) for record in self._pending]
-        self._store.storage.put_bytes(
-            self._store.layout.metrics_chunk(self._attempt, self._chunk), "\n".join(lines).encode()
-        )
+        self._store.storage.put_bytes(self._store.layout.metrics_chunk(self._attempt, self._chunk), "\n".join(lines).encode())
         self._chunk += 1
         self._pending.clear()
 
@@ -77,8 +73,8 @@ def read_history(store: CheckpointStore) -> list[MetricRecord]:
     records: list[MetricRecord] = []
     for info in store.storage.list(store.layout.metrics):
         if stem(info.key):
-            for line in store.storage.get_bytes(info.key).splitlines():
-                records.append(MetricRecord(**cast("dict[str, Any]", from_json(json.loads(line)))))
+            lines = store.storage.get_bytes(info.key).splitlines()
+            records.extend(MetricRecord(**cast("dict[str, Any]", from_json(json.loads(line)))) for line in lines)
     known = {record.checkpoint for record in records}
     lost = [
         MetricRecord(manifest.attempt, manifest.step, manifest.metrics, manifest.id, manifest.created_at.isoformat())

@@ -25,9 +25,7 @@ def check_run_name(run: str) -> str:
 
     """
     if not isinstance(run, str) or not _RUN.fullmatch(run):
-        raise ValueError(
-            f"run name {run!r}: use 1 to 200 letters, digits, '.', '_' or '-', beginning with a letter or a digit"
-        )
+        raise ValueError(f"run name {run!r}: use 1 to 200 letters, digits, '.', '_' or '-', beginning with a letter or a digit")
     return run
 
 

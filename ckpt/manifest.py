@@ -84,7 +84,7 @@ class Manifest:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """The size of all files together."""
         return sum(entry.bytes for entry in self.files)
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-MetricValue: TypeAlias = "bool | int | float | str | None | dict[str, MetricValue]"
+MetricValue: TypeAlias = "bool | int | float | str | dict[str, MetricValue] | None"
 Metrics: TypeAlias = dict[str, MetricValue]
 
 _MAX_DEPTH = 32
@@ -37,17 +37,16 @@ def _clean_mapping(metrics: Mapping[str, object], path: str, depth: int) -> Metr
         if name == _NON_FINITE:
             raise ValueError(f"the metric name {_NON_FINITE!r} is reserved")
         full = f"{path}/{name}" if path else name
-        cleaned[str(name)] = (
-            _clean_mapping(value, full, depth - 1) if isinstance(value, Mapping) else _clean_value(value, full)
-        )
+        cleaned[str(name)] = _clean_mapping(value, full, depth - 1) if isinstance(value, Mapping) else _clean_value(value, full)
     return cleaned
 
 
 def _clean_value(value: object, name: str) -> MetricValue:
     if value is None or type(value) in (bool, int, float, str):
         return value  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy scalars, 0-d arrays and tensors
-        item = value.item()
+    to_item = getattr(value, "item", None)
+    if to_item is not None and getattr(value, "ndim", None) == 0:  # numpy scalars, 0-d arrays and tensors
+        item = to_item()
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
     if isinstance(value, str):  # subclasses, numpy.str_ and enums among them

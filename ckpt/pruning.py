@@ -42,9 +42,7 @@ def _delete_all(store: "CheckpointStore", dropped: tuple[Manifest, ...]) -> None
 def _delete(store: "CheckpointStore", manifest: Manifest) -> None:
     layout = store.layout
     store.storage.delete([layout.manifest(manifest.id)])
-    store.storage.delete(
-        [*(layout.data(manifest.id, entry.path) for entry in manifest.files), layout.metadata(manifest.id)]
-    )
+    store.storage.delete([*(layout.data(manifest.id, entry.path) for entry in manifest.files), layout.metadata(manifest.id)])
 
 
 def collect_garbage(store: "CheckpointStore", *, grace_s: float = GARBAGE_GRACE_S) -> list[str]:

@@ -75,7 +75,9 @@ class RankSession:
             cleaned = clean_metrics(metrics)
             _check_progress(progress)
             brought, upload = self._bring(checkpoint, upload)
-            intent = Intent(self.context.world_rank, self._choose_step(step, upload), upload, list(brought.files), brought.metadata)
+            intent = Intent(
+                self.context.world_rank, self._choose_step(step, upload), upload, list(brought.files), brought.metadata
+            )
             if upload is not None:
                 self._wait_for_in_flight()
             agreement = self._agree(intent)
@@ -182,7 +184,7 @@ class RankSession:
         manifest = commit(self.store, self._peers, job)
         if manifest is not None:
             duration_s = time.monotonic() - started_s
-            self._events.send(CommitEvent(manifest.id, manifest.step, manifest.metrics, manifest.bytes, duration_s))
+            self._events.send(CommitEvent(manifest.id, manifest.step, manifest.metrics, manifest.total_bytes, duration_s))
 
     def _commit_in_background(self, job: CommitJob) -> None:
         staged = job.brought

@@ -1,5 +1,6 @@
 """The checkpoints of one run as readers see them."""
 
+import builtins
 import json
 import logging
 from collections.abc import Iterator
@@ -112,7 +113,7 @@ class CheckpointStore:
                 return manifest
         return None
 
-    def best(self, k: int = 1, attribute: str | None = None, order: Order = "max") -> "list[Manifest]":
+    def best(self, k: int = 1, attribute: str | None = None, order: Order = "max") -> builtins.list[Manifest]:
         """Return the `k` best checkpoints, best first; the newest ones without an attribute.
 
         Args:

@@ -1,4 +1,4 @@
-"""Is what is stored what was committed?"""
+"""Whether what is stored is what was committed."""
 
 import tempfile
 from pathlib import Path

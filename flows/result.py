@@ -31,6 +31,8 @@ class Result:
         attempts: How many attempts the run has had.
         error: What ended the newest attempt, or None if it completed, or nobody could write it down.
         errors: Each failed rank's error, by rank.
+        completed: Whether the newest attempt ran to its end.
+        resumed_from: The path or URL of the checkpoint that the newest attempt began from, or None.
         return_value: What rank 0's function returned; from storage, only where JSON can hold it.
 
     """
@@ -43,6 +45,8 @@ class Result:
     attempts: int
     error: Exception | None = None
     errors: dict[int, str] = field(default_factory=dict)
+    completed: bool = False
+    resumed_from: str | None = None
     return_value: Any = None
 
     @property
@@ -101,5 +105,7 @@ class Result:
             attempts=attempt.number,
             error=None if outcome is None or outcome.error is None else TrainingFailedError(outcome.error),
             errors={} if outcome is None else {int(rank): text for rank, text in outcome.errors.items()},
+            completed=outcome is not None and outcome.ending == "completed",
+            resumed_from=attempt.resumed_from,
             return_value=None if outcome is None else outcome.return_value,
         )

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
-from prefect import flow, runtime
-from prefect.states import State
+from prefect import flow
+from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
-from pydantic import Field
-from pydantic.json_schema import SkipJsonSchema
-
 from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.layout import check_run_name
 from prefect_torch.ckpt.manifest import is_id
@@ -28,14 +26,19 @@ from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.function import pack_function
 from prefect_torch.tasks.job import TrainJob
 from prefect_torch.tasks.restarts import failure_kind, max_retries, may_restart
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from .result import Result
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-# An unbounded task runner: with fewer threads than ranks, the ranks that run would wait for those that cannot begin.
-@flow(name="train", task_runner=ThreadPoolTaskRunner(max_workers=sys.maxsize), persist_result=False)
+# Without a bound: with fewer threads than ranks, the ranks that run would wait for those that cannot begin.
+_ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
+
+
+@flow(name="train", task_runner=_ONE_THREAD_PER_RANK, persist_result=False)
 def train(
     train_fn: Annotated[
         str | SkipJsonSchema[Callable[..., Any]],
@@ -80,7 +83,7 @@ def train(
     tie_embedded_server()
     job = _job(train_fn, config, scaling or ScalingConfig(), run or RunConfig(), checkpoint or CheckpointConfig(),
                failure or FailureConfig(), resume_from)  # fmt: skip
-    flow_run_id = runtime.flow_run.id
+    flow_run_id = flow_run.id
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
         error = state.result(raise_on_failure=False)
@@ -90,7 +93,7 @@ def train(
     led = train_workers.with_options(
         retries=max_retries(job),
         retry_delay_seconds=failure.retry_delay_s,
-        retry_jitter_factor=failure.retry_jitter_factor,
+        retry_jitter_factor=failure.retry_jitter_factor or 0.0,
         retry_condition_fn=is_worth_another_attempt,
     )
     return_value = led(job)
@@ -140,8 +143,8 @@ def _require_gpus(num_workers: int) -> None:
 
 def _default_name() -> str:
     """Return a name that the retries of this flow run share and no other flow run has."""
-    name = _NOT_IN_NAMES.sub("-", runtime.flow_run.name or "run").strip("-._") or "run"
-    return check_run_name(f"{name[:150]}-{runtime.flow_run.id[:8]}")
+    name = _NOT_IN_NAMES.sub("-", flow_run.name or "run").strip("-._") or "run"
+    return check_run_name(f"{name[:150]}-{flow_run.id[:8]}")
 
 
 def _seed(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:

@@ -1,4 +1,4 @@
-"""The beginning of an attempt: may this process lead the run, and from which checkpoint do the ranks go on?"""
+"""The beginning of an attempt: whether this process may lead the run, and from which checkpoint the ranks go on."""
 
 from dataclasses import asdict, dataclass
 from uuid import UUID
@@ -6,9 +6,15 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
-
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
-from prefect_torch.ckpt.attempts import Attempt, Owner, claim_attempt, newest_attempt, read_outcomes, record_resumed_from
+from prefect_torch.ckpt.attempts import (
+    Attempt,
+    Owner,
+    claim_attempt,
+    newest_attempt,
+    read_outcomes,
+    record_resumed_from,
+)
 from prefect_torch.ckpt.resume import choose_checkpoint
 
 from .checkpoint_ref import CheckpointRef

@@ -3,11 +3,10 @@
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
 from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.blocks import StorageBlock
 from prefect_torch.ckpt.layout import check_run_name
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Budget = Annotated[int, Field(ge=-1)]
 
@@ -65,9 +64,7 @@ class CheckpointConfig(_Config):
         default=None,
         description="The metric that ranks checkpoints, 'a/b' for a nested one; the newest are best when empty.",
     )
-    checkpoint_score_order: Literal["max", "min"] = Field(
-        default="max", description="Whether a high or a low score is good."
-    )
+    checkpoint_score_order: Literal["max", "min"] = Field(default="max", description="Whether a high or a low score is good.")
     keep_last: int = Field(default=1, ge=1, description="How many of the newest to keep besides the best.")
     keep_every_n_steps: int | None = Field(
         default=None, ge=1, description="Keep every checkpoint whose step is a multiple of this, for good."
@@ -82,16 +79,12 @@ class FailureConfig(_Config):
     """How often a training is restarted; every budget is counted per flow run, -1 means without end."""
 
     max_failures: Budget = Field(default=0, description="Restarts after an exception of the training function.")
-    max_infrastructure_failures: Budget = Field(
-        default=3, description="Restarts after a lost process, storage or network."
-    )
+    max_infrastructure_failures: Budget = Field(default=3, description="Restarts after a lost process, storage or network.")
     retry_delay_s: list[float] = Field(
         default=[],
         description="Seconds before each restart, the last repeated; at once when empty.",
     )
-    retry_jitter_factor: float | None = Field(
-        default=None, ge=0, description="By which share the delays vary at random."
-    )
+    retry_jitter_factor: float | None = Field(default=None, ge=0, description="By which share the delays vary at random.")
     grace_s: float = Field(
         default=20.0, ge=0, description="Seconds that ranks have for a last checkpoint when the flow run is ended."
     )

@@ -25,7 +25,7 @@ def tie_embedded_server() -> None:
         process = server.server_process
         if process is None or process.pid in _watchers:
             continue
-        _watchers[process.pid] = subprocess.Popen(  # noqa: S603 - this interpreter
+        _watchers[process.pid] = subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", _WATCHER, str(process.pid)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

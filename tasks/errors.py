@@ -22,5 +22,5 @@ class RankFailedError(RuntimeError):
         self.kind = kind
         self.original = original
 
-    def __reduce__(self) -> "tuple[type[RankFailedError], tuple[str, int, RankFailureKind, Exception | None]]":
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (str(self), self.rank, self.kind, self.original)

@@ -60,7 +60,7 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) 
         value = function
     else:
         raise TypeError(f"train_fn must be a function or 'module:function', not {type(function).__name__}")
-    name = reference or getattr(function, "__qualname__", repr(function))
+    name = reference or str(getattr(function, "__qualname__", function))
     return PackedFunction(
         reference=reference,
         payload=_dump(value, config, name),
@@ -84,7 +84,7 @@ def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, An
     module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"train_fn {packed.reference!r}: {place} has no function {name!r}")
+        raise ValueError(f"train_fn {packed.reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - as for any other
     return function, config
 
 
@@ -93,6 +93,7 @@ def _check_reference(reference: str) -> str:
     if match is None:
         raise ValueError(f"train_fn {reference!r}: give 'module:function' or 'path/to/file.py:function'")
     place, name = match["place"], match["name"]
+    source: Path | None
     if place.endswith(".py"):
         source = Path(place).expanduser().absolute()
         if not source.is_file():

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from prefect.futures import PrefectFuture
-
 from prefect_torch.ckpt.events import EventReceiver
 from prefect_torch.ckpt.key_value import KeyValue
 from prefect_torch.ckpt.peers import read_ends

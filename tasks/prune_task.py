@@ -2,14 +2,15 @@
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-
-from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageError, StorageSpec
+from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.manifest import Manifest
 from prefect_torch.ckpt.pruning import collect_garbage
 
 
 @task(name="prune_checkpoints", task_run_name="prune-{run}", cache_policy=NO_CACHE, persist_result=False)
-def prune_checkpoints(storage: StorageSpec | str, run: str, policy: RetentionPolicy, in_use: tuple[str, ...] = ()) -> Plan[Manifest]:
+def prune_checkpoints(
+    storage: StorageSpec | str, run: str, policy: RetentionPolicy, in_use: tuple[str, ...] = ()
+) -> Plan[Manifest]:
     """Delete the checkpoints of `run` that `policy` does not keep, and the data that nobody committed.
 
     Args:

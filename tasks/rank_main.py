@@ -14,7 +14,6 @@ import traceback
 from typing import Any
 
 import cloudpickle
-
 from prefect_torch.ckpt import (
     CheckpointError,
     CheckpointStore,
@@ -65,15 +64,17 @@ def _run(spec: RankSpec) -> RankResult:
         result = _train(function, config, session, spec)
         if result.kind is None:  # a group whose peer is gone may wait for it for ever
             _leave_process_group()
-        return result
     except Exception as exc:  # noqa: BLE001 - reported, not hidden
         return _failure(exc, "infrastructure")
+    return result
 
 
 def _prepare(spec: RankSpec) -> None:
     os.environ.update(spec.environment())
     if spec.rendezvous.host == "127.0.0.1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host's name up, which may lead elsewhere
+    # Else every rank computes with as many threads as there are cores, and all of them with far more than there are.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.local_world_size)))
     os.chdir(spec.function.cwd)
     sys.path[:] = spec.function.sys_path
 

@@ -1,13 +1,13 @@
 """One rank's process as its supervisor sees it: lines, an ending, and no way to outlive the supervisor."""
 
 import codecs
+import contextlib
 import os
 import re
 import selectors
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +104,8 @@ class RankProcess:
         """Ask the process to end (SIGTERM); harmless when it has."""
         with self._lifeline_lock:
             if self._lifeline >= 0:
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     os.write(self._lifeline, b"t")
-                except BrokenPipeError:
-                    pass
 
     def kill(self) -> None:
         """End the process and all its descendants (SIGKILL); harmless when they have."""
@@ -118,15 +116,13 @@ class RankProcess:
 
     def _feed(self, data: bytes) -> None:
         assert self._guard.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it died before it read; its ending tells
             self._guard.stdin.write(data)
             self._guard.stdin.close()
-        except BrokenPipeError:  # it died before it read; its ending tells
-            pass
 
 
 def split_lines(text: str) -> tuple[list[str], str]:
-    """Return the whole lines in `text`, the overlong cut, and what begins the next one; a progress bar's \\r ends a line."""
+    """Return the whole lines in `text`, the overlong cut, and what begins the next one; a carriage return ends a line, too."""
     if text.endswith("\r"):  # perhaps half of a "\r\n"
         *whole, rest = [*_LINE_END.split(text[:-1])]
         rest += "\r"

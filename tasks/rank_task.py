@@ -10,8 +10,8 @@ from typing import Any
 import cloudpickle
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Cancelled, Failed, State
-
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Failed
 from prefect_torch.ckpt.key_value import KeyValue
 from prefect_torch.ckpt.peers import RankEnd, announce_end
 

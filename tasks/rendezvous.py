@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+from typing import Any
 
 STOP_KEY = "stop"  # the attempt is over: end your process
 ENDS_SOON_KEY = "ends soon"  # the training will be ended from outside: checkpoint now if you can
@@ -39,9 +36,7 @@ class Rendezvous:
 
     def serve(self) -> "TcpKeyValue":
         """Begin to answer; the server lives as long as what is returned."""
-        from torch.distributed import TCPStore  # noqa: PLC0415 - importing torch takes seconds, which the ranks overlap
-
-        store = TCPStore(
+        store = _tcp_store(
             self.address.host,
             self.address.port,
             is_master=True,
@@ -62,20 +57,18 @@ def connect(address: Address) -> "TcpKeyValue":
         torch.distributed.DistNetworkError: If nobody listens there.
 
     """
-    from torch.distributed import TCPStore  # noqa: PLC0415 - as above
-
-    return TcpKeyValue(TCPStore(address.host, address.port, is_master=False, timeout=_CONNECT_TIMEOUT))
+    return TcpKeyValue(_tcp_store(address.host, address.port, is_master=False, timeout=_CONNECT_TIMEOUT))
 
 
 class TcpKeyValue:
     """A TCPStore as the KeyValue that `prefect_torch.ckpt` speaks; its keys are apart from those of process groups."""
 
-    def __init__(self, store: "TCPStore") -> None:
+    def __init__(self, store: Any) -> None:
         self.store = store
 
     def set(self, key: str, value: bytes) -> None:
         """Store `value`."""
-        self.store.set(_name(key), value)  # type: ignore[arg-type]  # torch's stub says str; bytes are what it stores
+        self.store.set(_name(key), value)
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Return the values of `keys` as soon as all are set.
@@ -95,16 +88,23 @@ class TcpKeyValue:
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return the sum."""
-        return self.store.add(_name(key), amount)
+        return int(self.store.add(_name(key), amount))
 
     def check(self, key: str) -> bool:
         """Say whether `key` is set."""
-        return self.store.check([_name(key)])
+        return bool(self.store.check([_name(key)]))
 
     def delete(self, key: str) -> None:
         """Forget `key`."""
         with suppress(KeyError):
             self.store.delete_key(_name(key))
+
+
+def _tcp_store(*args: Any, **options: Any) -> Any:
+    import torch.distributed as dist  # noqa: PLC0415 - importing torch takes seconds, which leader and ranks overlap
+
+    store_type: Any = vars(dist)["TCPStore"]  # documented there, but torch's stubs do not export it
+    return store_type(*args, **options)
 
 
 def _name(key: str) -> str:

@@ -5,7 +5,6 @@ from typing import Any
 
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
-
 from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.metrics import find_metric
 from prefect_torch.ckpt.retention import Committed, plan

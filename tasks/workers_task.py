@@ -3,13 +3,12 @@
 import json
 from typing import Any
 
-from prefect import get_run_logger, runtime, task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import TerminationSignal
-
+from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.attempts import Outcome, write_outcome
-
 from prefect_torch.ckpt.metrics import to_json
 
 from .attempt import Beginning, begin_attempt
@@ -37,7 +36,7 @@ def train_workers(job: TrainJob) -> Any:
         CheckpointError: If the attempt could not begin.
 
     """
-    flow_run_id = runtime.flow_run.id
+    flow_run_id = flow_run.id
     store = job.open_store()
     beginning = begin_attempt(store, job, flow_run_id)
     attempt = beginning.attempt.number
@@ -96,7 +95,6 @@ def _specs(job: TrainJob, beginning: Beginning, rendezvous: Address) -> list[Ran
         )
         for rank in range(job.num_workers)
     ]
-
 
 
 def _as_json(value: Any) -> Any:

