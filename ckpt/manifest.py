@@ -128,7 +128,7 @@ class Manifest:
 
 
 def _dump(value: object) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"), sort_keys=True).encode()
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _digest(body: object) -> str:

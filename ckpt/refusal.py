@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from . import errors
-from .errors import CheckpointError, CommitFailedError
+from .errors import CheckpointError, CommitFailedError, FencedError, ReportMismatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Refusal:
     @classmethod
     def of(cls, error: BaseException) -> "Refusal":
         """Return what other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
-        if isinstance(error, CheckpointError) and hasattr(errors, type(error).__name__):
+        if isinstance(error, (CommitFailedError, FencedError, ReportMismatchError)):
             return cls(type(error).__name__, str(error))
         return cls(CommitFailedError.__name__, f"{type(error).__name__}: {error}")
 

@@ -1,0 +1,66 @@
+"""Ranks as threads: the real sessions over the real protocol, without processes."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, TrainContext
+from prefect_torch.ckpt.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.events import EventReceiver
+from prefect_torch.ckpt.key_value import MemoryKeyValue
+from prefect_torch.ckpt.resume import choose_checkpoint
+from prefect_torch.ckpt.session import RankSession
+
+
+class Attempt:
+    """One attempt of `world_size` ranks on `store`, resumed from its latest checkpoint as a leader would."""
+
+    def __init__(self, store: CheckpointStore, world_size: int = 1) -> None:
+        self.store = store
+        self.world_size = world_size
+        self.number = claim_attempt(store, Owner.current(), world_size=world_size).number
+        manifest = choose_checkpoint(store, lineage=1, verify="digest")
+        self.restored = None if manifest is None else store.checkpoint(manifest)
+        self.key_value = MemoryKeyValue()
+
+    def session(self, rank: int = 0) -> RankSession:
+        context = TrainContext(rank, rank, 0, self.world_size, self.world_size, self.store.run, self.number)
+        return RankSession(context, self.store, self.key_value, self.restored)
+
+    def run(self, function: Callable[[RankSession, int], Any]) -> list[BaseException | None]:
+        """Run `function(session, rank)` on every rank as a rank's process does; return each rank's error."""
+        errors: list[BaseException | None] = [None] * self.world_size
+
+        def work(rank: int) -> None:
+            session = self.session(rank)
+            try:
+                function(session, rank)
+                session.finish()
+            except Exception as exc:  # noqa: BLE001 - returned
+                errors[rank] = exc
+                session.fail(f"{type(exc).__name__}: {exc}", flush_s=5)
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        return errors
+
+    def events(self) -> list[Any]:
+        return list(EventReceiver(self.key_value).drain())
+
+
+def folder(path: Path, **files: bytes | str) -> Checkpoint:
+    """Write `files` (name="content") below `path` and return them as a checkpoint to report."""
+    path.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return Checkpoint.from_directory(path)
+
+
+def read_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    with checkpoint.as_directory() as directory:
+        return {str(path.relative_to(directory)): path.read_bytes() for path in Path(directory).rglob("*") if path.is_file()}

@@ -1,0 +1,189 @@
+"""Crash at every storage operation of everything that writes; the next start finds the run whole."""
+
+import contextlib
+
+import pytest
+from faulty_storage import Crash, FaultyStorage
+from prefect_torch.ckpt import CheckpointStore, CommitFailedError, RetentionPolicy, StorageError
+from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.local_storage import LocalStorage
+from prefect_torch.ckpt.pruning import collect_garbage
+from prefect_torch.ckpt.resume import choose_checkpoint
+from prefect_torch.ckpt.storage import StorageSpec
+from ranks import Attempt, folder, read_files
+
+POLICY = RetentionPolicy(2, "score")
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return LocalStorage(tmp_path / "store")
+
+
+def open_run(storage) -> CheckpointStore:
+    return CheckpointStore(storage, Layout("run"), StorageSpec(storage.url))
+
+
+def report(store, tmp_path, scores, world_size=1, upload="sync"):
+    """Report a checkpoint per score and return the ranks' errors; each rank's file tells its score."""
+
+    def train(session, rank):
+        for score in scores:
+            session.report({"score": score}, folder(tmp_path / f"r{rank}", **{f"m{rank}": str(score)}), upload=upload)
+
+    return Attempt(store, world_size).run(train)
+
+
+def check_whole(store, world_size=1):
+    """Every listed checkpoint has all its bytes, and they are its own."""
+    manifests = store.list()
+    for manifest in manifests:
+        store.verify(manifest)
+        files = read_files(store.checkpoint(manifest))
+        assert files == {f"m{rank}": str(manifest.metrics["score"]).encode() for rank in range(world_size)}
+    return manifests
+
+
+def crash_points(storage_of, run):
+    """Yield `(storage, run's outcome)` for a crash before and after every operation, until one ran through."""
+    for after in (False, True):
+        for number in range(1, 1000):
+            faulty = FaultyStorage(storage_of(number, after), number, after=after)
+            with contextlib.suppress(Crash):
+                run(faulty)
+            if not faulty.fired:
+                break
+            yield faulty
+        else:
+            pytest.fail("it never ends")
+
+
+def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    def prepare(number, after):
+        storage = LocalStorage(tmp_path / f"store-{number}-{after}")
+        report(open_run(storage), tmp_path, [1])
+        return storage
+
+    def run(faulty):
+        store = open_run(faulty)
+        session = Attempt(store).session()
+        session.report({"score": 2}, folder(tmp_path / "c", m0="2"))
+
+    fired = 0
+    for faulty in crash_points(prepare, run):
+        fired += faulty.fired
+        store = open_run(faulty.inner)
+        before = [manifest.metrics["score"] for manifest in check_whole(store)]
+        assert before in ([1], [1, 2])
+        assert store.latest().metrics["score"] == before[-1]
+        assert report(store, tmp_path, [3]) == [None]  # the next attempt goes on
+        assert [manifest.metrics["score"] for manifest in check_whole(store)] == [*before, 3]
+    assert fired > 10
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_an_error_at_any_operation_of_two_ranks_is_raised_on_both_and_loses_nothing(tmp_path, upload):
+    fired = 0
+    for number in range(1, 100):
+        faulty = FaultyStorage(LocalStorage(tmp_path / f"{upload}-{number}"), error=StorageError("no answer"))
+        store = open_run(faulty)
+        attempt = Attempt(store, 2)
+        faulty.crash_at = len(faulty.operations) + number
+
+        def train(session, rank):
+            for score in (1, 2):
+                session.report({"score": score}, folder(tmp_path / f"r{rank}", **{f"m{rank}": str(score)}), upload=upload)
+
+        errors = attempt.run(train)
+        faulty.crash_at = None
+        if not faulty.fired:
+            assert errors == [None, None]
+            break
+        fired += 1
+        assert all(isinstance(error, CommitFailedError) for error in errors), errors
+        kept = [manifest.metrics["score"] for manifest in check_whole(store, 2)]
+        assert kept in ([], [1], [2])
+        assert report(store, tmp_path, [3], world_size=2) == [None, None]
+        assert [manifest.metrics["score"] for manifest in check_whole(store, 2)] == [*kept, 3]
+    assert fired >= 8
+
+
+def test_a_crash_at_any_operation_of_a_prune_keeps_every_good_checkpoint(tmp_path):
+    scores = [5, 1, 4, 2, 3]
+
+    def prepare(number, after):
+        storage = LocalStorage(tmp_path / f"store-{number}-{after}")
+        report(open_run(storage), tmp_path, scores)
+        return storage
+
+    fired = 0
+    for faulty in crash_points(prepare, lambda faulty: open_run(faulty).prune(POLICY)):
+        fired += faulty.fired
+        store = open_run(faulty.inner)
+        left = {manifest.metrics["score"] for manifest in check_whole(store)}
+        assert {5, 4, 3} <= left
+        store.prune(POLICY)
+        collect_garbage(store, grace_s=0)
+        assert {manifest.metrics["score"] for manifest in check_whole(store)} == {5, 4, 3}
+        data = {info.key.split("/")[2] for info in faulty.inner.list("run/checkpoints/")}
+        assert data == {manifest.id for manifest in store.list()}
+    assert fired > 10
+
+
+def test_a_crash_at_any_operation_of_a_resume_with_a_damaged_newest_still_resumes_from_the_one_before(tmp_path):
+    def prepare(number, after):
+        storage = LocalStorage(tmp_path / f"store-{number}-{after}")
+        store = open_run(storage)
+        report(store, tmp_path, [1, 2])
+        newest = store.list()[-1]
+        path = storage.local_path(store.layout.data(newest.id, "m0"))
+        path.write_bytes(b"X")
+        return storage
+
+    fired = 0
+    for faulty in crash_points(prepare, lambda faulty: choose_checkpoint(open_run(faulty), lineage=1, verify="digest")):
+        fired += faulty.fired
+        chosen = choose_checkpoint(open_run(faulty.inner), lineage=1, verify="digest")
+        assert chosen.metrics["score"] == 1
+    assert fired > 5
+
+
+def test_a_crash_at_any_operation_of_garbage_collection_leaves_committed_data_alone(tmp_path):
+    def prepare(number, after):
+        storage = LocalStorage(tmp_path / f"store-{number}-{after}")
+        store = open_run(storage)
+        report(store, tmp_path, [1, 2, 3])
+        storage.delete([store.layout.manifest(store.list()[0].id)])  # its data is garbage now
+        return storage
+
+    fired = 0
+    for faulty in crash_points(prepare, lambda faulty: collect_garbage(open_run(faulty), grace_s=0)):
+        fired += faulty.fired
+        store = open_run(faulty.inner)
+        assert [manifest.metrics["score"] for manifest in check_whole(store)] == [2, 3]
+        collect_garbage(store, grace_s=0)
+        assert len({info.key.split("/")[2] for info in faulty.inner.list("run/checkpoints/")}) == 2
+    assert fired > 3
+
+
+def test_a_report_costs_its_files_and_one_manifest_and_lists_only_newer_attempts(storage, tmp_path):
+    faulty = FaultyStorage(storage)
+    attempt = Attempt(open_run(faulty), 2)
+    faulty.operations.clear()
+
+    def train(session, rank):
+        for score in range(10):
+            session.report({"score": score}, folder(tmp_path / f"r{rank}", **{f"m{rank}": "x"}))
+
+    assert attempt.run(train) == [None, None]
+    assert faulty.counts() == {"put_file": 20, "put_bytes": 10, "list": 10}
+    assert {key for verb, key in faulty.operations if verb == "list"} == {"run/attempts/"}
+
+
+def test_finding_the_latest_costs_three_requests_with_any_number_of_checkpoints(storage, tmp_path):
+    store = open_run(storage)
+    report(store, tmp_path, range(30))
+    store.hint_latest(store.list()[-2].id)
+    faulty = FaultyStorage(storage)
+    assert open_run(faulty).latest().metrics["score"] == 29
+    assert len(faulty.operations) <= 3

@@ -1,0 +1,32 @@
+import pickle
+
+import pytest
+from prefect_torch.ckpt import errors
+from prefect_torch.ckpt.refusal import Refusal
+
+ALL = [value for value in vars(errors).values() if isinstance(value, type)]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_errors_pickle(kind):
+    again = pickle.loads(pickle.dumps(kind("what happened")))
+    assert type(again) is kind
+    assert str(again) == "what happened"
+    assert isinstance(again, errors.CheckpointError)
+
+
+@pytest.mark.parametrize("kind", [errors.FencedError, errors.ReportMismatchError, errors.CommitFailedError])
+def test_an_error_for_all_ranks_keeps_its_kind(kind):
+    assert type(Refusal.of(kind("x")).error()) is kind
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), errors.StorageError("503"), KeyError("x")])
+def test_any_other_error_fails_the_commit(error):
+    refused = Refusal.of(error).error()
+    assert type(refused) is errors.CommitFailedError
+    assert type(error).__name__ in str(refused)
+
+
+def test_errors_are_also_what_handlers_of_the_standard_library_expect():
+    assert issubclass(errors.CheckpointNotFoundError, FileNotFoundError)
+    assert issubclass(errors.ReportMismatchError, ValueError)

@@ -1,0 +1,283 @@
+"""What a report promises, with ranks as threads."""
+
+import time
+
+import pytest
+from prefect_torch.ckpt import (
+    Checkpoint,
+    CheckpointStore,
+    CommitFailedError,
+    PeerGoneError,
+    ReportMismatchError,
+    get_checkpoint,
+    get_context,
+    report,
+)
+from prefect_torch.ckpt.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.errors import FencedError
+from prefect_torch.ckpt.events import CommitEvent
+from ranks import Attempt, folder, read_files
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def test_files_of_all_ranks_become_one_checkpoint(store, tmp_path):
+    def train(session, rank):
+        session.report({"loss": float(rank)}, folder(tmp_path / str(rank), **{f"model-{rank}.pt": f"of {rank}"}))
+
+    assert Attempt(store, 3).run(train) == [None] * 3
+    (manifest,) = store.list()
+    assert read_files(store.checkpoint(manifest)) == {f"model-{rank}.pt": f"of {rank}".encode() for rank in range(3)}
+    assert [(entry.path, entry.rank) for entry in manifest.files] == [(f"model-{rank}.pt", rank) for rank in range(3)]
+    assert manifest.metrics == {"loss": 0.0}
+    assert (manifest.world_size, manifest.attempt, manifest.step) == (3, 1, 0)
+
+
+@pytest.mark.parametrize("reporter", [0, 1])
+def test_one_rank_may_bring_all_files(store, tmp_path, reporter):
+    def train(session, rank):
+        session.report({}, folder(tmp_path / "c", model="x") if rank == reporter else None)
+        assert store.latest() is not None  # durable for every rank when its report has returned
+
+    assert Attempt(store, 2).run(train) == [None, None]
+
+
+def test_steps_count_reports_from_zero_and_on_from_the_restored_checkpoint(store, tmp_path):
+    def train(session, rank):
+        session.report({})
+        session.report({}, folder(tmp_path / "c", model="x"))
+
+    Attempt(store).run(train)
+    Attempt(store).run(train)
+    assert [(manifest.attempt, manifest.step) for manifest in store.list()] == [(1, 1), (2, 3)]
+    assert store.list()[1].parent == store.list()[0].id
+
+
+@pytest.mark.parametrize("step", [True, -1, 1.5, "3", 10**8])
+def test_a_step_that_is_no_step_is_refused_before_anything_happens(store, step):
+    session = Attempt(store).session()
+    with pytest.raises(ValueError, match="step"):
+        session.report({}, step=step)
+    session.report({}, step=4)
+
+
+def test_steps_of_checkpoints_grow(store, tmp_path):
+    session = Attempt(store).session()
+    checkpoint = folder(tmp_path / "c", model="x")
+    session.report({}, checkpoint, step=5)
+    with pytest.raises(ValueError, match="step=5 does not come after the last checkpoint's step 5"):
+        session.report({}, checkpoint, step=5)
+    session.report({}, checkpoint, step=6)
+    assert [manifest.step for manifest in store.list()] == [5, 6]
+
+
+def test_ranks_that_disagree_on_the_step_all_raise(store, tmp_path):
+    errors = Attempt(store, 2).run(lambda session, rank: session.report({}, folder(tmp_path / "c", m="x"), step=rank))
+    assert [type(error) for error in errors] == [ReportMismatchError] * 2
+    assert "rank 1 reported step 1 but rank 0 reported step 0" in str(errors[0])
+    assert store.list() == []
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_that_reports_less_often_is_named_on_every_rank_within_seconds(store, early):
+    def train(session, rank):
+        for _ in range(2 if rank == early else 3):
+            session.report({})
+
+    started = time.monotonic()
+    errors = Attempt(store, 2).run(train)
+    assert time.monotonic() - started < 5
+    assert isinstance(errors[1 - early], ReportMismatchError)
+    assert f"rank {early} returned after 2 reports" in str(errors[1 - early])
+    assert isinstance(errors[early], (ReportMismatchError, PeerGoneError))
+
+
+def test_a_rank_that_fails_is_named_on_every_rank(store, tmp_path):
+    def train(session, rank):
+        if rank == 1:
+            raise ZeroDivisionError("by zero")
+        session.report({}, folder(tmp_path / "c", model="x"))
+
+    errors = Attempt(store, 3).run(train)
+    assert isinstance(errors[1], ZeroDivisionError)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], PeerGoneError)
+        assert "rank 1 failed after 0 reports (ZeroDivisionError: by zero)" in str(errors[rank])
+    assert store.list() == []
+
+
+def test_equal_files_of_two_ranks_are_stored_once(store, tmp_path):
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), config="same", **{f"m{rank}": "x"}))
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [(entry.path, entry.rank) for entry in store.list()[0].files] == [("config", 0), ("m0", 0), ("m1", 1)]
+
+
+def test_different_files_of_one_name_fail_on_every_rank_and_name_both(store, tmp_path):
+    errors = Attempt(store, 3).run(lambda session, rank: session.report({}, folder(tmp_path / str(rank), m=str(rank))))
+    assert [type(error) for error in errors] == [ReportMismatchError] * 3
+    assert "rank 0 and rank 1 both reported a file 'm'" in str(errors[2])
+    assert store.list() == []
+
+
+def test_bad_metrics_are_refused_before_anything_is_stored(store, tmp_path):
+    session = Attempt(store).session()
+    with pytest.raises(ValueError, match="metric 'history'"):
+        session.report({"history": [1]}, folder(tmp_path / "c", model="x"))
+    session.report({"loss": 1})
+    assert store.list() == []
+
+
+def test_a_folder_that_does_not_exist_is_not_found(store, tmp_path):
+    session = Attempt(store).session()
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        session.report({}, Checkpoint.from_directory(tmp_path / "missing"))
+
+
+def test_an_empty_folder_is_a_checkpoint(store, tmp_path):
+    Attempt(store).session().report({"loss": 1}, folder(tmp_path / "c"))
+    assert store.list()[0].files == ()
+    assert read_files(store.checkpoint(store.list()[0])) == {}
+
+
+def test_a_sync_report_leaves_the_folder_as_it_was(store, tmp_path):
+    Attempt(store).session().report({}, folder(tmp_path / "c", model="x"))
+    (tmp_path / "c/model").write_bytes(b"y")
+    assert read_files(store.checkpoint(store.list()[0])) == {"model": b"x"}
+
+
+def test_an_async_report_takes_the_files_over_and_is_durable_at_the_end(store, tmp_path):
+    def train(session, rank):
+        for epoch in range(3):
+            session.report({"epoch": epoch}, folder(tmp_path / str(rank), **{f"m{rank}": str(epoch)}), upload="async")
+            assert not (tmp_path / str(rank) / f"m{rank}").exists()
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [read_files(store.checkpoint(manifest))["m1"] for manifest in store.list()] == [b"0", b"1", b"2"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".prefect-torch-")]
+
+
+def test_a_failed_async_commit_is_raised_once_by_the_next_report_on_every_rank(store, tmp_path):
+    raised = []
+
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")  # different files of one name
+        try:
+            session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), upload="async")
+        except ReportMismatchError as exc:
+            raised.append((rank, str(exc)))
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "y"}), upload="async")
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert sorted(rank for rank, _ in raised) == [0, 1]
+    assert len(store.list()) == 1
+
+
+def test_a_failed_async_commit_is_raised_at_the_end_on_every_rank(store, tmp_path):
+    errors = Attempt(store, 2).run(
+        lambda session, rank: session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")
+    )
+    assert [type(error) for error in errors] == [ReportMismatchError] * 2
+
+
+def test_a_background_commit_survives_an_exception_of_the_training(store, tmp_path):
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), upload="async")
+        raise ZeroDivisionError
+
+    Attempt(store, 2).run(train)
+    assert len(store.list()) == 1
+
+
+def test_a_rank_that_cannot_store_its_part_fails_the_commit_on_every_rank(store, tmp_path, monkeypatch):
+    put_file = type(store.storage).put_file
+
+    def full(self, key, path):
+        if key.endswith("m1"):
+            raise OSError(28, "No space left on device")
+        return put_file(self, key, path)
+
+    monkeypatch.setattr(type(store.storage), "put_file", full)
+
+    def train(session, rank):
+        checkpoint = folder(tmp_path / str(rank), **{f"m{rank}": "x"})
+        with pytest.raises(CommitFailedError, match=r"rank 1 could not store its part: .*No space left"):
+            session.report({}, checkpoint, step=3)
+        monkeypatch.setattr(type(store.storage), "put_file", put_file)
+        session.report({}, checkpoint, step=3)  # the same step again is harmless
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [manifest.step for manifest in store.list()] == [3]
+
+
+def test_an_overtaken_attempt_cannot_commit(store, tmp_path):
+    zombie = Attempt(store, 2)
+    claim_attempt(store, Owner.current(), world_size=2)
+    errors = zombie.run(lambda session, rank: session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"})))
+    assert [type(error) for error in errors] == [FencedError] * 2
+    assert "attempt 1 of run 'run' was overtaken by attempt 2" in str(errors[0])
+    assert store.list() == []
+
+
+def test_metadata_is_committed_with_the_files_and_can_change_afterwards(store, tmp_path):
+    checkpoint = folder(tmp_path / "c", model="x")
+    checkpoint.set_metadata({"author": "me"})
+    Attempt(store).session().report({}, checkpoint)
+    stored = store.checkpoint(store.list()[0])
+    assert stored.get_metadata() == {"author": "me"}
+    assert read_files(stored) == {"model": b"x"}
+    stored.update_metadata({"note": "good"})
+    assert store.checkpoint(store.list()[0]).get_metadata() == {"author": "me", "note": "good"}
+
+
+def test_a_committed_checkpoint_can_be_reported_again_and_stays(store, tmp_path):
+    session = Attempt(store).session()
+    session.report({}, folder(tmp_path / "c", model="x"))
+    session.report({}, store.checkpoint(store.list()[0]), upload="async")
+    session.finish()
+    assert [read_files(store.checkpoint(manifest)) for manifest in store.list()] == [{"model": b"x"}] * 2
+
+
+def test_events_tell_reports_and_commits_in_order(store, tmp_path):
+    def train(session, rank):
+        session.report({"a": float("nan")}, progress=0.5)
+        session.report({"a": 2}, folder(tmp_path / str(rank), **{f"m{rank}": "xyz"}))
+
+    attempt = Attempt(store, 2)
+    attempt.run(train)
+    first, commit, second = attempt.events()
+    assert first.progress == 0.5
+    assert repr(first.record.metrics) == "{'a': nan}"
+    assert isinstance(commit, CommitEvent)
+    assert (commit.id, commit.bytes) == (second.record.checkpoint, 6)
+
+
+@pytest.mark.parametrize("progress", [-0.1, 1.1, "half", float("nan")])
+def test_progress_is_a_share(store, progress):
+    with pytest.raises(ValueError, match="progress"):
+        Attempt(store).session().report({}, progress=progress)
+
+
+def test_an_unknown_way_to_upload_is_refused(store):
+    with pytest.raises(ValueError, match="'sync' or 'async'"):
+        Attempt(store).session().report({}, upload="later")
+
+
+def test_exchanges_leave_nothing_behind(store):
+    attempt = Attempt(store, 2)
+    attempt.run(lambda session, _: [session.report({"i": i}) for i in range(50)])
+    attempt.events()
+    left = [key for key in attempt.key_value._values if not key.startswith("end")]
+    assert len(left) <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [("report", lambda: report({})), ("get_checkpoint", get_checkpoint), ("get_context", get_context)]
+)
+def test_outside_of_a_training_it_says_where_it_may_be_called(name, call):
+    with pytest.raises(RuntimeError, match=rf"{name}\(\) may be called only inside"):
+        call()

@@ -1,0 +1,121 @@
+import errno
+
+import pytest
+from faulty_storage import FaultyStorage
+from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt.fsspec_storage import FsspecStorage
+from prefect_torch.ckpt.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify
+
+AT_ONCE = RetryPolicy(deadline_s=30, first_wait_s=0, longest_wait_s=0)
+
+
+class Flaky(FaultyStorage):
+    """Fails its first `times` operations with `error`."""
+
+    def __init__(self, inner, times, error):
+        super().__init__(inner, error=error)
+        self.times = times
+
+    def _do(self, verb, *args, **kwargs):
+        self.crash_at = len(self.operations) + 1 if self.fired < self.times else None
+        return super()._do(verb, *args, **kwargs)
+
+
+@pytest.fixture
+def memory(tmp_path):
+    return FsspecStorage(f"memory://{tmp_path}", {})
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (StorageError("503 SlowDown"), "transient"),
+        (ConnectionResetError(), "transient"),
+        (TimeoutError(), "transient"),
+        (OSError(errno.ESTALE, "Stale file handle"), "transient"),
+        (CredentialsExpiredError("x"), "credentials"),
+        (StorageError("ExpiredToken: the provided token has expired"), "credentials"),
+        (PermissionError("403"), "final"),
+        (FileNotFoundError(), "final"),
+        (OSError(errno.ENOSPC, "No space left on device"), "final"),
+        (ValueError("bad key"), "final"),
+    ],
+)
+def test_errors_have_a_class(error, kind):
+    assert classify(error) == kind
+
+
+@pytest.mark.parametrize("error", [StorageError("503"), ConnectionResetError(), TimeoutError()])
+def test_what_passes_is_tried_again(memory, error):
+    flaky = Flaky(memory, 3, error)
+    RetryingStorage(lambda: flaky, AT_ONCE).put_bytes("x", b"1")
+    assert flaky.fired == 3
+    assert memory.get_bytes("x") == b"1"
+
+
+@pytest.mark.parametrize("error", [PermissionError("refused"), FileNotFoundError("x"), OSError(errno.ENOSPC, "full")])
+def test_what_cannot_pass_is_raised_as_it_is_at_once(memory, error):
+    flaky = Flaky(memory, 9, error)
+    with pytest.raises(type(error)) as caught:
+        RetryingStorage(lambda: flaky, AT_ONCE).put_bytes("x", b"1")
+    assert caught.value is error
+    assert flaky.fired == 1
+
+
+def test_after_the_deadline_it_says_what_was_tried(memory):
+    flaky = Flaky(memory, 10**6, ConnectionResetError("reset by peer"))
+    storage = RetryingStorage(lambda: flaky, RetryPolicy(0.05, 0, 0))
+    with pytest.raises(StorageError, match=r"storing memory://.*/x failed \d+ times in \d+ s; the last error: reset by peer"):
+        storage.put_bytes("x", b"1")
+    assert flaky.fired > 1
+
+
+def test_expired_credentials_open_the_storage_anew(memory):
+    opened = []
+
+    def reopen():
+        opened.append(Flaky(memory, 1 if not opened else 0, CredentialsExpiredError("expired")))
+        return opened[-1]
+
+    RetryingStorage(reopen, AT_ONCE).put_bytes("x", b"1")
+    assert len(opened) == 2
+    assert memory.get_bytes("x") == b"1"
+
+
+def test_credentials_that_stay_expired_are_not_asked_for_for_ever(memory):
+    opened = []
+
+    def reopen():
+        opened.append(1)
+        return Flaky(memory, 10**6, CredentialsExpiredError("expired"))
+
+    with pytest.raises(CredentialsExpiredError):
+        RetryingStorage(reopen, AT_ONCE).put_bytes("x", b"1")
+    assert len(opened) == 2
+
+
+def test_a_response_lost_after_success_is_harmless(memory, tmp_path):
+    (tmp_path / "in").write_bytes(b"data")
+    lossy = FaultyStorage(memory, 1, after=True, error=ConnectionResetError())
+    moved = RetryingStorage(lambda: lossy, AT_ONCE).put_file("x", tmp_path / "in")
+    assert lossy.fired == 1
+    assert (moved.bytes, memory.get_bytes("x")) == (4, b"data")
+
+
+def test_a_listing_goes_on_after_a_page_that_failed(memory):
+    keys = [f"k/{number:05d}" for number in range(2500)]
+    for key in keys:
+        memory.put_bytes(key, b"")
+    flaky = FaultyStorage(memory, 2, error=TimeoutError())
+    assert [info.key for info in RetryingStorage(lambda: flaky, AT_ONCE).list("k/")] == keys
+    assert flaky.fired == 1
+
+
+def test_every_verb_passes_through(memory, tmp_path):
+    storage = RetryingStorage(lambda: memory, AT_ONCE)
+    (tmp_path / "in").write_bytes(b"12")
+    storage.put_file("a", tmp_path / "in")
+    storage.get_file("a", tmp_path / "out")
+    assert (storage.size("a"), storage.get_bytes("a"), storage.local_path("a"), storage.url) == (2, b"12", None, memory.url)
+    storage.delete(["a"])
+    assert list(storage.list("")) == []
