@@ -4,6 +4,7 @@ import logging
 from datetime import datetime, timezone
 
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
+from .layout import stem
 from .manifest import Manifest, attempt_of
 from .store import CheckpointStore, VerifyLevel
 
@@ -16,10 +17,9 @@ def choose_checkpoint(store: CheckpointStore, *, lineage: int, verify: VerifyLev
     A damaged one is quarantined with a warning, and the one before is tried.
 
     Raises:
-        CheckpointCorruptError: If there were some and all are damaged; it lists what was tried.
+        CheckpointCorruptError: If there were some and all are damaged, now or at an earlier start; it lists what was tried.
 
     """
-    tried: list[str] = []
     for checkpoint_id in reversed([known for known in store.ids() if attempt_of(known) >= lineage]):
         try:
             manifest = store.get(checkpoint_id)
@@ -28,14 +28,21 @@ def choose_checkpoint(store: CheckpointStore, *, lineage: int, verify: VerifyLev
             continue
         except CheckpointCorruptError as exc:
             quarantine(store, checkpoint_id, str(exc))
-            tried.append(f"{checkpoint_id}: {exc}")
             continue
         return manifest
-    if tried:
+    damaged = [stem(info.key) for info in store.storage.list(store.layout.quarantined)]
+    damaged = [checkpoint_id for checkpoint_id in damaged if attempt_of(checkpoint_id) >= lineage]
+    if damaged:
+        tried = "\n  ".join(f"{checkpoint_id}: {_reason(store, checkpoint_id)}" for checkpoint_id in damaged)
         raise CheckpointCorruptError(
-            f"run {store.run!r} in {store.storage.url} has no whole checkpoint left; tried\n  " + "\n  ".join(tried)
+            f"run {store.run!r} in {store.storage.url} has no whole checkpoint left, and does not start from zero unasked "
+            f"(resume='never' does); damaged are\n  {tried}"
         )
     return None
+
+
+def _reason(store: CheckpointStore, checkpoint_id: str) -> str:
+    return str((store.get_json(store.layout.quarantine(checkpoint_id)) or {}).get("reason", "unknown"))
 
 
 def quarantine(store: CheckpointStore, checkpoint_id: str, reason: str) -> None:

@@ -56,7 +56,7 @@ class RankSession:
         self._rounds = 0
         self._last_step = -1 if restored is None else restored.step
         self._last_checkpoint_step = self._last_step
-        self._parent = None if restored is None else restored.id
+        self._parent = None if restored is None else _name_from(store, restored)
         self._one_report = threading.Lock()
         self._background: ThreadPoolExecutor | None = None
         self._in_flight: Future[None] | None = None
@@ -216,6 +216,12 @@ class RankSession:
         failure = self._in_flight.exception()
         self._in_flight = None
         return None if failure is None else Refusal.of(failure).error()
+
+
+def _name_from(store: CheckpointStore, checkpoint: "Checkpoint") -> str | None:
+    """Return the checkpoint's id, or its path where that alone tells which run it belongs to."""
+    own = checkpoint.store is not None and checkpoint.store.path == store.path
+    return checkpoint.id if own else checkpoint.path
 
 
 def _check_progress(progress: float | None) -> None:

@@ -24,7 +24,9 @@ def failure_kind(error: BaseException) -> FailureKind:
 
 def may_restart(store: CheckpointStore, job: TrainJob, flow_run_id: str | None, kind: FailureKind) -> bool:
     """Say whether the budget for the failure that was just recorded is not used up."""
-    budget = {"user": job.max_failures, "infrastructure": job.max_infrastructure_failures}.get(kind, 0)
+    if kind not in ("user", "infrastructure"):
+        return False
+    budget = job.max_failures if kind == "user" else job.max_infrastructure_failures
     if budget == UNLIMITED:
         return True
     failures = Counter(outcome.kind for outcome in read_outcomes(store) if outcome.flow_run_id == flow_run_id)

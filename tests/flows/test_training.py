@@ -1,0 +1,339 @@
+"""Whole trainings: a real Prefect server, real processes, real process groups."""
+
+import math
+import threading
+import time
+
+import psutil
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, LogFilter, LogFilterTaskRunId
+
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, ReportMismatchError, report
+from prefect_torch.flows import (
+    CheckpointConfig,
+    FailureConfig,
+    RankFailedError,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    train,
+)
+
+TWO = ScalingConfig(num_workers=2)
+NO_RESTARTS = FailureConfig(max_infrastructure_failures=0)
+
+
+def epochs(number, **config):
+    return {"epochs": number, **config}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunConfig(name="run", storage=str(tmp_path / "store"))
+
+
+def test_a_training_gives_back_its_result(run):
+    policy = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="max")
+    result = train("trainings:train_epochs", epochs(5), TWO, run, policy)
+    assert result.metrics == {"epoch": 4, "loss": 0.2}
+    assert result.return_value == {"begun": 0, "attempt": 1}
+    assert (result.attempts, result.error, result.completed, result.resumed_from) == (1, None, True, None)
+    assert result.path == f"{run.storage}/run"
+    assert result.checkpoint.metrics["epoch"] == 4
+    assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [0, 1]
+    assert list(result.metrics_dataframe["epoch"]) == [0, 1, 2, 3, 4]
+    store = CheckpointStore.open(run.storage, "run")
+    assert [manifest.metrics["epoch"] for manifest in store.list()] == [0, 1, 4]  # the best two, and the latest
+    with result.checkpoint.as_directory() as directory:
+        assert directory.startswith(run.storage)
+    assert Result.from_storage(run.storage, "run").return_value == result.return_value
+
+
+@pytest.mark.parametrize("how", ["raise", "exit", "kill", "_exit"])
+def test_a_failed_rank_restarts_all_from_the_latest_checkpoint(run, how):
+    result = train("trainings:train_epochs", epochs(4, how=how, rank=1, at=2), TWO, run, failure=FailureConfig(max_failures=1))
+    assert result.return_value == {"begun": 2, "attempt": 2}
+    assert result.attempts == 2
+    assert "/000001-00000001-" in result.resumed_from
+    frame = result.metrics_dataframe
+    assert list(zip(frame["attempt"], frame["epoch"], strict=True)) == [(1, 0), (1, 1), (2, 2), (2, 3)]
+
+
+def test_without_restarts_left_the_last_error_is_raised_and_the_result_stays_readable(run):
+    with pytest.raises(ValueError, match="boom from the training") as caught:
+        train(
+            "trainings:train_epochs",
+            epochs(4, how="raise", rank=1, at=2, times=9),
+            TWO,
+            run,
+            failure=FailureConfig(max_failures=2),
+        )
+    assert isinstance(caught.value.__cause__, RankFailedError)
+    assert "in come_to_an_end" in str(caught.value.__cause__)  # the rank's own traceback
+    result = Result.from_storage(run.storage, "run")
+    assert result.attempts == 3
+    assert result.metrics == {"epoch": 1, "loss": 0.5}
+    assert result.checkpoint.metrics["epoch"] == 1
+    assert isinstance(result.error, TrainingFailedError)
+    assert result.errors.keys() == {1}
+    assert "boom from the training" in result.errors[1]
+
+
+def test_a_lost_process_does_not_count_as_the_users_failure(run):
+    with pytest.raises(RankFailedError, match=r"rank 0 of attempt 2 failed: its process was killed by SIGKILL"):
+        train(
+            "trainings:train_epochs",
+            epochs(3, how="kill", rank=0, at=1, times=9),
+            TWO,
+            run,
+            failure=FailureConfig(max_failures=9, max_infrastructure_failures=1),
+        )
+
+
+def test_a_new_flow_run_of_the_same_name_continues_and_another_name_starts_fresh(run):
+    train("trainings:train_epochs", epochs(2), run=run)
+    assert train("trainings:train_epochs", epochs(4), run=run).return_value == {"begun": 2, "attempt": 2}
+    other = run.model_copy(update={"name": None})
+    first, second = (train("trainings:train_epochs", epochs(1), run=other) for _ in range(2))
+    assert first.return_value["begun"] == second.return_value["begun"] == 0
+    assert first.path != second.path
+
+
+def test_resume_never_begins_anew_but_its_own_restarts_continue(run):
+    train("trainings:train_epochs", epochs(3), run=run)
+    result = train(
+        "trainings:train_epochs",
+        epochs(3, how="raise", rank=0, at=1, times=2),
+        run=run.model_copy(update={"resume": "never"}),
+        failure=FailureConfig(max_failures=1),
+    )
+    assert result.return_value == {"begun": 1, "attempt": 3}
+
+
+def test_resume_must_fails_where_there_is_nothing(run):
+    with pytest.raises(CheckpointNotFoundError, match="resume='must'"):
+        train("trainings:train_epochs", epochs(1), run=run.model_copy(update={"resume": "must"}))
+
+
+def test_another_runs_checkpoint_seeds_a_new_run_and_is_its_parent(run):
+    seed = train("trainings:train_epochs", epochs(2), run=run).checkpoint
+    for name, resume_from in [("a", seed), ("b", seed.path), ("c", f"run/{seed.id}")]:
+        result = train("trainings:train_epochs", epochs(3), run=run.model_copy(update={"name": name}), resume_from=resume_from)
+        assert result.return_value == {"begun": 2, "attempt": 1}
+        assert (result.resumed_from, result.checkpoint.step) == (seed.path, 2)
+        assert result.checkpoint.manifest.parent == seed.path
+    again = train("trainings:train_epochs", epochs(4), run=run.model_copy(update={"name": "a"}), resume_from=seed)
+    assert again.return_value == {"begun": 3, "attempt": 2}  # its own checkpoint comes first
+
+
+def test_a_damaged_latest_is_set_aside_and_the_one_before_is_used(run):
+    latest = train("trainings:train_epochs", epochs(3), run=run).checkpoint
+    with latest.as_directory() as directory, open(f"{directory}/state.json", "r+") as file:
+        file.write("X")
+    assert train("trainings:train_epochs", epochs(3), run=run).return_value == {"begun": 2, "attempt": 2}
+
+
+def test_when_all_are_damaged_it_does_not_start_from_zero(run):
+    latest = train("trainings:train_epochs", epochs(1), run=run).checkpoint
+    with latest.as_directory() as directory, open(f"{directory}/state.json", "r+") as file:
+        file.write("X")
+    with pytest.raises(CheckpointCorruptError, match="no whole checkpoint left"):
+        train("trainings:train_epochs", epochs(3), run=run)
+
+
+def test_a_rank_has_torchruns_environment_a_process_group_and_no_prefect(run):
+    told = train("trainings:tell_environment", {}, TWO, run).return_value
+    assert (told["backend"], told["prefect"]) == ("gloo", False)
+    for rank, environment in enumerate(told["environments"]):
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        del environment["MASTER_ADDR"], environment["MASTER_PORT"]
+        assert environment == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+        }
+
+
+def test_the_output_of_a_rank_is_in_its_own_task_runs_log(run):
+    state = train("trainings:tell_environment", {}, TWO, run, return_state=True)
+    with get_client(sync_client=True) as client:
+        flow_run_id = state.state_details.flow_run_id
+        task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id={"any_": [flow_run_id]}), limit=100)
+        ranks = {task_run.name: task_run for task_run in task_runs if task_run.name.startswith("rank-")}
+        assert sorted(ranks) == ["rank-0", "rank-1"]
+        deadline = time.monotonic() + 20
+        for rank in (0, 1):
+            wanted = LogFilter(task_run_id=LogFilterTaskRunId(any_=[ranks[f"rank-{rank}"].id]))
+            while f"hello from rank {rank}" not in [log.message for log in client.read_logs(wanted)]:
+                assert time.monotonic() < deadline, "the line did not arrive"
+                time.sleep(0.2)
+
+
+def test_a_failed_ranks_traceback_is_in_its_states_message(run):
+    state = train(
+        "trainings:train_epochs", epochs(1, how="raise", rank=1, at=0), TWO, run, failure=NO_RESTARTS, return_state=True
+    )
+    assert state.is_failed()
+    deadline = time.monotonic() + 20
+    with get_client(sync_client=True) as client:
+        while True:
+            task_runs = client.read_task_runs(
+                flow_run_filter=FlowRunFilter(id={"any_": [state.state_details.flow_run_id]}), limit=100
+            )
+            states = {task_run.name: task_run.state for task_run in task_runs if task_run.state is not None}
+            if "rank-1" in states and states["rank-1"].is_failed():
+                break
+            assert time.monotonic() < deadline, states
+            time.sleep(0.2)
+    assert "boom from the training" in states["rank-1"].message
+    assert "in come_to_an_end" in states["rank-1"].message
+
+
+def test_metrics_without_checkpoints_are_kept_and_cost_milliseconds(run):
+    result = train("trainings:report_only_metrics", {"reports": 1000}, TWO, run)
+    assert len(result.history) == 1001
+    assert list(result.metrics_dataframe["nested/half"][:3]) == [0, 0.5, 1]
+    assert result.checkpoint is None
+    assert result.metrics["seconds"] < 10
+
+
+def test_a_rank_that_hangs_is_ended_with_its_children_when_another_fails(run, tmp_path):
+    (tmp_path / "pids").mkdir()
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="the others hang"):
+        train("trainings:hang_with_a_child", {"pids": str(tmp_path / "pids"), "raise_on": 1}, TWO, run)
+    assert time.monotonic() - started < 60
+    pids = [int(pid) for file in (tmp_path / "pids").iterdir() for pid in file.read_text().split()]
+    assert len(pids) == 4
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_two_trainings_at_once_do_not_meet(tmp_path):
+    results = {}
+
+    def one(name):
+        results[name] = train("trainings:train_epochs", epochs(3), TWO, RunConfig(name=name, storage=str(tmp_path / "store")))
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[name].checkpoint.step for name in "ab"] == [2, 2]
+
+
+def test_a_function_of_this_process_travels(run):
+    offset = 3
+
+    def local(config):
+        report({"value": config["base"] + offset})
+
+    assert train(local, {"base": 1}, run=run).metrics == {"value": 4}
+
+
+def test_ranks_that_disagree_fail_at_once_whatever_the_budget(run):
+    def disagree():
+        from prefect_torch.ckpt import get_context
+
+        for _ in range(2 + get_context().world_rank):
+            report({})
+
+    with pytest.raises(ReportMismatchError, match="rank 0 returned after 2 reports"):
+        train(disagree, None, TWO, run, failure=FailureConfig(max_failures=5))
+    assert Result.from_storage(run.storage, "run").attempts == 1
+
+
+def test_a_score_that_never_appears_is_warned_of_once_and_keeps_the_latest(run, caplog):
+    result = train(
+        "trainings:train_epochs",
+        epochs(4),
+        run=run,
+        checkpoint=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="acuracy"),
+    )
+    assert [record.message for record in caplog.records if "has no metric 'acuracy'" in record.message][1:] == []
+    assert "has no metric 'acuracy'" in caplog.text
+    assert result.checkpoint.metrics["epoch"] == 3
+    assert len(CheckpointStore.open(run.storage, "run").list()) == 1
+
+
+@pytest.mark.parametrize(
+    ("train_fn", "message"),
+    [
+        ("nosuchmodule:f", "there is no module 'nosuchmodule'"),
+        ("nosuch.module:f", "cannot be found"),
+        ("trainings:nosuch", "defines no 'nosuch'"),
+        ("nosuch.py:f", "there is no file"),
+        ("trainings", "give 'module:function'"),
+        (":f", "give 'module:function'"),
+    ],
+)
+def test_a_function_that_does_not_exist_is_named_before_anything_starts(run, tmp_path, train_fn, message):
+    with pytest.raises(ValueError, match=message):
+        train(train_fn, run=run)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_function_that_cannot_travel_is_named_before_anything_starts(run, tmp_path):
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="cannot travel"):
+        train(lambda: lock, run=run)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_configuration_for_a_function_without_arguments_is_refused_once(run):
+    with pytest.raises(TypeError, match="takes no argument"):
+        train(lambda: None, {"a": 1}, run=run, failure=FailureConfig(max_failures=3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ScalingConfig(num_workers=0),
+        lambda: CheckpointConfig(num_to_keep=0),
+        lambda: CheckpointConfig(checkpoint_score_order="up"),
+        lambda: RunConfig(name="a/b"),
+        lambda: RunConfig(resume="maybe"),
+        lambda: FailureConfig(max_failures=-2),
+        lambda: ScalingConfig(workers=2),
+    ],
+)
+def test_a_wrong_configuration_is_refused_where_it_is_written(make):
+    with pytest.raises(ValueError, match="validation error"):
+        make()
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(run, tmp_path):
+    with pytest.raises(ValueError, match=r"num_workers=64 with use_gpu=True .* this machine has"):
+        train("trainings:train_epochs", epochs(1), ScalingConfig(num_workers=64, use_gpu=True), run)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_storage_that_ranks_cannot_see_is_told(tmp_path):
+    with pytest.raises(RuntimeError, match=r"rank \d cannot see run 'run' in memory://"):
+        train(
+            "trainings:train_epochs", epochs(1), run=RunConfig(name="run", storage=f"memory://{tmp_path}"), failure=NO_RESTARTS
+        )
+
+
+def test_all_parameters_can_be_json(tmp_path):
+    result = train(
+        train_fn="trainings:train_epochs",
+        config={"epochs": 2},
+        scaling={"num_workers": 1},
+        run={"name": "json", "storage": str(tmp_path)},
+        checkpoint={"num_to_keep": 1},
+        failure={"max_failures": 1, "retry_delay_s": 0.5},
+        resume_from=None,
+    )
+    assert result.metrics["epoch"] == 1
+
+
+def test_a_nan_score_comes_back_as_one(run):
+    def nan():
+        report({"loss": float("nan")})
+
+    assert math.isnan(train(nan, run=run).metrics["loss"])

@@ -1,0 +1,93 @@
+"""Training functions for the tests; no Prefect in sight, so that ranks start fast."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
+
+
+def start_epoch() -> int:
+    checkpoint = get_checkpoint()
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as directory:
+        return json.loads((Path(directory) / "state.json").read_text())["epoch"] + 1
+
+
+def report_epoch(epoch: int, **metrics) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        rank = get_context().world_rank
+        name = "state.json" if rank == 0 else f"rank-{rank}.json"
+        (Path(directory) / name).write_text(json.dumps({"epoch": epoch}))
+        report({"epoch": epoch, **metrics}, Checkpoint.from_directory(directory))
+
+
+def train_epochs(config: dict) -> dict:
+    """Report `epochs` checkpoints; in the first attempt, rank `rank` comes to its end in epoch `at` by `how`."""
+    import torch
+    import torch.distributed as dist
+
+    context = get_context()
+    begun = start_epoch()
+    for epoch in range(begun, config["epochs"]):
+        if config.get("how") and epoch == config["at"] and context.attempt <= config.get("times", 1):
+            if context.world_rank == config["rank"]:
+                come_to_an_end(config["how"])
+        dist.all_reduce(torch.ones(1))  # as a training would: whoever is left waits here
+        report_epoch(epoch, loss=1 / (epoch + 1))
+    return {"begun": begun, "attempt": context.attempt}
+
+
+def come_to_an_end(how: str) -> None:
+    if how == "raise":
+        raise ValueError("boom from the training")
+    if how == "exit":
+        sys.exit(3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(7)
+
+
+def tell_environment(config: dict) -> dict:
+    import torch.distributed as dist
+
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    context = get_context()
+    print(f"hello from rank {context.world_rank}")
+    mine = {name: os.environ[name] for name in names}
+    everybody: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return {"environments": everybody, "backend": dist.get_backend(), "prefect": "prefect" in sys.modules}
+
+
+def report_only_metrics(config: dict) -> None:
+    started = time.monotonic()
+    for value in range(config["reports"]):
+        report({"value": value, "nested": {"half": value / 2}})
+    report({"seconds": time.monotonic() - started})
+
+
+def hang_with_a_child(config: dict) -> None:
+    """Start a child that would outlive us, tell the pids, and never come back."""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    rank = get_context().world_rank
+    Path(config["pids"], str(rank)).write_text(f"{os.getpid()} {child.pid}")
+    if config.get("raise_on") == rank:
+        while len(os.listdir(config["pids"])) < get_context().world_size:
+            time.sleep(0.05)
+        raise ValueError("the others hang")
+    time.sleep(600)
+
+
+def checkpoint_when_told(config: dict) -> None:
+    """Train until told that the end is near, then report a last checkpoint."""
+    Path(config["started"]).touch()
+    while not get_context().should_checkpoint():
+        time.sleep(0.05)
+    report_epoch(41)
