@@ -8,7 +8,7 @@ import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, LogFilter, LogFilterTaskRunId
-
+from prefect.client.schemas.sorting import TaskRunSort
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, ReportMismatchError, report
 from prefect_torch.flows import (
     CheckpointConfig,
@@ -162,7 +162,9 @@ def test_the_output_of_a_rank_is_in_its_own_task_runs_log(run):
     state = train("trainings:tell_environment", {}, TWO, run, return_state=True)
     with get_client(sync_client=True) as client:
         flow_run_id = state.state_details.flow_run_id
-        task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id={"any_": [flow_run_id]}), limit=100)
+        task_runs = client.read_task_runs(
+            flow_run_filter=FlowRunFilter(id={"any_": [flow_run_id]}), limit=100, sort=TaskRunSort.END_TIME_DESC
+        )
         ranks = {task_run.name: task_run for task_run in task_runs if task_run.name.startswith("rank-")}
         assert sorted(ranks) == ["rank-0", "rank-1"]
         deadline = time.monotonic() + 20
