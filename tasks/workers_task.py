@@ -7,6 +7,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
+from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.attempts import Outcome, write_outcome
 from prefect_torch.ckpt.metrics import to_json
@@ -41,7 +42,9 @@ def train_workers(job: TrainJob) -> Any:
     beginning = begin_attempt(store, job, flow_run_id)
     attempt = beginning.attempt.number
     try:
-        value = _lead(store, job, beginning)
+        # Else Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
+        with transaction(commit_mode=CommitMode.EAGER):
+            value = _lead(store, job, beginning)
     except RankFailedError as exc:
         outcome = Outcome(attempt, "failed", flow_run_id, failure_kind(exc), str(exc), {str(exc.rank): str(exc)})
         write_outcome(store, outcome)

@@ -3,13 +3,20 @@
 import math
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, LogFilter, LogFilterTaskRunId
-from prefect.client.schemas.sorting import TaskRunSort
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, ReportMismatchError, report
+from prefect_torch.ckpt import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    ReportMismatchError,
+    get_context,
+    report,
+)
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,
@@ -130,14 +137,14 @@ def test_another_runs_checkpoint_seeds_a_new_run_and_is_its_parent(run):
 
 def test_a_damaged_latest_is_set_aside_and_the_one_before_is_used(run):
     latest = train("trainings:train_epochs", epochs(3), run=run).checkpoint
-    with latest.as_directory() as directory, open(f"{directory}/state.json", "r+") as file:
+    with latest.as_directory() as directory, Path(directory, "state.json").open("r+") as file:
         file.write("X")
     assert train("trainings:train_epochs", epochs(3), run=run).return_value == {"begun": 2, "attempt": 2}
 
 
 def test_when_all_are_damaged_it_does_not_start_from_zero(run):
     latest = train("trainings:train_epochs", epochs(1), run=run).checkpoint
-    with latest.as_directory() as directory, open(f"{directory}/state.json", "r+") as file:
+    with latest.as_directory() as directory, Path(directory, "state.json").open("r+") as file:
         file.write("X")
     with pytest.raises(CheckpointCorruptError, match="no whole checkpoint left"):
         train("trainings:train_epochs", epochs(3), run=run)
@@ -162,9 +169,7 @@ def test_the_output_of_a_rank_is_in_its_own_task_runs_log(run):
     state = train("trainings:tell_environment", {}, TWO, run, return_state=True)
     with get_client(sync_client=True) as client:
         flow_run_id = state.state_details.flow_run_id
-        task_runs = client.read_task_runs(
-            flow_run_filter=FlowRunFilter(id={"any_": [flow_run_id]}), limit=100, sort=TaskRunSort.END_TIME_DESC
-        )
+        task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id={"any_": [flow_run_id]}))
         ranks = {task_run.name: task_run for task_run in task_runs if task_run.name.startswith("rank-")}
         assert sorted(ranks) == ["rank-0", "rank-1"]
         deadline = time.monotonic() + 20
@@ -239,8 +244,6 @@ def test_a_function_of_this_process_travels(run):
 
 def test_ranks_that_disagree_fail_at_once_whatever_the_budget(run):
     def disagree():
-        from prefect_torch.ckpt import get_context
-
         for _ in range(2 + get_context().world_rank):
             report({})
 

@@ -9,6 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
 
 
@@ -30,15 +32,12 @@ def report_epoch(epoch: int, **metrics) -> None:
 
 def train_epochs(config: dict) -> dict:
     """Report `epochs` checkpoints; in the first attempt, rank `rank` comes to its end in epoch `at` by `how`."""
-    import torch
-    import torch.distributed as dist
-
     context = get_context()
     begun = start_epoch()
     for epoch in range(begun, config["epochs"]):
-        if config.get("how") and epoch == config["at"] and context.attempt <= config.get("times", 1):
-            if context.world_rank == config["rank"]:
-                come_to_an_end(config["how"])
+        place = (epoch, context.world_rank)
+        if config.get("how") and place == (config["at"], config["rank"]) and context.attempt <= config.get("times", 1):
+            come_to_an_end(config["how"])
         dist.all_reduce(torch.ones(1))  # as a training would: whoever is left waits here
         report_epoch(epoch, loss=1 / (epoch + 1))
     return {"begun": begun, "attempt": context.attempt}
@@ -55,8 +54,6 @@ def come_to_an_end(how: str) -> None:
 
 
 def tell_environment(config: dict) -> dict:
-    import torch.distributed as dist
-
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
     context = get_context()
     print(f"hello from rank {context.world_rank}")
@@ -79,7 +76,7 @@ def hang_with_a_child(config: dict) -> None:
     rank = get_context().world_rank
     Path(config["pids"], str(rank)).write_text(f"{os.getpid()} {child.pid}")
     if config.get("raise_on") == rank:
-        while len(os.listdir(config["pids"])) < get_context().world_size:
+        while len(list(Path(config["pids"]).iterdir())) < get_context().world_size:
             time.sleep(0.05)
         raise ValueError("the others hang")
     time.sleep(600)
