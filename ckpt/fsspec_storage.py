@@ -1,6 +1,7 @@
 """Any filesystem that fsspec knows as a storage: memory, SFTP, HDFS, WebDAV and more."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import fsspec
 import fsspec.core
 
 from .digest import copy_and_digest
+from .errors import StorageError
 from .keys import check_key
 from .storage import ObjectInfo, Transfer
 
@@ -47,32 +49,36 @@ class FsspecStorage:
     def put_file(self, key: str, path: Path) -> Transfer:
         """Store the file at `path`."""
         target = self._path(key)
-        with path.open("rb", buffering=0) as source:
+        with path.open("rb", buffering=0) as source, self._translated(key):
             self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
             with self._fs.open(target, "wb") as file:
                 return copy_and_digest(source, file)
 
     def get_file(self, key: str, path: Path) -> Transfer:
         """Write the object to `path`."""
-        with self._fs.open(self._path(key), "rb") as source, path.open("wb", buffering=0) as target:
+        with self._translated(key):
+            source = self._fs.open(self._path(key), "rb")
+        with source, path.open("wb", buffering=0) as target, self._translated(key):
             return copy_and_digest(source, target)
 
     def put_bytes(self, key: str, data: bytes) -> None:
         """Store a small object."""
         target = self._path(key)
-        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self._fs.pipe_file(target, data)
+        with self._translated(key):
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(target, data)
 
     def get_bytes(self, key: str) -> bytes:
         """Return a small object."""
-        data: bytes = self._fs.cat_file(self._path(key))
+        with self._translated(key):
+            data: bytes = self._fs.cat_file(self._path(key))
         return data
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         """Yield the files below `prefix`, ordered by their whole key; reads the whole listing first."""
-        self._fs.invalidate_cache()
-        below = f"{self._root}/{prefix}".rstrip("/")
-        found: dict[str, dict[str, Any]] = self._fs.find(below, detail=True)
+        with self._translated(prefix):
+            self._fs.invalidate_cache()
+            found: dict[str, dict[str, Any]] = self._fs.find(f"{self._root}/{prefix}".rstrip("/"), detail=True)
         for path in sorted(found):
             key = path[len(self._root) :].lstrip("/")
             if key.startswith(prefix) and (after is None or key > after):
@@ -80,14 +86,16 @@ class FsspecStorage:
 
     def size(self, key: str) -> int:
         """Return an object's size in bytes."""
-        size: int = self._fs.info(self._path(key))["size"]
+        with self._translated(key):
+            size: int = self._fs.info(self._path(key))["size"]
         return size
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects."""
         for key in keys:
             try:
-                self._fs.rm_file(self._path(key))
+                with self._translated(key):
+                    self._fs.rm_file(self._path(key))
             except FileNotFoundError:
                 continue
 
@@ -98,6 +106,21 @@ class FsspecStorage:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
+
+    @contextmanager
+    def _translated(self, key: str) -> Iterator[None]:
+        """Raise what the Storage protocol promises for what a filesystem raises."""
+        where = f"{self._url}/{key}"
+        try:
+            yield
+        except FileNotFoundError as exc:
+            raise FileNotFoundError(f"{where} does not exist") from exc
+        except PermissionError as exc:
+            raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({exc})") from exc
+        except (OSError, ValueError, TypeError, NotImplementedError):
+            raise
+        except Exception as exc:  # a protocol library's own classes: a lost connection more often than not
+            raise StorageError(f"{where}: {type(exc).__name__}: {exc}") from exc
 
 
 def _modified_s(info: dict[str, Any]) -> float:

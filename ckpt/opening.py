@@ -5,7 +5,7 @@ import re
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from .storage import Storage, StorageSpec
 
@@ -20,11 +20,13 @@ _BLOCK_SLUGS = {
     "gcs-bucket",
     "azure-blob-storage-container",
 }
-_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
+_ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(_OBJECT_STORES))}|file|memory):/", re.IGNORECASE)
+_PASSWORD = re.compile(r"(?P<user>[^/:@]*):(?P<password>[^/]*)@(?P<place>.*)", re.DOTALL)
 
 
 def parse_storage(storage: StorageLike) -> StorageSpec:
-    """Return what every process needs to open `storage`.
+    """Return what every process needs to open `storage`; its url shows no password.
 
     Args:
         storage: A local path, a URL, "block-type-slug/block-name", or a block. A folder that is named like a block is
@@ -35,22 +37,22 @@ def parse_storage(storage: StorageLike) -> StorageSpec:
 
     """
     if isinstance(storage, StorageSpec):
-        return storage
+        return _normalized(storage)
     if isinstance(storage, (str, PathLike)):
         text = os.fspath(storage)
         if not text:
             raise ValueError("storage is empty: give a path, a URL, 'block-type-slug/block-name', or a block")
         if _URL.match(text):
-            return _parse_url(text)
-        if not is_block_slug(text):
-            return StorageSpec(str(Path(text).expanduser().absolute()))
+            return _normalized(StorageSpec(text))
+        if isinstance(storage, PathLike) or not is_block_slug(text):
+            return StorageSpec(_absolute(text))
     from .blocks import resolve_storage  # noqa: PLC0415 - the one module here that imports prefect
 
-    return resolve_storage(storage)
+    return _normalized(resolve_storage(storage))
 
 
 def open_storage(storage: StorageLike) -> Storage:
-    """Open `storage`; costs no request. An open storage is returned as it is.
+    """Open `storage`; asks the storage nothing yet. An open storage is returned as it is.
 
     Raises:
         ValueError: If it is nothing that can be opened.
@@ -66,7 +68,7 @@ def open_storage(storage: StorageLike) -> Storage:
         return LocalStorage(Path(spec.url))
     from .retry import RetryingStorage, RetryPolicy  # noqa: PLC0415 - as above
 
-    if match["scheme"].lower() in _OBJECT_STORES:
+    if match["scheme"] in _OBJECT_STORES:
         from .obstore_storage import ObstoreStorage  # noqa: PLC0415 - as above
 
         return RetryingStorage(lambda: ObstoreStorage(spec.url, spec.options), RetryPolicy())
@@ -81,8 +83,36 @@ def is_block_slug(text: str) -> bool:
     return slug in _BLOCK_SLUGS and bool(name) and "/" not in name
 
 
-def _parse_url(url: str) -> StorageSpec:
-    parts = urlsplit(url)
-    if parts.scheme == "file":
-        return StorageSpec(unquote(parts.path) or "/")
-    return StorageSpec(url.rstrip("/") if parts.path.strip("/") or parts.netloc else url)
+def _absolute(path: str) -> str:
+    if _ONE_SLASH.match(path):
+        raise ValueError(f"{path!r} is a URL that lost a slash, as in pathlib.Path('s3://…'): give the URL as a string")
+    return str(Path(path).expanduser().absolute())
+
+
+def _normalized(spec: StorageSpec) -> StorageSpec:
+    """Return `spec` with a lower-case scheme, no last slash, and a password among the options instead of in the url."""
+    match = _URL.match(spec.url)
+    if match is None:
+        return spec
+    scheme, rest = match["scheme"].lower(), match["rest"]
+    if scheme == "file":
+        return StorageSpec(_file_path(rest))
+    options = dict(spec.options)
+    if named := _PASSWORD.match(rest):
+        if scheme in _OBJECT_STORES:
+            raise ValueError(
+                f"the {scheme}:// URL holds credentials, which would be shown wherever the URL is: give them as a block, as "
+                "environment variables or in a profile"
+            )
+        options = {"username": unquote(named["user"]), "password": unquote(named["password"]), **options}
+        rest = named["place"]
+    if scheme in _OBJECT_STORES and ("?" in rest or "#" in rest):
+        raise ValueError(f"{scheme}://{re.split('[?#]', rest)[0]} goes on with '?' or '#': write %3F or %23 in a folder's name")
+    return StorageSpec(f"{scheme}://{rest.rstrip('/')}", options)
+
+
+def _file_path(rest: str) -> str:
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise ValueError(f"file://{rest} names no absolute path: write file:///folder, or the path alone")
+    return f"/{unquote(path).strip('/')}"

@@ -5,10 +5,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    stop_all,
+    wait_random_exponential,
+)
 
 from .errors import StorageError
 from .storage import ObjectInfo, Storage, Transfer
@@ -31,12 +40,16 @@ _TRANSIENT_ERRNOS = {
 }
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html#ErrorCodeList
 _EXPIRED = (
-    "ExpiredToken",
-    "RequestExpired",
-    "TokenRefreshRequired",
+    "expiredtoken",
+    "requestexpired",
+    "tokenrefreshrequired",
     "token has expired",
     "token included in the request is expired",
+    "sso session associated with this profile has expired",
 )
+# A transfer may outlast the deadline before it first fails, and is still worth one more try.
+_LEAST_TRIES = 2
+_LISTED_AT_ONCE = 1000
 
 
 class CredentialsExpiredError(PermissionError):
@@ -48,7 +61,7 @@ class RetryPolicy:
     """How patient to be with a storage.
 
     Attributes:
-        deadline_s: After how many seconds in all to give up.
+        deadline_s: After how many seconds in all to give up, once there were two tries; a try is never cut short.
         first_wait_s: The longest first pause; pauses double and are drawn at random from 0 to their length ("full jitter",
             https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter).
         longest_wait_s: What a pause grows to at most.
@@ -62,7 +75,9 @@ class RetryPolicy:
 
 def classify(error: BaseException) -> ErrorClass:
     """Say what helps: waiting, fresh credentials, or nothing."""
-    if isinstance(error, CredentialsExpiredError) or any(words in str(error) for words in _EXPIRED):
+    if isinstance(error, (FileNotFoundError, ValueError)):  # first: their text quotes keys, which may hold any words
+        return "final"
+    if isinstance(error, CredentialsExpiredError) or any(words in str(error).lower() for words in _EXPIRED):
         return "credentials"
     if isinstance(error, (StorageError, ConnectionError, TimeoutError)):
         return "transient"
@@ -86,7 +101,7 @@ class RetryingStorage:
         self._reopen = reopen
         self._policy = policy
         self._storage = reopen()
-        self._one_reopens = threading.Lock()
+        self._one_replaces = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -111,12 +126,17 @@ class RetryingStorage:
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         """Yield the objects below `prefix`, going on after the last one when a page fails."""
-        while True:
-            seen = after
-            page = self._retry("listing", prefix, lambda storage, seen=seen: _page(storage, prefix, seen))  # type: ignore[misc]  # a default binds it
+        listing: Iterator[ObjectInfo] | None = None
+
+        def next_page(storage: Storage) -> tuple[ObjectInfo, ...]:
+            nonlocal listing
+            begun, listing = listing or storage.list(prefix, after=after), None
+            page = tuple(islice(begun, _LISTED_AT_ONCE))
+            listing = begun  # only now: one that failed has ended, and the next try begins another after the last page
+            return page
+
+        while page := self._retry("listing", prefix, next_page):
             yield from page
-            if len(page) < _PAGE:
-                return
             after = page[-1].key
 
     def size(self, key: str) -> int:
@@ -136,14 +156,19 @@ class RetryingStorage:
     def _retry(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
         started_s = time.monotonic()
         reopened = False
+        used = self._storage
+
+        def call_newest() -> T:
+            nonlocal used
+            used = self._storage
+            return call(used)
 
         def is_worth_retrying(error: BaseException) -> bool:
             nonlocal reopened
             kind = classify(error)
             if kind == "credentials" and not reopened:
                 reopened = True
-                with self._one_reopens:
-                    self._storage = self._reopen()
+                self._replace(used)
                 return True
             return kind == "transient"
 
@@ -157,16 +182,13 @@ class RetryingStorage:
 
         retrying = Retrying(
             retry=retry_if_exception(is_worth_retrying),
-            stop=stop_after_delay(self._policy.deadline_s),
+            stop=stop_all(stop_after_delay(self._policy.deadline_s), stop_after_attempt(_LEAST_TRIES)),
             wait=wait_random_exponential(multiplier=self._policy.first_wait_s, max=self._policy.longest_wait_s),
             retry_error_callback=give_up,
         )
-        return retrying(lambda: call(self._storage))
+        return retrying(call_newest)
 
-
-_PAGE = 1000
-
-
-def _page(storage: Storage, prefix: str, after: str | None) -> "list[ObjectInfo]":
-    infos = storage.list(prefix, after=after)
-    return [info for info, _ in zip(infos, range(_PAGE), strict=False)]
+    def _replace(self, expired: Storage) -> None:
+        with self._one_replaces:
+            if self._storage is expired:  # else another thread was first
+                self._storage = self._reopen()

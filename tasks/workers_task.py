@@ -52,7 +52,9 @@ def train_workers(job: TrainJob) -> Any:
             raise exc.original from exc
         raise
     except (TerminationSignal, KeyboardInterrupt) as exc:
-        write_outcome(store, Outcome(attempt, "preempted", flow_run_id, "preemption", f"ended from outside by {exc!r}"))
+        message = f"ended from outside ({type(exc).__name__}); {_what_is_safe(store)}"
+        write_outcome(store, Outcome(attempt, "preempted", flow_run_id, "preemption", message))
+        get_run_logger().warning("attempt %d: %s", attempt, message)
         raise
     except Exception as exc:
         write_outcome(store, Outcome(attempt, "failed", flow_run_id, failure_kind(exc), repr(exc)))
@@ -76,6 +78,11 @@ def _lead(store: CheckpointStore, job: TrainJob, beginning: Beginning) -> Any:
     finally:
         gang.stop(key_value, "the attempt is over")
         journal.close()
+
+
+def _what_is_safe(store: CheckpointStore) -> str:
+    latest = store.latest()
+    return "nothing was committed yet" if latest is None else f"work is safe up to step {latest.step} ({latest.id})"
 
 
 def _specs(job: TrainJob, beginning: Beginning, rendezvous: Address) -> list[RankSpec]:

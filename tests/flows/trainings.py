@@ -38,6 +38,7 @@ def train_epochs(config: dict) -> dict:
         place = (epoch, context.world_rank)
         if config.get("how") and place == (config["at"], config["rank"]) and context.attempt <= config.get("times", 1):
             come_to_an_end(config["how"])
+        time.sleep(config.get("pause_s", 0))
         dist.all_reduce(torch.ones(1))  # as a training would: whoever is left waits here
         report_epoch(epoch, loss=1 / (epoch + 1))
     return {"begun": begun, "attempt": context.attempt}

@@ -1,0 +1,171 @@
+"""The process that leads a training is killed, ended, or started twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from prefect.settings import PREFECT_API_URL
+from prefect_torch.ckpt import CheckpointStore
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
+MARK = "PREFECT_TORCH_TEST_MARK"
+
+
+class Started:
+    """A program whose descendants can be found, wherever they hide, by a mark in their environment."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, MARK: self.mark, "PYTHONPATH": str(HERE), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def living(self) -> list[psutil.Process]:
+        def is_ours(process):
+            try:
+                return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+            except psutil.Error:
+                return False
+
+        return [process for process in psutil.process_iter() if is_ours(process)]
+
+    def wait_for(self, condition, longest_s=60):
+        deadline = time.monotonic() + longest_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come to pass"
+            assert self.process.poll() is None, self.process.communicate()[0][-4000:]
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def assert_nothing_is_left(self) -> None:
+        deadline = time.monotonic() + 10
+        while living := self.living():
+            assert time.monotonic() < deadline, [process.cmdline() for process in living]
+            time.sleep(0.1)
+
+    def finish(self, longest_s=120) -> str:
+        output, _ = self.process.communicate(timeout=longest_s)
+        return output
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return str(tmp_path / "store")
+
+
+def start(storage, train_fn, config, **run):
+    return Started(
+        str(HERE / "run_training.py"),
+        *(storage, f"trainings:{train_fn}", json.dumps(config), json.dumps(run)),
+        PREFECT_API_URL=PREFECT_API_URL.value(),
+    )
+
+
+def committed(storage):
+    return CheckpointStore.open(storage, "run").list()
+
+
+def result_of(output):
+    return json.loads(next(line for line in output.splitlines() if line.startswith('{"returned"')))
+
+
+def test_a_killed_leader_takes_its_ranks_along_and_the_next_start_continues(storage):
+    slow = {"epochs": 60, "pause_s": 0.2}
+    leader = start(storage, "train_epochs", slow)
+    leader.wait_for(lambda: len(committed(storage)) >= 2)
+    leader.kill()
+    leader.assert_nothing_is_left()
+    last = committed(storage)[-1]
+    output = start(storage, "train_epochs", {"epochs": last.step + 3}).finish()
+    assert result_of(output) == {
+        "returned": {"begun": last.step + 1, "attempt": 2},
+        "resumed_from": f"{storage}/run/checkpoints/{last.id}",
+    }
+
+
+def test_even_children_in_sessions_of_their_own_end_with_the_leader(storage, tmp_path):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    leader = start(storage, "hang_with_a_child", {"pids": str(pids)})
+    leader.wait_for(lambda: len(list(pids.iterdir())) == 2 and all(file.read_text() for file in pids.iterdir()))
+    leader.kill()
+    leader.assert_nothing_is_left()
+
+
+def test_a_killed_guard_takes_its_rank_along(storage, tmp_path):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    leader = start(storage, "hang_with_a_child", {"pids": str(pids)})
+    leader.wait_for(lambda: len(list(pids.iterdir())) == 2 and all(file.read_text() for file in pids.iterdir()))
+    rank = psutil.Process(int((pids / "1").read_text().split()[0]))
+    rank.parent().kill()
+    rank.wait(10)
+    leader.kill()
+
+
+def test_a_second_living_leader_is_refused_and_one_that_takes_over_fences_the_first(storage):
+    first = start(storage, "train_epochs", {"epochs": 400, "pause_s": 0.1})
+    first.wait_for(lambda: len(committed(storage)) >= 1)
+    refused = start(storage, "train_epochs", {"epochs": 1})
+    output = refused.finish()
+    assert refused.process.returncode != 0
+    assert f"RunBusyError: run 'run' in {storage} is being trained by flow run" in output
+    assert f"process {first.process.pid} on" in output
+    assert first.process.poll() is None
+
+    second = start(storage, "train_epochs", {"epochs": 3}, takeover=True)
+    assert "returned" in second.finish()
+    output = first.finish()
+    assert first.process.returncode != 0
+    assert "overtaken by attempt 2" in output
+    assert [manifest.attempt for manifest in committed(storage)][-1] == 2 or committed(storage)[-1].step >= 2
+
+
+def test_sigterm_lets_ranks_commit_a_last_checkpoint(storage, tmp_path):
+    started = tmp_path / "started"
+    leader = start(storage, "checkpoint_when_told", {"started": str(started)})
+    leader.wait_for(started.exists)
+    leader.process.send_signal(signal.SIGTERM)
+    output = leader.finish(40)
+    assert leader.process.returncode != 0
+    leader.assert_nothing_is_left()
+    assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41], output[-3000:]
+    assert "work is safe up to step 0" in output
+
+
+@pytest.mark.parametrize("kill_at", ["start", "first checkpoint", "restart"])
+def test_the_demo_killed_at_any_moment_continues_and_finishes(tmp_path, kill_at):
+    """With Prefect's embedded server, which must not be left behind either."""
+    arguments = (str(EXAMPLES / "digits.py"), "--storage", str(tmp_path / "demo"))
+    environment = {"PREFECT_HOME": str(tmp_path / "home"), "PREFECT_API_URL": ""}
+    attempts = tmp_path / "demo/digits/attempts"
+    manifests = tmp_path / "demo/digits/manifests"
+    moments = {
+        "start": attempts.exists,
+        "first checkpoint": lambda: manifests.exists() and list(manifests.glob("*.json")),
+        "restart": lambda: attempts.exists() and len(list(attempts.glob("*.json"))) == 2,
+    }
+    first = Started(*arguments, **environment)
+    first.wait_for(moments[kill_at])
+    first.kill()
+    first.assert_nothing_is_left()
+    second = Started(*arguments, **environment)
+    output = second.finish()
+    assert second.process.returncode == 0, output[-4000:]
+    assert "epoch" in output
+    second.assert_nothing_is_left()
