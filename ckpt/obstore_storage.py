@@ -221,9 +221,9 @@ def _is_set(config: Mapping[str, Any], *names: str) -> bool:
 def _from_boto3() -> tuple[Any, str | None]:
     """Return boto3's search for credentials (profiles, SSO, roles; they refresh) and the endpoint of its profile."""
     try:
-        import boto3  # noqa: PLC0415 - takes a while to import
-        import botocore.exceptions  # noqa: PLC0415 - as above
-        import botocore.session  # noqa: PLC0415 - as above
+        import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
+        import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
+        import botocore.session  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
         from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - as above
     except ImportError:  # boto3 is missing; object_store looks for a role of the machine by itself
         return None, None
@@ -251,7 +251,11 @@ def _translate(error: Exception, where: str) -> Exception:
             f"no credentials were found for {where}: give a block, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; "
             "for a public bucket aws_skip_signature"
         )
-    status = _STATUS.search(text)
+    return _translate_status(error, where, reason)
+
+
+def _translate_status(error: Exception, where: str, reason: str) -> Exception:
+    status = _STATUS.search(str(error))
     code = int(status["status"]) if status else 0
     refused = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
     if isinstance(error, refused) or code in (401, 403):

@@ -28,10 +28,11 @@ def make_model() -> nn.Module:
 
 
 def load_data() -> tuple[Any, Any]:
-    digits = load_digits()
+    digits: Any = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     data = TensorDataset(images, torch.tensor(digits.target))
-    return tuple(random_split(data, [0.8, 0.2], torch.Generator().manual_seed(0)))
+    training, validation = random_split(data, [0.8, 0.2], torch.Generator().manual_seed(0))
+    return training, validation
 
 
 def validate(model: nn.Module, data: Any) -> dict[str, float]:
@@ -71,7 +72,8 @@ def train_digits(config: dict[str, Any]) -> float:
                 print("rank 1 kills itself, as a lost machine would")
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images), labels).backward()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
             optimizer.step()
         metrics = validate(model.module, validation)
         with tempfile.TemporaryDirectory() as directory:

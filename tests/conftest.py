@@ -5,12 +5,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3
@@ -51,6 +53,33 @@ class S3Server:
         return name
 
 
+@dataclass(frozen=True)
+class ScriptedServer(S3Server):
+    """Gives every request the same answer, and remembers the requests: what no S3 server does on demand."""
+
+    requests: list[str] = field(default_factory=list)
+
+    @classmethod
+    @contextmanager
+    def answering(cls, status: int, body: str) -> "Iterator[ScriptedServer]":
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                server.requests.append(f"{self.command} {self.path}")
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, *args):
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+            server = cls(f"http://127.0.0.1:{http.server_port}")
+            threading.Thread(target=http.serve_forever, daemon=True).start()
+            yield server
+            http.shutdown()
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
@@ -83,7 +112,11 @@ def running(command: list[str], port: int) -> Iterator[S3Server]:
         yield S3Server(endpoint)
     finally:
         process.terminate()
-        process.wait(10)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def rclone_command(port: int, folder: Path, secret: str = SECRET_KEY) -> list[str]:
@@ -91,6 +124,18 @@ def rclone_command(port: int, folder: Path, secret: str = SECRET_KEY) -> list[st
         *(_program("rclone"), "serve", "s3", "--auth-key", f"{ACCESS_KEY},{secret}"),
         *("--addr", f"127.0.0.1:{port}", "--config", os.devnull, "--vfs-cache-mode", "off", str(folder)),
     ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_credentials_of_this_machine() -> Iterator[None]:
+    """Let no test find the developer's AWS profile, or ask a cloud's metadata service beyond loopback."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        patch.setenv("AWS_CONFIG_FILE", os.devnull)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,65 @@ def test_a_file_url_is_a_path():
 def test_a_url_stays_one(url):
     assert parse_storage(url).url == url
     assert parse_storage(f"{url}/").url == url
+
+
+@pytest.mark.parametrize(("url", "path"), [("file:///a#b?c/x", "/a#b?c/x"), ("FILE://localhost/x/", "/x"), ("file:///", "/")])
+def test_a_file_url_loses_nothing_of_its_path(url, path):
+    assert parse_storage(url).url == path
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("file://data/x", "write file:///folder"),  # "data" would be a host
+        ("s3:/bucket/x", "lost a slash"),
+        (Path("s3://bucket/x"), "lost a slash"),
+        ("s3://bucket/x?versionId=1", "write %3F"),
+        ("s3://bucket/x#y", "write %3F or %23"),
+    ],
+)
+def test_a_url_that_would_lead_elsewhere_is_refused(url, hint):
+    with pytest.raises(ValueError, match=hint):
+        parse_storage(url)
+
+
+def test_a_scheme_may_be_written_in_any_case():
+    assert parse_storage("S3://Bucket/X").url == "s3://Bucket/X"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "s3a", "gs", "gcs", "abfss"])
+def test_object_stores_are_opened_by_all_their_schemes(scheme):
+    place = "container@account.dfs.core.windows.net" if scheme == "abfss" else "bucket"
+    assert open_storage(f"{scheme}://{place}/x").url == f"{scheme}://{place}/x"
+
+
+@pytest.mark.parametrize("given", [str, StorageSpec])
+def test_a_password_in_a_url_becomes_an_option(given):
+    spec = parse_storage(given("sftp://me:p%40ss@host:22/data/"))
+    assert spec == StorageSpec("sftp://host:22/data", {"username": "me", "password": "p@ss"})
+    assert "p%40ss" not in repr(spec)
+    assert "p@ss" not in repr(spec)
+
+
+def test_credentials_in_the_url_of_an_object_store_are_refused_without_showing_them():
+    with pytest.raises(ValueError, match="holds credentials") as caught:
+        parse_storage("s3://AKIAKEY:s3cr3t@bucket/x")
+    assert "s3cr3t" not in str(caught.value)
+    assert "AKIAKEY" not in str(caught.value)
+
+
+def test_a_path_object_is_never_a_block(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse_storage(Path("s3-bucket/x")).url == str(tmp_path / "s3-bucket/x")
+
+
+def test_a_local_storage_loads_no_other_backend():
+    code = (
+        "import sys; from prefect_torch.ckpt.opening import open_storage; open_storage('/tmp/x');"
+        "print({'fsspec', 'obstore', 'tenacity', 'boto3', 'prefect', 'torch'} & set(sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == "set()"
 
 
 def test_each_place_opens_its_backend(tmp_path):

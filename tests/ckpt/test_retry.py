@@ -1,4 +1,6 @@
 import errno
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faulty_storage import FaultyStorage
@@ -35,6 +37,8 @@ def memory(tmp_path):
         (OSError(errno.ESTALE, "Stale file handle"), "transient"),
         (CredentialsExpiredError("x"), "credentials"),
         (StorageError("ExpiredToken: the provided token has expired"), "credentials"),
+        (StorageError("Token has expired and refresh failed"), "credentials"),
+        (FileNotFoundError("run/ExpiredToken.txt does not exist"), "final"),
         (PermissionError("403"), "final"),
         (FileNotFoundError(), "final"),
         (OSError(errno.ENOSPC, "No space left on device"), "final"),
@@ -102,13 +106,65 @@ def test_a_response_lost_after_success_is_harmless(memory, tmp_path):
     assert (moved.bytes, memory.get_bytes("x")) == (4, b"data")
 
 
-def test_a_listing_goes_on_after_a_page_that_failed(memory):
+class BrokenListings(FaultyStorage):
+    """Breaks off the listings after as many objects as `lengths` says, one listing each."""
+
+    def __init__(self, inner, lengths):
+        super().__init__(inner)
+        self.lengths = list(lengths)
+        self.begun_after = []
+
+    def list(self, prefix, *, after=None):
+        self.begun_after.append(after)
+        left = self.lengths.pop(0) if self.lengths else None
+        for number, info in enumerate(self.inner.list(prefix, after=after)):
+            if number == left:
+                self.fired += 1
+                raise TimeoutError
+            yield info
+
+
+def test_a_listing_goes_on_after_the_last_page_that_came(memory):
     keys = [f"k/{number:05d}" for number in range(2500)]
     for key in keys:
         memory.put_bytes(key, b"")
-    flaky = FaultyStorage(memory, 2, error=TimeoutError())
-    assert [info.key for info in RetryingStorage(lambda: flaky, AT_ONCE).list("k/")] == keys
+    broken = BrokenListings(memory, [1700, 0])
+    assert [info.key for info in RetryingStorage(lambda: broken, AT_ONCE).list("k/")] == keys
+    assert broken.fired == 2
+    assert broken.begun_after == [None, "k/00999", "k/00999"]
+
+
+def test_a_listing_that_goes_well_is_begun_once_however_long(memory):
+    for number in range(2500):
+        memory.put_bytes(f"k/{number:05d}", b"")
+    whole = BrokenListings(memory, [])
+    assert len(list(RetryingStorage(lambda: whole, AT_ONCE).list("k/", after="k/00099"))) == 2400
+    assert whole.begun_after == ["k/00099"]
+
+
+def test_a_transfer_that_outlasts_the_deadline_is_tried_once_more(memory):
+    flaky = Flaky(memory, 1, ConnectionResetError())
+    RetryingStorage(lambda: flaky, RetryPolicy(deadline_s=0, first_wait_s=0, longest_wait_s=0)).put_bytes("x", b"1")
     assert flaky.fired == 1
+
+
+def test_threads_whose_credentials_expired_together_open_the_storage_anew_once(memory):
+    all_failed = threading.Barrier(4)
+    opened = []
+
+    class Expired(FaultyStorage):
+        def put_bytes(self, key, data):
+            all_failed.wait(30)
+            raise CredentialsExpiredError("expired")
+
+    def reopen():
+        opened.append(memory if opened else Expired(memory))
+        return opened[-1]
+
+    storage = RetryingStorage(reopen, AT_ONCE)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda key: storage.put_bytes(key, b"1"), "abcd"))
+    assert len(opened) == 2
 
 
 def test_every_verb_passes_through(memory, tmp_path):

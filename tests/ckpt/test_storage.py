@@ -1,14 +1,20 @@
 """Every backend against the contract, and what is peculiar to each."""
 
 import os
+import sys
+import traceback
+from pathlib import Path
 
+import fsspec
+import obstore
 import pytest
-from conftest import ACCESS_KEY, S3Server, free_port
-from prefect_torch.ckpt import StorageError
+from conftest import ACCESS_KEY, SECRET_KEY, S3Server, ScriptedServer, free_port
+from obstore.store import LocalStore
+from prefect_torch.ckpt import StorageError, obstore_storage
 from prefect_torch.ckpt.fsspec_storage import FsspecStorage
 from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.obstore_storage import ObstoreStorage
-from prefect_torch.ckpt.retry import RetryingStorage, RetryPolicy
+from prefect_torch.ckpt.retry import RetryingStorage, RetryPolicy, classify
 from storage_contract import StorageContract
 
 
@@ -16,6 +22,11 @@ class TestLocalStorage(StorageContract):
     @pytest.fixture
     def storage(self, tmp_path):
         return LocalStorage(tmp_path / "store")
+
+    @pytest.fixture
+    def raw_keys(self, tmp_path):
+        root = tmp_path / "store"
+        return lambda: {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
     def test_an_interrupted_put_leaves_nothing(self, storage, tmp_path, monkeypatch):
         (tmp_path / "in").write_bytes(b"x")
@@ -48,6 +59,28 @@ class TestMemoryStorage(StorageContract):
     def storage(self, tmp_path):
         return FsspecStorage(f"memory://{tmp_path}", {})
 
+    @pytest.fixture
+    def raw_keys(self, tmp_path):
+        files = fsspec.filesystem("memory").store
+        return lambda: {path.removeprefix(f"{tmp_path}/") for path in files if path.startswith(f"{tmp_path}/")}
+
+    @pytest.mark.parametrize(
+        ("raised", "expected", "words"),
+        [
+            (FileNotFoundError("/x"), FileNotFoundError, "memory://.*/run/x does not exist"),
+            (PermissionError("no"), PermissionError, "memory://.*/run/x is refused"),
+            (OSError(28, "No space left on device"), OSError, "No space left"),
+            (EOFError("connection lost"), StorageError, "memory://.*/run/x: EOFError: connection lost"),
+        ],
+    )
+    def test_what_a_filesystem_raises_is_named_in_the_protocols_words(self, storage, monkeypatch, raised, expected, words):
+        def fail(*_, **__):
+            raise raised
+
+        monkeypatch.setattr(storage._fs, "cat_file", fail)
+        with pytest.raises(expected, match=words):
+            storage.get_bytes("run/x")
+
     def test_an_unknown_scheme_is_refused_with_what_can_be_used(self):
         with pytest.raises(ValueError, match=r"nosuch.*Give a local path, s3://"):
             FsspecStorage("nosuch://place", {})
@@ -64,21 +97,68 @@ class S3Contract(StorageContract):
     def storage(self, server: S3Server, bucket):
         return ObstoreStorage(f"s3://{bucket}/some/prefix", server.options())
 
+    @pytest.fixture
+    def raw_keys(self, server: S3Server, bucket):
+        def keys():
+            pages = server.client().get_paginator("list_objects_v2").paginate(Bucket=bucket)
+            return {item["Key"].removeprefix("some/prefix/") for page in pages for item in page.get("Contents", [])}
+
+        return keys
+
     def test_objects_lie_below_the_prefix(self, server, bucket, storage):
         storage.put_bytes("run/latest.json", b"{}")
         listed = server.client().list_objects_v2(Bucket=bucket)["Contents"]
         assert [item["Key"] for item in listed] == ["some/prefix/run/latest.json"]
 
-    def test_a_missing_bucket_is_named(self, server):
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda storage: storage.put_bytes("run/x", b"1"),
+            lambda storage: storage.put_file("run/x", Path(__file__)),
+            lambda storage: storage.get_bytes("run/x"),
+            lambda storage: list(storage.list("run/")),
+        ],
+        ids=["put_bytes", "put_file", "get_bytes", "list"],
+    )
+    def test_a_missing_bucket_is_named(self, server, call):
         storage = ObstoreStorage("s3://no-such-bucket-here/prefix", server.options())
-        with pytest.raises(OSError, match="no-such-bucket-here"):
-            storage.put_bytes("run/x", b"1")
+        with pytest.raises(FileNotFoundError, match=r"bucket of s3://no-such-bucket-here/.* does not exist: create it"):
+            call(storage)
+
+    def test_a_put_that_breaks_off_leaves_no_parts_behind(self, server, bucket, storage, tmp_path, monkeypatch):
+        (tmp_path / "in").write_bytes(bytes(20 * 2**20))
+
+        class Unreadable(obstore_storage._DigestedParts):
+            def __iter__(self):
+                yield from list(super().__iter__())[:2]
+                raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(obstore_storage, "_DigestedParts", Unreadable)
+        with pytest.raises(OSError, match="Input/output error"):
+            storage.put_file("run/x", tmp_path / "in")
+        assert "Uploads" not in server.client().list_multipart_uploads(Bucket=bucket)
+        assert list(storage.list("")) == []
 
     def test_the_environment_configures_a_plain_url(self, server, bucket, monkeypatch):
         for name, value in server.options().items():
             monkeypatch.setenv(name.upper(), value)
         ObstoreStorage(f"s3://{bucket}", {}).put_bytes("run/x", b"1")
         assert server.client().get_object(Bucket=bucket, Key="run/x")["Body"].read() == b"1"
+
+    def test_a_profile_configures_a_plain_url(self, server, bucket, monkeypatch, tmp_path):
+        (tmp_path / "config").write_text(
+            f"[profile lab]\nregion = eu-west-3\nendpoint_url = {server.endpoint}\n"
+            f"aws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+        )
+        with monkeypatch.context() as machine:
+            machine.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+            machine.setenv("AWS_PROFILE", "lab")
+            ObstoreStorage(f"s3://{bucket}", {}).put_bytes("run/x", b"1")
+        assert server.client().get_object(Bucket=bucket, Key="run/x")["Body"].read() == b"1"
+
+    def test_options_may_leave_out_aws_in_their_names(self, server, bucket):
+        short = {name.removeprefix("aws_"): value for name, value in server.options().items()}
+        ObstoreStorage(f"s3://{bucket}", short).put_bytes("run/x", b"1")
 
 
 class TestS3OnMoto(S3Contract):
@@ -99,6 +179,65 @@ class TestS3OnRclone(S3Contract):
             storage.put_bytes("run/x", b"1")
         assert "not-the-secret" not in str(caught.value)
         assert ACCESS_KEY not in str(caught.value)
+
+
+@pytest.fixture
+def once(monkeypatch):
+    monkeypatch.setattr(obstore_storage, "_REQUEST_RETRIES", {"max_retries": 0})
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "kind", "words"),
+    [
+        (400, "ExpiredToken", PermissionError, "credentials", "have expired"),
+        (403, "AccessDenied", PermissionError, "final", "check the credentials and their policy .*AccessDenied: what happened"),
+        (401, "Unauthorized", PermissionError, "final", "check the credentials"),
+        (503, "SlowDown", StorageError, "transient", "503.*SlowDown"),
+        (500, "InternalError", StorageError, "transient", "500.*InternalError"),
+        (429, "TooManyRequests", StorageError, "transient", "TooManyRequests"),
+        (409, "OperationAborted", StorageError, "transient", "OperationAborted"),
+        (400, "AuthorizationHeaderMalformed", OSError, "final", "AuthorizationHeaderMalformed: what happened"),
+        (501, "NotImplemented", OSError, "final", "NotImplemented"),
+        (404, "NoSuchBucket", FileNotFoundError, "final", "the bucket of s3://bucket/run/x does not exist"),
+        (404, "NoSuchKey", FileNotFoundError, "final", "s3://bucket/run/x does not exist"),
+    ],
+)
+def test_an_answer_of_s3_is_named_by_what_helps_and_shows_no_secret(once, status, code, expected, kind, words):
+    body = f"<Error><Code>{code}</Code><Message>what happened</Message><CanonicalRequest>SESSION</CanonicalRequest></Error>"
+    with ScriptedServer.answering(status, body) as server:
+        storage = ObstoreStorage("s3://bucket", {**server.options(), "aws_session_token": "SESSION"})
+        with pytest.raises(expected, match=words) as caught:
+            storage.get_bytes("run/x")
+    assert server.requests == ["GET /bucket/run/x"]
+    assert classify(caught.value) == kind
+    shown = "".join(traceback.format_exception(caught.value))
+    assert [secret for secret in ("SESSION", ACCESS_KEY, SECRET_KEY) if secret in shown] == []
+
+
+def test_a_profile_that_does_not_exist_is_named(monkeypatch):
+    monkeypatch.setenv("AWS_PROFILE", "nowhere")
+    with pytest.raises(ValueError, match=r"nowhere.*fix AWS_PROFILE"):
+        ObstoreStorage("s3://bucket", {})
+
+
+def test_without_boto3_the_object_store_looks_for_credentials_itself(monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    assert ObstoreStorage("s3://bucket", {})._store.credential_provider is None
+
+
+def test_nothing_shows_the_credentials_it_was_given():
+    storage = ObstoreStorage("s3://bucket/x", S3Server("http://127.0.0.1:1").options())
+    assert SECRET_KEY not in f"{storage!r} {storage.url} {storage._store!r}"
+
+
+def test_a_service_that_minds_missing_objects_still_deletes_the_others(tmp_path):
+    storage = ObstoreStorage("s3://bucket", S3Server("http://127.0.0.1:1").options())
+    storage._store = LocalStore(tmp_path)  # refuses to delete what is missing, as GCS does
+    keys = [f"d/{number:03d}" for number in range(200)]
+    for key in keys[1::2]:
+        obstore.put(storage._store, key, b"1")
+    storage.delete(keys)
+    assert list(storage.list("")) == []
 
 
 def test_a_server_that_is_gone_is_a_storage_error_after_the_deadline():

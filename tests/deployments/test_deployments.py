@@ -1,0 +1,48 @@
+import importlib
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect.flows import Flow
+from prefect_torch.ckpt.blocks import CheckpointStorage
+from prefect_torch.deployments import make_deployment
+from prefect_torch.flows import RunConfig, ScalingConfig, train
+
+ROOT = Path(__file__).parents[2]
+ENTRIES = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["name"])
+def test_every_entrypoint_of_prefect_yaml_is_a_flow(entry):
+    module, _, name = entry["entrypoint"].partition(":")
+    assert isinstance(getattr(importlib.import_module(module), name), Flow)
+
+
+def test_a_deployment_carries_its_parameters_as_json():
+    deployment = make_deployment(
+        "nightly",
+        "my_training:train_fn",
+        {"epochs": 3},
+        ScalingConfig(num_workers=4),
+        RunConfig(storage="s3://bucket/x"),
+        cron="0 3 * * *",
+        timezone="Europe/Berlin",
+    )
+    assert deployment.parameters["scaling"]["num_workers"] == 4
+    assert deployment.parameters["run"]["storage"] == "s3://bucket/x"
+    assert deployment.entrypoint == "prefect_torch.flows.training.train"
+    assert deployment.schedules[0].schedule.timezone == "Europe/Berlin"
+
+
+def test_the_run_form_shows_every_parameter_with_its_description():
+    schema = train.parameters.model_dump()
+    assert list(schema["properties"]) == ["train_fn", "config", "scaling", "run", "checkpoint", "failure", "resume_from"]
+    assert all(field.get("description") for field in schema["properties"].values()), schema["properties"]
+    assert schema["properties"]["train_fn"]["type"] == "string"
+    assert schema["required"] == ["train_fn"]
+    for name in ("ScalingConfig", "RunConfig", "CheckpointConfig", "FailureConfig"):
+        assert all(field.get("description") for field in schema["definitions"][name]["properties"].values())
+    storage = schema["definitions"]["RunConfig"]["properties"]["storage"]
+    slugs = {schema["definitions"][choice["$ref"].rpartition("/")[2]]["block_type_slug"] for choice in storage["anyOf"][1:]}
+    assert {"checkpoint-storage", "local-file-system", "remote-file-system", "s3-bucket"} <= slugs
+    assert CheckpointStorage._block_type_slug in slugs

@@ -1,0 +1,125 @@
+"""Prefect blocks as storage: by object, by slug, picked in the UI, against real S3 servers."""
+
+import uuid
+
+import pytest
+from conftest import ACCESS_KEY, SECRET_KEY
+from prefect.filesystems import LocalFileSystem, RemoteFileSystem
+from prefect_aws.client_parameters import AwsClientParameters
+from prefect_aws.credentials import AwsCredentials, MinIOCredentials
+from prefect_aws.s3 import S3Bucket
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.blocks import CheckpointStorage, resolve_storage
+from prefect_torch.ckpt.opening import parse_storage
+from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConfig, train
+from pydantic import SecretStr
+
+
+@pytest.fixture(params=["moto", "rclone"])
+def server(request):
+    return request.getfixturevalue(request.param)
+
+
+def s3_block(server, credentials="aws", folder="models/x"):
+    parameters = AwsClientParameters(endpoint_url=server.endpoint)
+    if credentials == "aws":
+        chosen = AwsCredentials(
+            aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SecretStr(SECRET_KEY), aws_client_parameters=parameters
+        )
+    else:
+        chosen = MinIOCredentials(
+            minio_root_user=ACCESS_KEY, minio_root_password=SecretStr(SECRET_KEY), aws_client_parameters=parameters
+        )
+    return S3Bucket(bucket_name=server.new_bucket(), bucket_folder=folder, credentials=chosen)
+
+
+def save(block):
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    block.save(name)
+    return f"{block.get_block_type_slug()}/{name}"
+
+
+@pytest.mark.parametrize("credentials", ["aws", "minio"])
+@pytest.mark.parametrize("way", ["object", "slug", "json"])
+def test_a_training_keeps_its_checkpoints_in_a_bucket(server, credentials, way):
+    block = s3_block(server, credentials)
+    slug = save(block) if way != "object" else ""
+    if way == "json":  # what the UI sends for a picked block
+        storage = {"$ref": {"block_document_id": str(S3Bucket.load(slug.partition("/")[2])._block_document_id)}}
+    else:
+        storage = block if way == "object" else slug
+    result = train(
+        "trainings:train_epochs",
+        {"epochs": 3},
+        ScalingConfig(num_workers=2),
+        {"name": "run", "storage": storage} if way == "json" else RunConfig(name="run", storage=storage),
+        CheckpointConfig(num_to_keep=1),
+    )
+    assert result.path == f"s3://{block.bucket_name}/models/x/run"
+    keys = [item["Key"] for item in server.client().list_objects_v2(Bucket=block.bucket_name)["Contents"]]
+    assert sorted(key.rpartition("/")[2] for key in keys if "/checkpoints/" in key) == ["rank-1.json", "state.json"]
+    with result.checkpoint.as_directory() as directory:
+        assert directory
+    again = train("trainings:train_epochs", {"epochs": 4}, run=RunConfig(name="run", storage=block))
+    assert again.return_value == {"begun": 3, "attempt": 2}
+    assert Result.from_storage(block, "run").attempts == 2
+
+
+def test_wrong_credentials_are_told_before_any_rank_starts(rclone):
+    block = s3_block(rclone)
+    block.credentials.aws_secret_access_key = SecretStr("wrong-secret")
+    with pytest.raises(PermissionError, match="check the credentials") as caught:
+        train("trainings:train_epochs", {"epochs": 1}, run=RunConfig(name="run", storage=block))
+    assert "wrong-secret" not in str(caught.value)
+
+
+def test_a_missing_bucket_is_told_before_any_rank_starts(moto):
+    block = s3_block(moto)
+    block.bucket_name = "no-such-bucket"
+    with pytest.raises(OSError, match="no-such-bucket"):
+        train("trainings:train_epochs", {"epochs": 1}, run=RunConfig(name="run", storage=block))
+
+
+def test_secrets_reach_neither_logs_nor_storage_nor_the_ranks_arguments(moto, caplog, capfd):
+    block = s3_block(moto)
+    train("trainings:tell_environment", {}, ScalingConfig(num_workers=2), RunConfig(name="run", storage=block))
+    assert SECRET_KEY not in caplog.text
+    output = capfd.readouterr()
+    assert SECRET_KEY not in output.out + output.err
+    store = CheckpointStore.open(block, "run")
+    for info in store.storage.list("run/"):
+        assert SECRET_KEY.encode() not in store.storage.get_bytes(info.key)
+
+
+def test_a_local_file_system_block_is_its_folder(tmp_path):
+    assert resolve_storage(LocalFileSystem(basepath=str(tmp_path))).url == str(tmp_path)
+    slug = save(LocalFileSystem(basepath=str(tmp_path)))
+    assert parse_storage(slug).url == str(tmp_path)
+
+
+def test_a_remote_file_system_block_is_its_url_and_s3fs_words_are_understood(moto):
+    settings = {"key": ACCESS_KEY, "secret": SECRET_KEY, "client_kwargs": {"endpoint_url": moto.endpoint}}
+    block = RemoteFileSystem(basepath=f"s3://{moto.new_bucket()}/x", settings=settings)
+    store = CheckpointStore.open(block, "run")
+    store.storage.put_bytes("run/x", b"1")
+    assert CheckpointStore.open(save(block), "run").storage.get_bytes("run/x") == b"1"
+    assert resolve_storage(RemoteFileSystem(basepath="memory://x")).url == "memory://x"
+
+
+def test_a_checkpoint_storage_block_is_a_place_or_a_place_in_another_block(tmp_path, moto):
+    assert parse_storage(CheckpointStorage(location=str(tmp_path))).url == str(tmp_path)
+    nested = CheckpointStorage(location="team/", file_system=s3_block(moto))
+    assert parse_storage(nested).url.endswith("/models/x/team")
+    slug = save(nested)
+    CheckpointStore.open(slug, "run").storage.put_bytes("run/x", b"1")
+    assert parse_storage(slug).options["aws_access_key_id"] == ACCESS_KEY
+
+
+def test_a_block_that_was_never_saved_is_named():
+    with pytest.raises(ValueError, match="nosuchname"):
+        train("trainings:train_epochs", {"epochs": 1}, run=RunConfig(name="run", storage="s3-bucket/nosuchname"))
+
+
+def test_a_block_that_holds_no_files_is_refused():
+    with pytest.raises(ValueError, match="cannot be stored with a AwsCredentials"):
+        parse_storage(AwsCredentials())

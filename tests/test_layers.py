@@ -1,0 +1,78 @@
+"""Which folder may import what, and what an import may cost."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "ckpt": set(),
+    "tasks": {"ckpt"},
+    "flows": {"ckpt", "tasks"},
+    "deployments": {"ckpt", "tasks", "flows"},
+}
+MODULES = [path for folder in MAY_IMPORT for path in sorted((ROOT / folder).glob("*.py"))]
+RANK_SIDE = ["rank_main", "rank_spec", "rank_result", "checkpoint_ref", "function", "rendezvous", "errors", "job"]
+
+
+def imports(path: Path, *, only_top: bool = False):
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if only_top else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+def loaded_by(statement: str) -> set[str]:
+    program = f"{statement}\nimport sys\nprint(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout.split())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_folder_imports_only_folders_below_it(path):
+    for name in imports(path):
+        assert not name.startswith(".."), f"{name}: across folders, import from prefect_torch"
+        if name.startswith("prefect_torch"):
+            folder = name.split(".")[1]
+            assert folder in MAY_IMPORT[path.parent.name], name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ckpt").glob("*.py")), ids=lambda path: path.name)
+def test_only_blocks_imports_prefect_and_nothing_in_ckpt_imports_torch(path):
+    tops = {name.partition(".")[0] for name in imports(path)}
+    assert "torch" not in tops
+    assert ("prefect" in tops) == (path.name == "blocks.py")
+
+
+def test_importing_ckpt_pulls_in_neither_prefect_nor_torch():
+    loaded = loaded_by("import prefect_torch.ckpt")
+    assert not loaded & {"prefect", "torch", "fsspec", "obstore", "tenacity", "pydantic", "numpy"}
+
+
+@pytest.mark.parametrize("module", RANK_SIDE)
+def test_what_a_rank_imports_from_tasks_does_not_import_prefect(module):
+    loaded = loaded_by(f"import prefect_torch.tasks.{module}")
+    assert not loaded & {"prefect", "torch"}
+
+
+def test_blocks_do_not_import_torch():
+    assert "torch" not in loaded_by("import prefect_torch.ckpt.blocks")
+
+
+def test_importing_ckpt_takes_a_tenth_of_a_second():
+    program = "import time; s = time.perf_counter(); import prefect_torch.ckpt; print(time.perf_counter() - s)"
+    runs = [
+        float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout)
+        for _ in range(5)
+    ]
+    assert min(runs) < 0.1
+
+
+def test_the_guard_of_a_rank_needs_nothing_but_the_standard_library():
+    names = {name.partition(".")[0] for name in imports(ROOT / "tasks/rank_guard.py")}
+    assert names <= set(sys.stdlib_module_names)

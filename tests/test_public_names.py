@@ -1,0 +1,63 @@
+import importlib
+import inspect
+
+import pytest
+from prefect_torch.flows import train
+
+PUBLIC = {
+    "prefect_torch.ckpt": [
+        "Checkpoint",
+        "CheckpointStore",
+        "Manifest",
+        "RetentionPolicy",
+        "TrainContext",
+        "get_checkpoint",
+        "get_context",
+        "report",
+        "CheckpointNotFoundError",
+        "CheckpointCorruptError",
+        "CommitFailedError",
+        "FencedError",
+        "ReportMismatchError",
+        "StorageError",
+        "RunBusyError",
+        "CheckpointError",
+        "FileEntry",
+        "Storage",
+    ],
+    "prefect_torch.flows": ["train", "RunConfig", "ScalingConfig", "CheckpointConfig", "FailureConfig", "Result"],
+    "prefect_torch.tasks": ["train_workers", "train_rank", "prune_checkpoints"],
+    "prefect_torch.deployments": ["make_deployment", "serve"],
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_what_outsiders_rely_on_is_exported(module):
+    imported = importlib.import_module(module)
+    assert set(PUBLIC[module]) <= set(imported.__all__)
+    assert all(getattr(imported, name) is not None for name in imported.__all__)
+    assert imported.__all__ == sorted(imported.__all__, key=lambda name: (name[0].islower(), name))
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_says_what_it_guarantees(module):
+    imported = importlib.import_module(module)
+    undocumented = [name for name in imported.__all__ if not inspect.getdoc(getattr(imported, name))]
+    assert undocumented == []
+
+
+def test_train_has_the_documented_parameters():
+    assert list(inspect.signature(train.fn).parameters) == [
+        "train_fn",
+        "config",
+        "scaling",
+        "run",
+        "checkpoint",
+        "failure",
+        "resume_from",
+    ]
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nosuch'"):
+        _ = importlib.import_module("prefect_torch.tasks").nosuch

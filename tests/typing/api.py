@@ -1,0 +1,38 @@
+"""How users call the public API; type-checked, never run."""
+
+from pathlib import Path
+from typing import Any
+
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, RetentionPolicy, get_checkpoint, get_context, report
+from prefect_torch.flows import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig, train
+
+
+def train_fn(config: dict[str, Any]) -> dict[str, float] | None:
+    checkpoint: Checkpoint | None = get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as directory:
+            Path(directory)
+    rank: int = get_context().world_rank
+    ends: bool = get_context().should_checkpoint()
+    report({"loss": 0.5, "nested": {"a": None}}, checkpoint=Checkpoint.from_directory("x"), step=3, progress=0.5)
+    report({"loss": rank}, Checkpoint.from_directory(Path("x")), upload="async")
+    return {"ends": float(ends)}
+
+
+result: Result = train(
+    train_fn,
+    config={"epochs": 5},
+    scaling=ScalingConfig(num_workers=2, use_gpu=False),
+    run=RunConfig(name="digits", storage="./checkpoints", resume="auto"),
+    checkpoint=CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="val_loss", checkpoint_score_order="min"),
+    failure=FailureConfig(max_failures=3),
+    resume_from=None,
+)
+best: list[tuple[Checkpoint, Any]] = list(result.best_checkpoints)
+attempts: int = result.attempts
+store: CheckpointStore = CheckpointStore.open("s3://bucket", "run")
+manifests: list[Manifest] = store.list()
+latest: Manifest | None = store.latest()
+top: list[Manifest] = store.best(3, "val_loss", "min")
+kept = store.prune(RetentionPolicy(num_to_keep=2), dry_run=True).keep
+again: Result = Result.from_storage(Path("checkpoints"), "digits")
