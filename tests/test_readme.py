@@ -1,0 +1,58 @@
+"""The README is true: its programs run in order, its commands exist, its settings are the settings."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PROGRAMS = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [
+    line[2:].partition("#")[0].strip()
+    for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+]
+
+
+def test_every_block_is_a_program_or_commands():
+    blocks = re.findall(r"^```(\w+)$", README, re.MULTILINE)
+    assert len(blocks) == len(PROGRAMS) + README.count("```console")
+
+
+def test_the_programs_run_in_order(tmp_path):
+    printed = {}
+    for name, program in PROGRAMS:
+        (tmp_path / name).write_text(program.replace("serve(nightly)", "print(nightly.name)"))
+        done = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        printed[name] = done.stdout
+    assert "'loss'" in printed["run.py"]
+    assert printed["look.py"].startswith("1 None [{'loss'")
+    assert len(printed["look.py"].splitlines()) in (3, 4)  # the best two, and the latest
+    assert printed["schedule.py"].strip() == "nightly"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_exist(command):
+    program, *arguments = command.split()
+    if program == "make":
+        subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
+    else:
+        assert program == "pip"
+        dry = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-build-isolation", "-q"]
+        subprocess.run([*dry, *arguments[1:]], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_table_of_settings_is_complete():
+    for config in (ScalingConfig, RunConfig, CheckpointConfig, FailureConfig):
+        for field in config.model_fields:
+            assert f"{field}`" in README, f"{config.__name__}.{field}"
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
