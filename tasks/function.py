@@ -162,7 +162,9 @@ def _dump(function: TrainFunction | None, config: dict[str, Any] | None, name: s
 def _is_importable(module: ModuleType) -> bool:
     """Say whether a new interpreter with this one's path would import the same file under the module's name."""
     found = _find_afresh(module.__name__)
-    return found is not None and found.origin == getattr(module, "__file__", None)
+    if found is None:
+        return False
+    return found.origin in ("built-in", "frozen") or found.origin == getattr(module, "__file__", None)
 
 
 def _find_afresh(name: str) -> ModuleSpec | None:

@@ -116,9 +116,11 @@ class RankProcess:
 
     def _feed(self, data: bytes) -> None:
         assert self._guard.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died before it read; its ending tells
-            self._guard.stdin.write(data)
-            self._guard.stdin.close()
+        # Unbuffered, so that closing has nothing left to write; a rank that died before it read tells by its ending.
+        with contextlib.suppress(BrokenPipeError), self._guard.stdin.detach() as pipe:  # type: ignore[attr-defined]  # a BufferedWriter
+            view = memoryview(data)
+            while view:
+                view = view[pipe.write(view) :]
 
 
 def split_lines(text: str) -> tuple[list[str], str]:

@@ -1,0 +1,100 @@
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from prefect_torch.tasks.function import pack_function, unpack_function
+
+
+def in_a_new_interpreter(packed) -> str:
+    """Return what the function gives there; its standard output is its answer."""
+    program = (
+        "import pickle, sys, os\npacked = pickle.load(sys.stdin.buffer)\nos.chdir(packed.cwd)\nsys.path[:] = packed.sys_path\n"
+        "from prefect_torch.tasks.function import unpack_function\nfunction, config = unpack_function(packed)\n"
+        "print(function(config))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=cloudpickle.dumps(packed), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "beside_it.py").write_text("VALUE = 'beside'")
+    (tmp_path / "user_training.py").write_text(
+        "import beside_it\nfrom os.path import join as renamed\n"
+        "def train_fn(config):\n    return beside_it.VALUE, config\n"
+        "alias = train_fn\nnot_a_function = 3\nif __name__ == '__main__':\n    raise SystemExit('ran as a program')\n"
+    )
+    (tmp_path / "broken.py").write_text("def train_fn(:\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["train_fn", "alias"])
+@pytest.mark.parametrize("place", ["user_training", "user_training.py", "./user_training.py"])
+def test_a_reference_is_found_in_the_working_folder(folder, place, name):
+    assert in_a_new_interpreter(pack_function(f"{place}:{name}", {"a": 1})) == "('beside', {'a': 1})"
+
+
+def test_a_reference_is_looked_up_but_not_imported(folder):
+    pack_function("user_training:train_fn", None)
+    assert "user_training" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("user_training:nosuch", "defines no 'nosuch'"),
+        ("user_training.py:nosuch", "defines no 'nosuch'"),
+        ("nosuch_module:f", "there is no module 'nosuch_module'"),
+        ("nosuch/file.py:f", "there is no file"),
+        ("broken:train_fn", "is not valid Python"),
+        ("user_training", "give 'module:function'"),
+        ("user_training:", "give 'module:function'"),
+        ("", "give 'module:function'"),
+    ],
+)
+def test_what_does_not_exist_is_named(folder, reference, message):
+    with pytest.raises(ValueError, match=message):
+        pack_function(reference, None)
+
+
+def test_what_is_no_function_is_named_where_it_is_imported(folder):
+    with pytest.raises(ValueError, match="has no function 'not_a_function'"):
+        unpack_function(pack_function("user_training:not_a_function", None))
+    sys.modules.pop("user_training", None)
+
+
+@pytest.mark.parametrize("value", [3, None, ["module:function"], object()])
+def test_what_is_neither_a_function_nor_a_reference_is_refused(value):
+    with pytest.raises(TypeError, match="train_fn must be a function"):
+        pack_function(value, None)
+
+
+def test_a_closure_travels_with_what_it_uses():
+    offset = 40
+
+    def train_fn(config):
+        return helper(config["x"]) + offset
+
+    assert in_a_new_interpreter(pack_function(train_fn, {"x": 1})) == "42"
+
+
+def helper(x):
+    return x + 1
+
+
+def test_a_function_that_a_new_interpreter_can_import_travels_by_name():
+    packed = pack_function(os.path.basename, None)
+    assert len(packed.payload) < 100
+    assert unpack_function(packed)[0] is os.path.basename
+
+
+@pytest.mark.parametrize("what", [threading.Lock(), Path(__file__).open, (value for value in [1])])
+def test_what_cannot_travel_is_a_type_error(what):
+    with pytest.raises(TypeError, match="cannot travel to the ranks"):
+        pack_function(helper, {"what": what} if not callable(what) else {"what": threading.Lock()})
