@@ -17,8 +17,7 @@ lint: install
 	$(BIN)/pyright
 
 bench: install
-	$(BIN)/python tests/benchmarks/start_and_restart.py
-	$(BIN)/python tests/benchmarks/report.py
+	$(BIN)/python tests/benchmarks/main_job.py
 
 # Links every file of the package into .venv; again each time, since a new file needs a link of its own.
 install: .venv/dependencies

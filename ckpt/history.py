@@ -1,6 +1,7 @@
 """Every report of rank 0, kept in chunks beside the checkpoints and independent of them."""
 
 import json
+import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -34,7 +35,7 @@ class MetricRecord:
 
 
 class HistoryWriter:
-    """Collects an attempt's records and stores them as immutable chunks, one small object every two seconds at most."""
+    """Collects an attempt's records and stores them as immutable chunks; one thread may append while another flushes."""
 
     def __init__(self, store: CheckpointStore, attempt: int) -> None:
         self._store = store
@@ -42,26 +43,30 @@ class HistoryWriter:
         self._chunk = 0
         self._pending: list[MetricRecord] = []
         self._oldest_s = 0.0
+        self._one_flush = threading.Lock()
 
     def append(self, record: MetricRecord) -> None:
-        """Take one record; it is stored by a later `flush_due` or `flush`."""
+        """Take one record, to be stored by a later `flush`."""
         if not self._pending:
             self._oldest_s = time.monotonic()
         self._pending.append(record)
 
-    def flush_due(self) -> None:
-        """Store what is pending once it is old or large enough."""
-        if self._pending and (len(self._pending) >= CHUNK_RECORDS or time.monotonic() - self._oldest_s >= CHUNK_AGE_S):
-            self.flush()
+    def is_due(self) -> bool:
+        """Say whether what is pending is two seconds old, or a chunk."""
+        return len(self._pending) >= CHUNK_RECORDS or (bool(self._pending) and time.monotonic() - self._oldest_s >= CHUNK_AGE_S)
 
     def flush(self) -> None:
-        """Store what is pending now."""
-        if not self._pending:
-            return
-        lines = [json.dumps(to_json(asdict(record)), allow_nan=False) for record in self._pending]
-        self._store.storage.put_bytes(self._store.layout.metrics_chunk(self._attempt, self._chunk), "\n".join(lines).encode())
-        self._chunk += 1
-        self._pending.clear()
+        """Store what is pending; after an error it stays pending."""
+        with self._one_flush:
+            records = tuple(self._pending)
+            if not records:
+                return
+            lines = [json.dumps(to_json(asdict(record)), allow_nan=False) for record in records]
+            key = self._store.layout.metrics_chunk(self._attempt, self._chunk)
+            self._store.storage.put_bytes(key, "\n".join(lines).encode())
+            self._chunk += 1
+            self._oldest_s = time.monotonic()
+            del self._pending[: len(records)]
 
 
 def read_history(store: CheckpointStore) -> list[MetricRecord]:

@@ -1,19 +1,19 @@
 """Ends Prefect's embedded server together with the process that started it, even when that is killed."""
 
+import atexit
 import subprocess
 import sys
 
 from prefect.server.api.server import SubprocessASGIServer
 
-# Waits for the end of its stdin, which the kernel closes however the other end died; a normal exit has ended the server
-# before, and then there is nobody to signal.
+# The end of its stdin, which the kernel closes however the other end died, means that nobody is left to stop the server.
 _WATCHER = """
 import contextlib, os, signal, sys
-os.read(0, 1)
-with contextlib.suppress(ProcessLookupError):
-    os.kill(int(sys.argv[1]), signal.SIGTERM)
+if not os.read(0, 1):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(sys.argv[1]), signal.SIGTERM)
 """
-_watchers: dict[int, "subprocess.Popen[bytes]"] = {}
+_watched: set[int] = set()
 
 
 def tie_embedded_server() -> None:
@@ -23,11 +23,17 @@ def tie_embedded_server() -> None:
     """
     for server in tuple(SubprocessASGIServer._instances.values()):  # noqa: SLF001 - Prefect offers no other way to it
         process = server.server_process
-        if process is None or process.pid in _watchers:
+        if process is None or process.pid in _watched:
             continue
-        _watchers[process.pid] = subprocess.Popen(
+        _watched.add(process.pid)
+        watcher = subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", _WATCHER, str(process.pid)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
+        atexit.register(_release, watcher)  # runs before Prefect's own, which then stops the server
+
+
+def _release(watcher: "subprocess.Popen[bytes]") -> None:
+    watcher.communicate(b".")

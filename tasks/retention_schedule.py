@@ -29,18 +29,20 @@ class RetentionSchedule:
         self._in_use: tuple[str, ...] = () if restored is None else (restored,)
         self._running: PrefectFuture[Any] | None = None
         self._done = False
+        self._changed = True  # the policy may be another one than when these were committed
         self._warned = False
 
     def committed(self, checkpoint: Committed) -> None:
-        """Take a new checkpoint into account, and prune if there is something to drop and no prune is running."""
+        """Take a new checkpoint into account."""
         self._known.append(checkpoint)
+        self._changed = True
         self._warn_of_missing_score(checkpoint, self._job.policy)
-        self.prune_due()
 
     def prune_due(self) -> None:
-        """Submit a prune if there is something to drop and none is running; returns at once."""
-        if self._running is not None and not self._done:
+        """Submit a prune if a commit left something to drop and none is running; returns at once."""
+        if not self._changed or (self._running is not None and not self._done):
             return
+        self._changed = False
         if self._running is not None:
             self._take_result(self._running)
         if plan(self._known, self._job.policy, in_use=self._in_use).drop:
@@ -52,6 +54,7 @@ class RetentionSchedule:
         """Return once storage holds what the policy keeps, or one more prune has failed at it."""
         self._wait()
         self._in_use = ()  # no rank is left to restore it
+        self._changed = True
         self.prune_due()
         self._wait()
 

@@ -66,7 +66,10 @@ def train_workers(job: TrainJob) -> Any:
 def _lead(store: CheckpointStore, job: TrainJob, beginning: Beginning) -> Any:
     rendezvous = Rendezvous()
     gang = Gang(_specs(job, beginning, rendezvous.address))
-    key_value = rendezvous.serve()  # imports torch, while the ranks do the same
+    try:
+        key_value = rendezvous.serve()  # imports torch, while the ranks do the same
+    finally:
+        rendezvous.close()  # harmless when it serves; else the ranks must not wait for it
     restored = None if beginning.restored is None else beginning.restored.checkpoint_id
     journal = Journal(store, job, beginning.attempt.number, restored)
     try:

@@ -17,6 +17,7 @@ from prefect_torch.ckpt import (
     get_context,
     report,
 )
+from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,
@@ -342,3 +343,36 @@ def test_a_nan_score_comes_back_as_one(run):
         report({"loss": float("nan")})
 
     assert math.isnan(train(nan, run=run).metrics["loss"])
+
+
+def test_a_prune_that_fails_does_not_stop_the_training_and_the_next_one_makes_up_for_it(run, monkeypatch):
+    delete = LocalStorage.delete
+    failed = []
+
+    def failing(self, keys):
+        failed.append(list(keys))
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(LocalStorage, "delete", failing)
+    result = train("trainings:train_epochs", epochs(5), run=run, checkpoint=CheckpointConfig(num_to_keep=1))
+    assert failed
+    assert result.metrics["epoch"] == 4
+    assert len(CheckpointStore.open(run.storage, "run").list()) == 5
+    monkeypatch.setattr(LocalStorage, "delete", delete)
+    train("trainings:train_epochs", epochs(6), run=run, checkpoint=CheckpointConfig(num_to_keep=1))
+    assert [manifest.metrics["epoch"] for manifest in CheckpointStore.open(run.storage, "run").list()] == [5]
+
+
+def test_a_journal_that_cannot_be_written_costs_a_warning_not_the_training(run, monkeypatch, caplog):
+    def failing(self, checkpoint_id):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(CheckpointStore, "hint_latest", failing)
+    assert train("trainings:train_epochs", epochs(2), run=run).checkpoint.metrics["epoch"] == 1
+    assert "the hint to the latest checkpoint could not be written" in caplog.text
+
+
+def test_a_storage_that_cannot_be_written_is_told_before_any_rank_starts(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory"):
+        train("trainings:train_epochs", epochs(1), run=RunConfig(name="run", storage=str(tmp_path / "file")))
