@@ -10,7 +10,7 @@ import obstore
 import pytest
 from conftest import ACCESS_KEY, SECRET_KEY, S3Server, ScriptedServer, free_port
 from obstore.store import LocalStore
-from prefect_torch.ckpt import StorageError, obstore_storage
+from prefect_torch.ckpt import StorageError, object_store_opening, obstore_storage
 from prefect_torch.ckpt.fsspec_storage import FsspecStorage
 from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.obstore_storage import ObstoreStorage
@@ -183,7 +183,7 @@ class TestS3OnRclone(S3Contract):
 
 @pytest.fixture
 def once(monkeypatch):
-    monkeypatch.setattr(obstore_storage, "_REQUEST_RETRIES", {"max_retries": 0})
+    monkeypatch.setattr(object_store_opening, "_REQUEST_RETRIES", {"max_retries": 0})
 
 
 @pytest.mark.parametrize(

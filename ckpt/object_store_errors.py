@@ -1,0 +1,49 @@
+"""What object_store's errors mean, without the secrets that its texts may hold."""
+
+import re
+
+import obstore.exceptions
+
+from .errors import StorageError
+from .retry import CredentialsExpiredError, classify
+
+_PASSING = {408, 409, 425, 429}  # what HTTP says of a moment, not of the request
+_METADATA_HOST = "169.254.169.254"  # where clouds tell machines their role: the last place that is asked for credentials
+_STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
+_ANSWER = re.compile(r"<(?P<name>Code|Message)>(?P<text>[^<]*)<")
+
+
+def translate(error: Exception, where: str) -> Exception:
+    """Return what the Storage protocol promises for object_store's `error`."""
+    text, reason = str(error), first_reason(error)
+    if "NoSuchBucket" in text or "ContainerNotFound" in text:
+        return FileNotFoundError(f"the bucket of {where} does not exist: create it, or fix the storage's URL")
+    if isinstance(error, (obstore.exceptions.NotFoundError, FileNotFoundError)):
+        return FileNotFoundError(f"{where} does not exist")
+    if classify(error) == "credentials":
+        return CredentialsExpiredError(f"the credentials for {where} have expired: {reason}")
+    if _METADATA_HOST in text:
+        return PermissionError(
+            f"no credentials were found for {where}: give a block, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; "
+            "for a public bucket aws_skip_signature"
+        )
+    return _translate_status(error, where, reason)
+
+
+def _translate_status(error: Exception, where: str, reason: str) -> Exception:
+    status = _STATUS.search(str(error))
+    code = int(status["status"]) if status else 0
+    refused = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
+    if isinstance(error, refused) or code in (401, 403):
+        return PermissionError(f"access to {where} is refused: check the credentials and their policy ({reason})")
+    if (300 <= code < 500 and code not in _PASSING) or code == 501:  # noqa: PLR2004 - HTTP's classes of status codes
+        return OSError(f"{where}: {reason}")
+    return StorageError(f"{where}: {reason}")
+
+
+def first_reason(error: Exception) -> str:
+    """Return the first line without its URL's query, which may be signed, and the code and message of the server's answer."""
+    text = str(error).strip()
+    line = re.sub(r"\?\S*", "", text.partition("\n")[0].partition("<")[0])[:500].rstrip(": ")
+    answer = {found["name"]: found["text"] for found in reversed(list(_ANSWER.finditer(text)))}
+    return ": ".join([line, *(answer[name][:300] for name in ("Code", "Message") if name in answer)])

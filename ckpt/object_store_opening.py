@@ -1,0 +1,98 @@
+"""From a URL and options to an open bucket: endpoint, region and credentials as the clouds' own tools find them."""
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import obstore.exceptions
+import obstore.store
+
+from .object_store_errors import first_reason
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+# Of single requests, so that one lost part does not send a whole file again; whole operations are retried around this.
+_REQUEST_RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
+# A download is one request: only a silent one may be cut off, else a large object on a slow line could never be read.
+_CLIENT_OPTIONS = {"timeout": "1d", "read_timeout": "120s", "connect_timeout": "10s"}
+# object_store knows several names for one setting and refuses two of them at once.
+_ALIASES = {
+    "access_key_id": "aws_access_key_id",
+    "secret_access_key": "aws_secret_access_key",
+    "session_token": "aws_session_token",
+    "region": "aws_region",
+    "default_region": "aws_region",
+    "aws_default_region": "aws_region",
+    "endpoint": "aws_endpoint_url",
+    "endpoint_url": "aws_endpoint_url",
+    "aws_endpoint": "aws_endpoint_url",
+    "skip_signature": "aws_skip_signature",
+}
+
+
+def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
+    """Open the bucket at `url`; costs no request.
+
+    Raises:
+        ValueError: If the url or an option cannot be one.
+
+    """
+    config: dict[str, Any] = {_ALIASES.get(name, name): value for name, value in options.items()}
+    client: Any = dict(_CLIENT_OPTIONS)
+    client["allow_invalid_certificates"] = config.pop("allow_invalid_certificates", "") == "true"
+    provider = _complete_s3(config) if url.startswith(("s3://", "s3a://")) else None
+    client["allow_http"] = any(str(value).startswith("http://") for value in config.values())
+    open_url: Any = obstore.store.from_url  # its overloads are one per service, and the url decides which
+    try:
+        store: ObjectStore = open_url(
+            re.sub("^gcs://", "gs://", url),
+            config=config,
+            client_options=client,
+            retry_config=_REQUEST_RETRIES,
+            credential_provider=provider,
+        )
+    except obstore.exceptions.BaseError as exc:
+        raise ValueError(f"{url} cannot be opened: {first_reason(exc)}") from exc
+    return store
+
+
+def _complete_s3(config: dict[str, Any]) -> Any:
+    """Fill in the endpoint and the region as AWS' own tools find them, and return where credentials come from, if not there."""
+    provider, profile_endpoint = (None, None) if _names_credentials(config) else _from_boto3()
+    for endpoint in (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), profile_endpoint):
+        if endpoint:
+            config.setdefault("aws_endpoint_url", endpoint)
+    has_region = provider is not None and "region" in provider.config
+    if not has_region and not _is_set(config, "aws_region", "aws_default_region"):
+        config["aws_region"] = "us-east-1"
+    return provider
+
+
+def _names_credentials(config: Mapping[str, Any]) -> bool:
+    return _is_set(config, "aws_access_key_id", "aws_skip_signature", "aws_web_identity_token_file")
+
+
+def _is_set(config: Mapping[str, Any], *names: str) -> bool:
+    return any(config.get(name) or os.environ.get(name.upper()) for name in names)
+
+
+def _from_boto3() -> tuple[Any, str | None]:
+    """Return boto3's search for credentials (profiles, SSO, roles; they refresh) and the endpoint of its profile."""
+    try:
+        import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
+        import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
+        import botocore.session  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
+        from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - as above
+    except ImportError:  # boto3 is missing; object_store looks for a role of the machine by itself
+        return None, None
+    session = botocore.session.Session()
+    try:
+        provider = Boto3CredentialProvider(boto3.Session(botocore_session=session))
+        return provider, session.get_scoped_config().get("endpoint_url")
+    except botocore.exceptions.ProfileNotFound as exc:
+        raise ValueError(f"{exc}: fix AWS_PROFILE, or add the profile to ~/.aws/config") from exc
+    except ValueError:  # boto3 finds none either
+        return None, None
