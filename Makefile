@@ -1,5 +1,8 @@
 # Two commands for a newcomer: `make demo` and `make test`. Everything lands in .venv.
 PYTHON ?= python3
+# What the suite was tested with; on a machine without a GPU, TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
+# saves gigabytes.
+TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
 .PHONY: demo test lint bench install
@@ -26,5 +29,6 @@ install: .venv/dependencies
 .venv/dependencies: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt 'setuptools>=77' wheel
+	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -125,7 +126,8 @@ def claim_attempt(
     """
     number = _newest_number(store) + 1
     if number == 1:
-        store.put_json(store.layout.run_info, {"format": FORMAT_VERSION, "created_at": _now()})
+        run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": _now(), "created_by": owner.host}
+        store.put_json(store.layout.run_info, run_info)
     while True:
         attempt = Attempt(
             number=number,

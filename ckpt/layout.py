@@ -1,6 +1,6 @@
 """Where everything of a run lies: the only place that spells a key.
 
-<run>/run.json                       format version, run id, created at
+<run>/run.json                       format version, run id (uuid), created at and by
 <run>/attempts/<attempt>-<token>.json  who claimed the attempt; unique per claimer, so no claim overwrites another
 <run>/outcomes/<attempt>.json        how the attempt ended
 <run>/checkpoints/<id>/<path>        data, immutable

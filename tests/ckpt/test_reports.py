@@ -1,5 +1,6 @@
 """What a report promises, with ranks as threads."""
 
+import subprocess
 import time
 
 import pytest
@@ -212,6 +213,34 @@ def test_a_rank_that_cannot_store_its_part_fails_the_commit_on_every_rank(store,
 
     assert Attempt(store, 2).run(train) == [None, None]
     assert [manifest.step for manifest in store.list()] == [3]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem of 1 MiB."""
+    (tmp_path / "disk").mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "disk"], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small filesystem is not permitted here")
+    yield tmp_path / "disk"
+    subprocess.run(["umount", tmp_path / "disk"], check=True)
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_a_full_disk_fails_that_report_and_the_checkpoints_before_stay_good(small_disk, tmp_path, upload):
+    store = CheckpointStore.open(small_disk, "run")
+
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"x" * 100_000}), upload=upload)
+        with pytest.raises(CommitFailedError, match="No space left on device"):  # noqa: PT012 - an async one fails later
+            session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"y" * 900_000}), upload=upload)
+            session.report({})
+            session._wait_for_in_flight()
+            session.report({})
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"z" * 1000}), upload=upload)
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [len(read_files(store.checkpoint(manifest))["m0"]) for manifest in store.list()] == [100_000, 1000]
 
 
 def test_an_overtaken_attempt_cannot_commit(store, tmp_path):
