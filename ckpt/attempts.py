@@ -148,11 +148,10 @@ def claim_attempt(
         number = max(_number(rival) for rival in rivals) + 1
 
 
-def record_resumed_from(store: CheckpointStore, attempt: Attempt, checkpoint: str) -> Attempt:
+def record_resumed_from(store: CheckpointStore, attempt: Attempt, checkpoint: str) -> None:
     """Add to a claim which checkpoint its ranks restore; nobody else writes that key."""
-    attempt = replace(attempt, resumed_from=checkpoint)
-    store.put_json(store.layout.attempt(attempt.number, attempt.token), asdict(attempt))
-    return attempt
+    record = asdict(replace(attempt, resumed_from=checkpoint))
+    store.put_json(store.layout.attempt(attempt.number, attempt.token), record)
 
 
 def check_fence(store: CheckpointStore, attempt: int) -> None:

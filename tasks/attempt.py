@@ -1,6 +1,6 @@
 """The beginning of an attempt: whether this process may lead the run, and from which checkpoint the ranks go on."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from uuid import UUID
 
 from prefect import get_run_logger
@@ -21,48 +21,43 @@ from .checkpoint_ref import CheckpointRef
 from .job import TrainJob
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """What an attempt begins with.
-
-    Attributes:
-        attempt: The claim on the run.
-        restored: The checkpoint that every rank restores, or None on a fresh start.
-
-    """
-
-    attempt: Attempt
-    restored: CheckpointRef | None
-
-
-def begin_attempt(store: CheckpointStore, job: TrainJob, flow_run_id: str | None) -> Beginning:
-    """Claim the next attempt, then choose what it resumes from.
-
-    In this order, so that nothing an overtaken process commits meanwhile can be missed.
+def claim(store: CheckpointStore, job: TrainJob, flow_run_id: str | None) -> Attempt:
+    """Claim the next attempt of the run, which fences off whoever led it before.
 
     Raises:
         RunBusyError: If another living flow run leads this run, unless the job takes it over.
-        CheckpointNotFoundError: If the job must resume and there is nothing to resume from.
-        CheckpointCorruptError: If there are checkpoints and none is whole.
 
     """
     previous = newest_attempt(store)
     if previous is not None and not job.takeover:
         _refuse_if_alive(store, previous, flow_run_id)
-    attempt = claim_attempt(
+    return claim_attempt(
         store,
         Owner.current(flow_run_id),
         world_size=job.num_workers,
         lineage=_lineage(previous, job, flow_run_id),
         settings=asdict(job.policy),
     )
-    restored = _choose(store, job, attempt.lineage)
-    if restored is None:
+
+
+def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt) -> CheckpointRef | None:
+    """Return the checkpoint that every rank of a claimed attempt restores, or None on a fresh start.
+
+    After the claim, so that nothing which an overtaken process still commits can be missed.
+
+    Raises:
+        CheckpointNotFoundError: If the job must resume and there is nothing to resume from.
+        CheckpointCorruptError: If there are checkpoints and none is whole.
+
+    """
+    chosen = _choose(store, job, attempt.lineage)
+    if chosen is None:
         get_run_logger().info("attempt %d: starting from the beginning", attempt.number)
-        return Beginning(attempt, None)
-    checkpoint = restored.open()
+        return None
+    checkpoint = chosen.open()
     get_run_logger().info("attempt %d: resuming from %s, step %d", attempt.number, checkpoint.id, checkpoint.step)
-    return Beginning(record_resumed_from(store, attempt, checkpoint.path), restored)
+    record_resumed_from(store, attempt, checkpoint.path)
+    return chosen
 
 
 def _lineage(previous: Attempt | None, job: TrainJob, flow_run_id: str | None) -> int | None:

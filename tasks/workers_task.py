@@ -8,11 +8,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.transactions import CommitMode, transaction
-from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.attempts import Outcome, write_outcome
 from prefect_torch.ckpt.metrics import to_json
 
-from .attempt import Beginning, begin_attempt
+from .attempt import choose_start, claim
+from .checkpoint_ref import CheckpointRef
 from .errors import RankFailedError
 from .gang import Gang
 from .job import TrainJob
@@ -39,39 +40,39 @@ def train_workers(job: TrainJob) -> Any:
     """
     flow_run_id = flow_run.id
     store = job.open_store()
-    beginning = begin_attempt(store, job, flow_run_id)
-    attempt = beginning.attempt.number
+    claimed = claim(store, job, flow_run_id)
+    attempt = claimed.number
     try:
+        restored = choose_start(store, job, claimed)
         # Else Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
         with transaction(commit_mode=CommitMode.EAGER):
-            value = _lead(store, job, beginning)
+            value = _lead(store, job, attempt, restored)
     except RankFailedError as exc:
-        outcome = Outcome(attempt, "failed", flow_run_id, failure_kind(exc), str(exc), {str(exc.rank): str(exc)})
-        write_outcome(store, outcome)
+        errors = {str(exc.rank): str(exc)}
+        _record(store, Outcome(attempt, "failed", flow_run_id, failure_kind(exc), str(exc), errors))
         if exc.original is not None:
             raise exc.original from exc
         raise
     except (TerminationSignal, KeyboardInterrupt) as exc:
         message = f"ended from outside ({type(exc).__name__}); {_what_is_safe(store)}"
-        write_outcome(store, Outcome(attempt, "preempted", flow_run_id, "preemption", message))
+        _record(store, Outcome(attempt, "preempted", flow_run_id, "preemption", message))
         get_run_logger().warning("attempt %d: %s", attempt, message)
         raise
     except Exception as exc:
-        write_outcome(store, Outcome(attempt, "failed", flow_run_id, failure_kind(exc), repr(exc)))
+        _record(store, Outcome(attempt, "failed", flow_run_id, failure_kind(exc), repr(exc)))
         raise
-    write_outcome(store, Outcome(attempt, "completed", flow_run_id, return_value=_as_json(value)))
+    _record(store, Outcome(attempt, "completed", flow_run_id, return_value=_as_json(value)))
     return value
 
 
-def _lead(store: CheckpointStore, job: TrainJob, beginning: Beginning) -> Any:
+def _lead(store: CheckpointStore, job: TrainJob, attempt: int, restored: CheckpointRef | None) -> Any:
+    journal = Journal(store, job, attempt, None if restored is None else restored.checkpoint_id)
     rendezvous = Rendezvous()
-    gang = Gang(_specs(job, beginning, rendezvous.address))
+    gang = Gang(_specs(job, attempt, restored, rendezvous.address))
     try:
         key_value = rendezvous.serve()  # imports torch, while the ranks do the same
     finally:
         rendezvous.close()  # harmless when it serves; else the ranks must not wait for it
-    restored = None if beginning.restored is None else beginning.restored.checkpoint_id
-    journal = Journal(store, job, beginning.attempt.number, restored)
     try:
         return gang.run(key_value, journal)
     except (TerminationSignal, KeyboardInterrupt):
@@ -83,12 +84,20 @@ def _lead(store: CheckpointStore, job: TrainJob, beginning: Beginning) -> Any:
         journal.close()
 
 
+def _record(store: CheckpointStore, outcome: Outcome) -> None:
+    """Write an outcome down; where storage refuses, say so, and leave what is being raised as it is."""
+    try:
+        write_outcome(store, outcome)
+    except (StorageError, OSError) as exc:
+        get_run_logger().warning("the outcome of attempt %d could not be written: %s", outcome.attempt, exc)
+
+
 def _what_is_safe(store: CheckpointStore) -> str:
     latest = store.latest()
     return "nothing was committed yet" if latest is None else f"work is safe up to step {latest.step} ({latest.id})"
 
 
-def _specs(job: TrainJob, beginning: Beginning, rendezvous: Address) -> list[RankSpec]:
+def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvous: Address) -> list[RankSpec]:
     return [
         RankSpec(
             rank=rank,
@@ -99,8 +108,8 @@ def _specs(job: TrainJob, beginning: Beginning, rendezvous: Address) -> list[Ran
             rendezvous=rendezvous,
             storage=job.storage,
             run=job.run,
-            attempt=beginning.attempt.number,
-            restored=beginning.restored,
+            attempt=attempt,
+            restored=restored,
             function=job.function,
             use_gpu=job.use_gpu,
             backend=job.backend,

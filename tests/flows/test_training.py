@@ -123,6 +123,7 @@ def test_resume_never_begins_anew_but_its_own_restarts_continue(run):
 def test_resume_must_fails_where_there_is_nothing(run):
     with pytest.raises(CheckpointNotFoundError, match="resume='must'"):
         train("trainings:train_epochs", epochs(1), run=run.model_copy(update={"resume": "must"}))
+    assert "resume='must'" in str(Result.from_storage(run.storage, "run").error)
 
 
 def test_another_runs_checkpoint_seeds_a_new_run_and_is_its_parent(run):
