@@ -28,7 +28,7 @@ class Owner:
         flow_run_id: The Prefect flow run, or None outside one.
         host: The machine's name and boot.
         pid: The process.
-        started: The process's start in kernel ticks, so that a reused pid is not mistaken for it.
+        started: The process's start in kernel ticks, so that a reused pid is not mistaken for it; None outside of Linux.
 
     """
 
@@ -46,7 +46,7 @@ class Owner:
         """Say whether the process is gone; None when it ran on another machine."""
         if self.host != _host():
             return None
-        return _start_ticks(self.pid) != self.started or self.started is None
+        return _start_ticks(self.pid) != self.started or not _exists(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +201,16 @@ def _start_ticks(pid: int) -> int | None:
     # The second field is the command in parentheses and may hold spaces; the start is the 22nd (proc_pid_stat(5)).
     state, *fields = stat.rpartition(")")[2].split()
     return None if state == "Z" else int(fields[18])
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def _now() -> str:

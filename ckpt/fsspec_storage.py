@@ -76,6 +76,8 @@ class FsspecStorage:
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         """Yield the files below `prefix`, ordered by their whole key; reads the whole listing first."""
+        if prefix:
+            check_key(prefix.removesuffix("/"))
         with self._translated(prefix):
             self._fs.invalidate_cache()
             found: dict[str, dict[str, Any]] = self._fs.find(f"{self._root}/{prefix}".rstrip("/"), detail=True)
@@ -87,7 +89,10 @@ class FsspecStorage:
     def size(self, key: str) -> int:
         """Return an object's size in bytes."""
         with self._translated(key):
-            size: int = self._fs.info(self._path(key))["size"]
+            info = self._fs.info(self._path(key))
+            if info.get("type", "file") != "file":
+                raise FileNotFoundError(key)
+        size: int = info["size"]
         return size
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -113,7 +118,7 @@ class FsspecStorage:
         where = f"{self._url}/{key}"
         try:
             yield
-        except FileNotFoundError as exc:
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:  # a folder is no object
             raise FileNotFoundError(f"{where} does not exist") from exc
         except PermissionError as exc:
             raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({exc})") from exc

@@ -2,8 +2,11 @@
 
 import errno
 import os
+import re
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,7 +14,8 @@ from .digest import copy_and_digest
 from .keys import check_key
 from .storage import ObjectInfo, Transfer
 
-_TEMPORARY = ".tmp-"
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")  # as narrow as can be: what it matches is no object
+_MANY_DELETES = 100  # more do not hit one put; where no folder can ever be made, as in /proc, it must end
 
 
 class LocalStorage:
@@ -45,28 +49,46 @@ class LocalStorage:
 
     def get_file(self, key: str, path: Path) -> Transfer:
         """Copy the object to `path`."""
-        with self._path(key).open("rb", buffering=0) as source, path.open("wb", buffering=0) as target:
+        with _objects_only():
+            source = self._path(key).open("rb", buffering=0)
+        with source, path.open("wb", buffering=0) as target:
             return copy_and_digest(source, target)
 
     def get_bytes(self, key: str) -> bytes:
         """Return a small object."""
-        return self._path(key).read_bytes()
+        with _objects_only():
+            return self._path(key).read_bytes()
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-        """Yield the files below `prefix`, ordered by their whole key."""
-        folder = self._root / prefix if prefix else self._root
+        """Yield the files below `prefix`, ordered by their whole key; a link to a folder is not followed.
+
+        Raises:
+            PermissionError: If `prefix` itself leads out of the storage through a link; an empty listing would look like a
+                run without checkpoints.
+
+        """
+        folder = self._path(prefix.removesuffix("/")) if prefix else self._root
+        place = folder.resolve()
+        if not place.is_relative_to(self._root.resolve()):
+            raise PermissionError(f"{folder} leads out of the storage {self._root} to {place}: give that as the storage")
         yield from _walk(folder, prefix, after)
 
     def size(self, key: str) -> int:
         """Return an object's size in bytes."""
-        return self._path(key).stat().st_size
+        path = self._path(key)
+        with _objects_only():
+            status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(f"{path} is no file")
+        return status.st_size
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, and the folders that this empties."""
         folders = set()
         for key in keys:
             path = self._path(key)
-            path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError), _objects_only():
+                path.unlink()
             folders.add(path.parent)
         for folder in folders:
             self._remove_empty(folder)
@@ -80,7 +102,7 @@ class LocalStorage:
 
     def _write(self, key: str, write: Callable[[BinaryIO], Transfer]) -> Transfer:
         target = self._path(key)
-        temporary = target.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
+        temporary = target.with_name(f".tmp-{secrets.token_hex(8)}")
         try:
             with self._create(temporary) as file:
                 written = write(file)
@@ -89,37 +111,46 @@ class LocalStorage:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(target.parent)
+        with suppress(FileNotFoundError):  # the object was deleted at once, and its folder with it
+            _sync_folder(target.parent)
         return written
 
     def _create(self, path: Path) -> BinaryIO:
         """Create a file for writing, and the folders above it: a concurrent delete may remove an empty one meanwhile."""
-        while True:
-            self._make_folder(path.parent)
-            try:
+        for _ in range(_MANY_DELETES):
+            with suppress(FileNotFoundError, FileExistsError):  # mkdir says the latter of a folder that has just gone
+                _make_folder(path.parent)
                 return path.open("xb", buffering=0)
-            except FileNotFoundError:
-                continue
-
-    def _make_folder(self, folder: Path) -> None:
-        if folder.is_dir():
-            return
-        if folder != self._root:
-            self._make_folder(folder.parent)
-            folder.mkdir(exist_ok=True)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-        _sync_folder(folder.parent)
+        _make_folder(path.parent)
+        return path.open("xb", buffering=0)
 
     def _remove_empty(self, folder: Path) -> None:
         while folder != self._root:
             try:
                 folder.rmdir()
             except OSError as exc:
-                if exc.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                if exc.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
                     return
                 raise
             folder = folder.parent
+
+
+@contextmanager
+def _objects_only() -> Iterator[None]:
+    """Call a folder, and what would lie below a file, missing, as an object store does."""
+    try:
+        yield
+    except (IsADirectoryError, NotADirectoryError) as exc:
+        raise FileNotFoundError(f"{exc.filename} is no file") from exc
+
+
+def _make_folder(folder: Path) -> None:
+    """Make `folder` and those above it, each synced into its parent: a lost one would take all that is below along."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
 
 
 def _walk(folder: Path, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
@@ -134,7 +165,7 @@ def _walk(folder: Path, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         if name.endswith("/"):
             if after is None or key > after or after.startswith(key):
                 yield from _walk(Path(entry.path), key, after)
-        elif (after is None or key > after) and not name.startswith(_TEMPORARY) and entry.is_file(follow_symlinks=False):
+        elif (after is None or key > after) and not _TEMPORARY.fullmatch(name) and entry.is_file(follow_symlinks=False):
             try:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # deleted since the scan

@@ -92,7 +92,7 @@ class ObstoreStorage:
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         """Yield the objects below `prefix`, a request per thousand."""
-        below = prefix.rstrip("/") or None
+        below = check_key(prefix.removesuffix("/")) if prefix else None
         pages = self._call(prefix, lambda: obstore.list(self._store, below, offset=after, chunk_size=_LISTED_AT_ONCE))
         while True:
             page = self._call(prefix, lambda: next(pages, None))

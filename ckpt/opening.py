@@ -11,7 +11,8 @@ from .storage import Storage, StorageSpec
 
 StorageLike: TypeAlias = "str | PathLike[str] | StorageSpec | Storage | Any"
 
-_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"}
+_BUCKETS = {"s3", "s3a", "gs", "gcs"}
+_OBJECT_STORES = _BUCKETS | {"az", "azure", "abfs", "abfss", "adl"}  # whose URLs say container@account
 _BLOCK_SLUGS = {
     "checkpoint-storage",
     "local-file-system",
@@ -98,8 +99,9 @@ def _normalized(spec: StorageSpec) -> StorageSpec:
     if scheme == "file":
         return StorageSpec(_file_path(rest))
     options = dict(spec.options)
-    if named := _PASSWORD.match(rest):
-        if scheme in _OBJECT_STORES:
+    named = _PASSWORD.match(rest)
+    if named or (scheme in _BUCKETS and "@" in rest.partition("/")[0]):
+        if named is None or scheme in _OBJECT_STORES:
             raise ValueError(
                 f"the {scheme}:// URL holds credentials, which would be shown wherever the URL is: give them as a block, as "
                 "environment variables or in a profile"

@@ -71,7 +71,7 @@ def _run(spec: RankSpec) -> RankResult:
 
 def _prepare(spec: RankSpec) -> None:
     os.environ.update(spec.environment())
-    if spec.rendezvous.host == "127.0.0.1":
+    if spec.rendezvous.host == "127.0.0.1" and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host's name up, which may lead elsewhere
     # Else every rank computes with as many threads as there are cores, and all of them with far more than there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.local_world_size)))

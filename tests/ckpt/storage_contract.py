@@ -98,6 +98,24 @@ class StorageContract:
         with pytest.raises(ValueError, match="storage key"):
             storage.delete([key])
 
+    @pytest.mark.parametrize("prefix", ["../", "../outside/", "a/../../outside/", "/etc/"])
+    def test_a_prefix_that_leads_elsewhere_is_refused(self, storage, prefix):
+        with pytest.raises(ValueError, match="storage key"):
+            list(storage.list(prefix))
+
+    def test_a_folder_is_no_object(self, storage, tmp_path):
+        storage.put_bytes("f/x", b"1")
+        with pytest.raises(FileNotFoundError):
+            storage.get_bytes("f")
+        with pytest.raises(FileNotFoundError):
+            storage.get_file("f", tmp_path / "out")
+        with pytest.raises(FileNotFoundError):
+            storage.size("f")
+
+    def test_names_may_begin_like_those_of_temporary_files(self, storage):
+        storage.put_bytes("n/.tmp-mine", b"1")
+        assert [info.key for info in storage.list("n/")] == ["n/.tmp-mine"]
+
     def test_deleting_what_is_missing_is_harmless(self, storage, raw_keys):
         for key in ("d/x", "d/y", "keep"):
             storage.put_bytes(key, b"1")

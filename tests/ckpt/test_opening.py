@@ -75,6 +75,17 @@ def test_credentials_in_the_url_of_an_object_store_are_refused_without_showing_t
     assert "AKIAKEY" not in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["s3://AKIAKEY@bucket/x", "gs://AKIAKEY@bucket", "S3A://AKIAKEY@bucket/x"])
+def test_a_user_in_the_url_of_a_bucket_is_refused_without_showing_it(url):
+    with pytest.raises(ValueError, match="holds credentials") as caught:
+        parse_storage(url)
+    assert "AKIAKEY" not in str(caught.value)
+
+
+def test_an_at_sign_in_a_folders_name_is_no_user():
+    assert parse_storage("s3://bucket/me@home/x").url == "s3://bucket/me@home/x"
+
+
 def test_a_path_object_is_never_a_block(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse_storage(Path("s3-bucket/x")).url == str(tmp_path / "s3-bucket/x")

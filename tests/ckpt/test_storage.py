@@ -41,11 +41,101 @@ class TestLocalStorage(StorageContract):
 
     def test_a_listing_shows_neither_temporary_files_nor_what_links_lead_to(self, storage, tmp_path):
         storage.put_bytes("run/x", b"1")
-        (tmp_path / "store/run/.tmp-0123").write_bytes(b"half")
+        (tmp_path / "store/run/.tmp-0123456789abcdef").write_bytes(b"half")
         (tmp_path / "outside").mkdir()
         (tmp_path / "outside/secret").write_bytes(b"1")
         (tmp_path / "store/run/link").symlink_to(tmp_path / "outside")
         assert [info.key for info in storage.list("run/")] == ["run/x"]
+
+    @pytest.mark.parametrize("prefix", ["run/link/", "run/link/below/"])
+    def test_a_listing_through_a_link_out_of_the_store_is_refused(self, storage, tmp_path, prefix):
+        storage.put_bytes("run/x", b"1")
+        (tmp_path / "outside/below").mkdir(parents=True)
+        (tmp_path / "outside/below/secret").write_bytes(b"1")
+        (tmp_path / "store/run/link").symlink_to(tmp_path / "outside")
+        with pytest.raises(PermissionError, match=r"run/link.* leads out of the storage .*outside"):
+            list(storage.list(prefix))
+
+    def test_what_would_lie_below_a_file_or_is_a_folder_is_missing_to_reads_and_deletes(self, storage, raw_keys, tmp_path):
+        storage.put_bytes("f/x", b"1")
+        for read in (storage.get_bytes, storage.size, lambda key: storage.get_file(key, tmp_path / "out")):
+            with pytest.raises(FileNotFoundError, match="f/x/y is no file"):
+                read("f/x/y")
+        storage.delete(["f", "f/x/y"])
+        assert raw_keys() == {"f/x"}
+
+    def test_the_store_itself_may_be_a_link(self, tmp_path):
+        LocalStorage(tmp_path / "elsewhere").put_bytes("run/x", b"1")
+        (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+        assert [info.key for info in LocalStorage(tmp_path / "link").list("run/")] == ["run/x"]
+
+    def test_every_folder_that_a_put_makes_is_synced_into_its_parent(self, tmp_path, monkeypatch):
+        synced, sync = [], os.fsync
+
+        def record(descriptor):
+            synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", record)
+        LocalStorage(tmp_path / "new/deep/root").put_bytes("run/x", b"1")
+        made = [tmp_path, tmp_path / "new", tmp_path / "new/deep", tmp_path / "new/deep/root"]
+        assert synced[:4] == made
+        assert synced[5:] == [tmp_path / "new/deep/root/run"]
+        synced.clear()
+        LocalStorage(tmp_path / "new/deep/root").put_bytes("run/y", b"1")
+        assert len(synced) == 2  # the file and its folder: a report pays for no more
+
+    @pytest.mark.parametrize("victim", ["a/b", "a"])
+    def test_a_folder_that_a_delete_removes_while_a_put_makes_it_is_made_again(self, storage, tmp_path, monkeypatch, victim):
+        make, removed = Path.mkdir, []
+
+        def mkdir(path, *args, **kwargs):
+            make(path, *args, **kwargs)
+            if path == tmp_path / "store" / victim and not removed:
+                removed.append(path)
+                path.rmdir()
+
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        storage.put_bytes("a/b/x", b"1")
+        assert len(removed) == 1
+        assert storage.get_bytes("a/b/x") == b"1"
+
+    def test_a_folder_that_goes_while_mkdir_looks_at_it_is_made_again(self, storage, tmp_path, monkeypatch):
+        make, gone = Path.mkdir, []
+
+        def mkdir(path, *args, **kwargs):
+            if path == tmp_path / "store/a" and not gone:
+                gone.append(path)
+                raise FileExistsError(17, "File exists", str(path))
+            make(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        storage.put_bytes("a/x", b"1")
+        assert len(gone) == 1
+        assert storage.get_bytes("a/x") == b"1"
+
+    def test_a_file_in_the_place_of_a_folder_is_named(self, storage):
+        storage.put_bytes("a", b"1")
+        with pytest.raises(OSError, match="store/a"):
+            storage.put_bytes("a/x", b"1")
+        assert storage.get_bytes("a") == b"1"
+
+    def test_where_no_folder_can_be_made_a_put_says_so(self):
+        with pytest.raises(FileNotFoundError, match="/proc/nowhere"):
+            LocalStorage(Path("/proc/nowhere")).put_bytes("run/x", b"1")
+
+    def test_a_put_whose_object_is_deleted_at_once_has_succeeded(self, storage, tmp_path, monkeypatch):
+        replace, deleted = Path.replace, []
+
+        def replace_and_delete(path, target):
+            replace(path, target)
+            deleted.append(target)
+            storage.delete(["a/x"])
+
+        monkeypatch.setattr(Path, "replace", replace_and_delete)
+        storage.put_bytes("a/x", b"1")
+        assert len(deleted) == 1
+        assert not (tmp_path / "store/a").exists()
 
     def test_deleting_the_last_file_removes_its_folders(self, storage, tmp_path):
         storage.put_bytes("run/checkpoints/id/sub/x", b"1")
