@@ -2,10 +2,12 @@
 
 import operator
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -60,6 +62,7 @@ class RankSession:
         self._one_report = threading.Lock()
         self._background: ThreadPoolExecutor | None = None
         self._in_flight: Future[None] | None = None
+        self._before_in_flight = (self._last_checkpoint_step, self._parent)
 
     def report(
         self,
@@ -71,10 +74,10 @@ class RankSession:
         upload: Upload | None = None,
     ) -> None:
         """Report from this rank; see `reporting.report`."""
-        with self._one_report:
+        with self._one_report, ExitStack() as cleanup:
             cleaned = clean_metrics(metrics)
             _check_progress(progress)
-            brought, upload = self._bring(checkpoint, upload)
+            brought, upload = self._bring(checkpoint, upload, cleanup)
             intent = Intent(
                 self.context.world_rank, self._choose_step(step, upload), upload, list(brought.files), brought.metadata
             )
@@ -121,13 +124,17 @@ class RankSession:
             wait([self._in_flight], flush_s)
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "failed", detail))
 
-    def _bring(self, checkpoint: "Checkpoint | None", upload: Upload | None) -> tuple[Brought, Upload | None]:
+    def _bring(
+        self, checkpoint: "Checkpoint | None", upload: Upload | None, cleanup: ExitStack
+    ) -> tuple[Brought, Upload | None]:
         if upload not in (None, "sync", "async"):
             raise ValueError(f"upload={upload!r}: give 'sync' or 'async'")
         if checkpoint is None:
             return Brought(), None
-        # A committed checkpoint is read, never taken apart: what is moved or stored again is a copy.
-        directory = checkpoint.directory or Path(checkpoint.to_directory())
+        directory = checkpoint.directory
+        if directory is None:  # a committed checkpoint is never taken apart: what is moved or stored again is a copy
+            directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="prefect-torch-")))
+            checkpoint.to_directory(directory)
         return Brought(directory, tuple(scan_files(directory)), checkpoint.get_metadata()), upload or "sync"
 
     def _choose_step(self, step: SupportsIndex | None, upload: Upload | None) -> int:
@@ -170,6 +177,7 @@ class RankSession:
             if agreement.upload == "sync":
                 self._commit(job)
             else:
+                self._before_in_flight = (self._last_checkpoint_step, self._parent)
                 self._commit_in_background(job)
             self._last_checkpoint_step = agreement.step
             self._parent = agreement.checkpoint_id
@@ -215,7 +223,10 @@ class RankSession:
             return None
         failure = self._in_flight.exception()
         self._in_flight = None
-        return None if failure is None else Refusal.of(failure).error()
+        if failure is None:
+            return None
+        self._last_checkpoint_step, self._parent = self._before_in_flight  # the step may be reported again
+        return Refusal.of(failure).error()
 
 
 def _name_from(store: CheckpointStore, checkpoint: "Checkpoint") -> str | None:

@@ -1,7 +1,9 @@
 """What a report promises, with ranks as threads."""
 
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt import (
@@ -171,11 +173,12 @@ def test_a_failed_async_commit_is_raised_once_by_the_next_report_on_every_rank(s
             session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), upload="async")
         except ReportMismatchError as exc:
             raised.append((rank, str(exc)))
-        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "y"}), upload="async")
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "y"}), upload="async", step=0)
 
     assert Attempt(store, 2).run(train) == [None, None]
     assert sorted(rank for rank, _ in raised) == [0, 1]
-    assert len(store.list()) == 1
+    (manifest,) = store.list()
+    assert (manifest.step, manifest.parent) == (0, None)  # as if the failed one had never been
 
 
 def test_a_failed_async_commit_is_raised_at_the_end_on_every_rank(store, tmp_path):
@@ -263,12 +266,15 @@ def test_metadata_is_committed_with_the_files_and_can_change_afterwards(store, t
     assert store.checkpoint(store.list()[0]).get_metadata() == {"author": "me", "note": "good"}
 
 
-def test_a_committed_checkpoint_can_be_reported_again_and_stays(store, tmp_path):
+def test_a_committed_checkpoint_can_be_reported_again_and_stays(store, tmp_path, monkeypatch):
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
     session = Attempt(store).session()
     session.report({}, folder(tmp_path / "c", model="x"))
     session.report({}, store.checkpoint(store.list()[0]), upload="async")
     session.finish()
     assert [read_files(store.checkpoint(manifest)) for manifest in store.list()] == [{"model": b"x"}] * 2
+    assert not list(Path(tempfile.gettempdir()).glob("prefect-torch-*"))
 
 
 def test_events_tell_reports_and_commits_in_order(store, tmp_path):
