@@ -104,6 +104,9 @@ class FsspecStorage:
             except FileNotFoundError:
                 continue
 
+    def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
+        """Do nothing: a short file lies under its own name and goes with its checkpoint's data."""
+
     def local_path(self, key: str) -> Path | None:
         """Return None: what fsspec reaches is read through it."""
         del key

@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -92,6 +93,17 @@ class LocalStorage:
             folders.add(path.parent)
         for folder in folders:
             self._remove_empty(folder)
+
+    def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
+        """Remove the temporary files of killed writers, and the folders that this empties."""
+        newest_s = time.time() - older_than_s
+        for folder, _, names in os.walk(self._path(prefix.removesuffix("/"))):
+            for name in filter(_TEMPORARY.fullmatch, names):
+                path = Path(folder, name)
+                with suppress(FileNotFoundError):  # its writer lives and has finished
+                    if path.stat().st_mtime <= newest_s:
+                        path.unlink()
+                        self._remove_empty(path.parent)
 
     def local_path(self, key: str) -> Path | None:
         """Return where `key` is."""

@@ -31,6 +31,23 @@ _ALIASES = {
     "aws_endpoint": "aws_endpoint_url",
     "skip_signature": "aws_skip_signature",
 }
+# Settings of the HTTP client: given as part of a store's own, they make obstore panic, with a BaseException
+# (https://github.com/developmentseed/obstore/pull/755).
+_OF_THE_CLIENT = {
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "http1_only",
+    "http2_only",
+    "pool_idle_timeout",
+    "pool_max_idle_per_host",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "proxy_url",
+    "read_timeout",
+    "timeout",
+    "user_agent",
+}
 
 
 def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
@@ -40,11 +57,17 @@ def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
         ValueError: If the url or an option cannot be one.
 
     """
-    config: dict[str, Any] = {_ALIASES.get(name, name): value for name, value in options.items()}
+    config: dict[str, Any] = {}
     client: Any = dict(_CLIENT_OPTIONS)
-    client["allow_invalid_certificates"] = config.pop("allow_invalid_certificates", "") == "true"
+    for option, value in options.items():
+        name = option.lower()
+        if (setting := name.removeprefix("aws_")) in _OF_THE_CLIENT:
+            client[setting] = value
+        else:
+            config[_ALIASES.get(name, name)] = value
     provider = _complete_s3(config) if url.startswith(("s3://", "s3a://")) else None
-    client["allow_http"] = any(str(value).startswith("http://") for value in config.values())
+    if any(str(value).startswith("http://") for value in config.values()):
+        client["allow_http"] = "true"
     open_url: Any = obstore.store.from_url  # its overloads are one per service, and the url decides which
     try:
         store: ObjectStore = open_url(
@@ -62,7 +85,8 @@ def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
 def _complete_s3(config: dict[str, Any]) -> Any:
     """Fill in the endpoint and the region as AWS' own tools find them, and return where credentials come from, if not there."""
     provider, profile_endpoint = (None, None) if _names_credentials(config) else _from_boto3()
-    for endpoint in (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), profile_endpoint):
+    variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    for endpoint in (*map(os.environ.get, variables), profile_endpoint):
         if endpoint:
             config.setdefault("aws_endpoint_url", endpoint)
     has_region = provider is not None and "region" in provider.config

@@ -117,6 +117,12 @@ class ObstoreStorage:
                     with contextlib.suppress(FileNotFoundError):
                         self._call(path, partial(obstore.delete, self._store, path))
 
+    def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
+        """Do nothing: obstore cannot list unfinished multipart uploads; a bucket's lifecycle rule removes them.
+
+        https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpu-abort-incomplete-mpu-lifecycle-config.html
+        """
+
     def local_path(self, key: str) -> Path | None:
         """Return None: a bucket is read through its service."""
         del key

@@ -79,6 +79,7 @@ def collect_garbage(store: "CheckpointStore", *, grace_s: float = GARBAGE_GRACE_
     for checkpoint_id in garbage:
         store.storage.delete(data[checkpoint_id])
         _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, store.run)
+    store.storage.remove_interrupted(f"{store.run}/", grace_s)
     return garbage
 
 

@@ -149,6 +149,10 @@ class RetryingStorage:
         if all_keys:
             self._retry("deleting", all_keys[0], lambda storage: storage.delete(all_keys))
 
+    def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
+        """Remove what interrupted puts left behind."""
+        self._retry("cleaning", prefix, lambda storage: storage.remove_interrupted(prefix, older_than_s))
+
     def local_path(self, key: str) -> Path | None:
         """Return where `key` can be read in place, if anywhere."""
         return self._storage.local_path(key)

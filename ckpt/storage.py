@@ -94,6 +94,10 @@ class Storage(Protocol):
         """Remove objects; one that is missing already is no error."""
         ...
 
+    def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
+        """Remove what puts below `prefix` left behind that were interrupted longer ago than this; no object is touched."""
+        ...
+
     def local_path(self, key: str) -> Path | None:
         """Return the file or folder that holds `key` when this machine can read it in place, else None."""
         ...

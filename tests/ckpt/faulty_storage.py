@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from typing import Any
 
-VERBS = ("put_file", "get_file", "put_bytes", "get_bytes", "list", "size", "delete")
+VERBS = ("put_file", "get_file", "put_bytes", "get_bytes", "list", "size", "delete", "remove_interrupted")
 
 
 class Crash(BaseException):

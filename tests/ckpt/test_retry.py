@@ -173,5 +173,7 @@ def test_every_verb_passes_through(memory, tmp_path):
     storage.put_file("a", tmp_path / "in")
     storage.get_file("a", tmp_path / "out")
     assert (storage.size("a"), storage.get_bytes("a"), storage.local_path("a"), storage.url) == (2, b"12", None, memory.url)
+    storage.remove_interrupted("a", 0)
+    assert storage.size("a") == 2
     storage.delete(["a"])
     assert list(storage.list("")) == []

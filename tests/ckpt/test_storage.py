@@ -137,6 +137,17 @@ class TestLocalStorage(StorageContract):
         assert len(deleted) == 1
         assert not (tmp_path / "store/a").exists()
 
+    def test_what_a_killed_writer_left_is_removed_once_it_is_old(self, storage, tmp_path):
+        storage.put_bytes("run/checkpoints/whole/x", b"1")
+        left = tmp_path / "store/run/checkpoints/half/.tmp-0123456789abcdef"
+        left.parent.mkdir()
+        left.write_bytes(b"half")
+        storage.remove_interrupted("run/", older_than_s=3600)
+        assert left.exists()
+        storage.remove_interrupted("run/", older_than_s=0)
+        assert [path.name for path in (tmp_path / "store/run/checkpoints").iterdir()] == ["whole"]
+        assert storage.get_bytes("run/checkpoints/whole/x") == b"1"
+
     def test_deleting_the_last_file_removes_its_folders(self, storage, tmp_path):
         storage.put_bytes("run/checkpoints/id/sub/x", b"1")
         storage.put_bytes("run/manifests/id.json", b"1")
@@ -245,6 +256,21 @@ class S3Contract(StorageContract):
             machine.setenv("AWS_PROFILE", "lab")
             ObstoreStorage(f"s3://{bucket}", {}).put_bytes("run/x", b"1")
         assert server.client().get_object(Bucket=bucket, Key="run/x")["Body"].read() == b"1"
+
+    @pytest.mark.parametrize("variable", ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+    def test_every_variable_that_names_an_endpoint_counts(self, server, bucket, monkeypatch, variable):
+        options = server.options()
+        monkeypatch.setenv(variable, options.pop("aws_endpoint_url"))
+        ObstoreStorage(f"s3://{bucket}", options).put_bytes("run/x", b"1")
+
+    @pytest.mark.parametrize("name", ["aws_allow_http", "allow_http", "AWS_ALLOW_HTTP", "aws_timeout", "connect_timeout"])
+    def test_settings_of_the_http_client_may_be_options(self, server, bucket, name):
+        value = "true" if "http" in name.lower() else "30s"
+        ObstoreStorage(f"s3://{bucket}", {**server.options(), name: value}).put_bytes("run/x", b"1")
+
+    def test_options_may_be_written_in_capitals(self, server, bucket):
+        capitals = {name.upper(): value for name, value in server.options().items()}
+        ObstoreStorage(f"s3://{bucket}", capitals).put_bytes("run/x", b"1")
 
     def test_options_may_leave_out_aws_in_their_names(self, server, bucket):
         short = {name.removeprefix("aws_"): value for name, value in server.options().items()}
