@@ -10,7 +10,7 @@ class KeyValue(Protocol):
     """A small shared dictionary, as torch's TCPStore is one; safe to share between threads, whose waits do not block others."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Store `value`, waking whoever waits for `key`."""
+        """Store `value`, waking whoever waits for `key`; in order with this connection's other requests, not with others'."""
         ...
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
