@@ -8,7 +8,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from .cache import downloaded
 from .errors import CheckpointNotFoundError
 from .manifest import Manifest, is_id
 from .metrics import Metrics
@@ -129,6 +128,8 @@ class Checkpoint:
             self._store.verify(self._store.get(self.manifest.id))
             yield str(local)
             return
+        from .cache import downloaded  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
+
         with downloaded(self._content_name(), self._download) as files:
             yield str(files)
 
