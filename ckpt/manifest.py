@@ -16,7 +16,7 @@ from .metrics import Metrics, from_json, to_json
 FORMAT_VERSION = 1
 MAX_STEP = 10**8 - 1
 MAX_ATTEMPT = 10**6 - 1
-_ID = re.compile(r"(?P<attempt>\d{6})-(?P<step>\d{8})-[0-9a-f]{8}")
+_ID = re.compile(r"(?P<attempt>[0-9]{6})-(?P<step>[0-9]{8})-[0-9a-f]{8}")
 
 
 def new_id(attempt: int, step: int) -> str:
@@ -91,7 +91,7 @@ class Manifest:
     def encode(self) -> bytes:
         """Return strict JSON that carries its own digest."""
         body = to_json({"format": FORMAT_VERSION, **asdict(self), "created_at": self.created_at.isoformat()})
-        return _dump({"body": body, "digest": _digest(body)})
+        return _seal(body)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> "Manifest":
@@ -106,9 +106,8 @@ class Manifest:
 
         """
         try:
-            envelope = json.loads(data)
-            body = envelope["body"]
-            intact = envelope["digest"] == _digest(body)
+            body = json.loads(data)["body"]
+            intact = data == _seal(body)  # the bytes, since JSON has several spellings of one value
         except (ValueError, KeyError, TypeError) as exc:
             raise CheckpointCorruptError(f"{where} is not a manifest: {exc}") from exc
         if not intact:
@@ -131,5 +130,5 @@ def _dump(value: object) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _digest(body: object) -> str:
-    return xxhash.xxh3_128_hexdigest(_dump(body))
+def _seal(body: object) -> bytes:
+    return _dump({"body": body, "digest": xxhash.xxh3_128_hexdigest(_dump(body))})

@@ -36,8 +36,9 @@ def _clean_mapping(metrics: Mapping[str, object], path: str, depth: int) -> Metr
             raise ValueError(f"metric name {name!r} under {path or 'the top level'!r} must be a string")  # noqa: TRY004 - as above
         if name == _NON_FINITE:
             raise ValueError(f"the metric name {_NON_FINITE!r} is reserved")
-        full = f"{path}/{name}" if path else name
-        cleaned[str(name)] = _clean_mapping(value, full, depth - 1) if isinstance(value, Mapping) else _clean_value(value, full)
+        plain = str.__str__(name)  # str() of an enum is its name, not its text
+        full = f"{path}/{plain}" if path else plain
+        cleaned[plain] = _clean_mapping(value, full, depth - 1) if isinstance(value, Mapping) else _clean_value(value, full)
     return cleaned
 
 
@@ -84,10 +85,15 @@ def flatten_metrics(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, M
 
 
 def to_json(value: object) -> object:
-    """Return `value` with every non-finite float as a tagged string, so that strict JSON can hold it."""
+    """Return `value` with every non-finite float as a tagged string, so that strict JSON can hold it.
+
+    A dict that looks like the tag, which metadata may hold, has its value in a list, so that `from_json` can tell.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return {_NON_FINITE: repr(value)}
     if isinstance(value, Mapping):
+        if value.keys() == {_NON_FINITE}:
+            return {_NON_FINITE: [to_json(value[_NON_FINITE])]}
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
@@ -98,7 +104,8 @@ def from_json(value: object) -> object:
     """Undo `to_json`."""
     if isinstance(value, dict):
         if value.keys() == {_NON_FINITE}:
-            return float(value[_NON_FINITE])
+            tagged = value[_NON_FINITE]
+            return float(tagged) if isinstance(tagged, str) else {_NON_FINITE: from_json(tagged[0])}
         return {key: from_json(item) for key, item in value.items()}
     if isinstance(value, list):
         return [from_json(item) for item in value]

@@ -53,10 +53,12 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         """Refuse numbers that would keep nothing or mean nothing."""
-        for name in ("num_to_keep", "keep_last", "keep_every_n_steps"):
+        for name in ("num_to_keep", "keep_every_n_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1, or None")
+        if self.keep_last is None or self.keep_last < 1:
+            raise ValueError(f"keep_last={self.keep_last}: give at least 1")
         if self.checkpoint_score_order not in ("max", "min"):
             raise ValueError(f"checkpoint_score_order={self.checkpoint_score_order!r}: give 'max' or 'min'")
 
@@ -85,7 +87,7 @@ def score(metrics: Metrics, attribute: str, order: Order) -> tuple[int, float]:
         return (0, 0.0)
     if value != value:  # noqa: PLR0124 - NaN is the one number that differs from itself
         return (1, 0.0)
-    return (2, float(value) if order == "max" else -float(value))
+    return (2, value if order == "max" else -value)  # as it is: float() would overflow, and round what is above 2**53
 
 
 def rank_best(manifests: Sequence[C], attribute: str | None, order: Order) -> list[C]:

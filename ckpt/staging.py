@@ -1,5 +1,6 @@
 """The files that one rank brings to a report."""
 
+import errno
 import os
 import shutil
 import stat
@@ -8,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 METADATA_FILE = ".metadata.json"
+_NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing end, a way through a file, links in a circle
 
 
 def scan_files(directory: Path) -> list[str]:
@@ -29,7 +31,9 @@ def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> I
         path = f"{prefix}{entry.name}"
         try:
             mode = entry.stat().st_mode
-        except FileNotFoundError as exc:
+        except OSError as exc:
+            if exc.errno not in _NAMES_NOTHING:
+                raise
             raise ValueError(f"{entry.path} is a link to nothing; remove it from the checkpoint") from exc
         if stat.S_ISDIR(mode):
             yield from _walk(Path(entry.path), f"{path}/", (*above, identity))
@@ -53,19 +57,24 @@ def take_over(directory: Path, paths: Iterable[str]) -> Path:
     """Move the files at `paths` into a folder of our own and return it; a copy only across filesystems.
 
     The caller may delete or reuse `directory` at once. Costs one rename a file on the same filesystem. What a link names
-    outside of `directory` is copied, since it was not handed over.
+    outside of `directory` is copied, since it was not handed over, and so is what a link names inside.
     """
     root = directory.resolve()
     taken = Path(tempfile.mkdtemp(prefix=".prefect-torch-", dir=_writable_parent(root)))
-    for path in paths:
+    # Copies first: what a link names may be one of the files that move.
+    for path in sorted(paths, key=lambda path: _is_reached_directly(root / path)):
         target = taken / path
         target.parent.mkdir(parents=True, exist_ok=True)
         source = root / path
-        if source.resolve() == source:
+        if _is_reached_directly(source):
             shutil.move(source, target)
         else:
             shutil.copyfile(source, target)
     return taken
+
+
+def _is_reached_directly(path: Path) -> bool:
+    return path.resolve() == path
 
 
 def _writable_parent(directory: Path) -> Path | None:

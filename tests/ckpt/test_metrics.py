@@ -19,6 +19,14 @@ class Phase(str, enum.Enum):
     TRAIN = "train"
 
 
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Ratio(float):
+    pass
+
+
 @pytest.mark.parametrize(
     ("value", "cleaned"),
     [
@@ -30,7 +38,15 @@ class Phase(str, enum.Enum):
         (torch.tensor(1.5), 1.5),
         (torch.tensor(7), 7),
         (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5),
+        (torch.tensor(True), True),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (np.float16(0.5), 0.5),
+        (np.float64(0.5), 0.5),
         (Phase.TRAIN, "train"),
+        (Level.HIGH, 3),
+        (Ratio(0.5), 0.5),
+        (True, True),
+        (10**400, 10**400),
         (None, None),
     ],
 )
@@ -46,11 +62,23 @@ def test_anything_else_is_refused_by_name(value):
         clean_metrics({"eval": {"loss": value}})
 
 
-def test_what_contains_itself_is_refused():
+def test_what_contains_itself_is_refused_by_name():
     metrics: dict = {}
     metrics["again"] = metrics
-    with pytest.raises(ValueError, match="contain itself"):
+    with pytest.raises(ValueError, match=r"metric 'again/again/.*contain itself"):
         clean_metrics(metrics)
+
+
+def test_two_dicts_that_contain_each_other_are_refused_by_name():
+    one: dict = {}
+    one["two"] = {"one": one}
+    with pytest.raises(ValueError, match=r"metric 'two/one/.*contain itself"):
+        clean_metrics(one)
+
+
+def test_one_dict_under_two_names_is_no_cycle():
+    shared = {"loss": 1.0}
+    assert clean_metrics({"a": shared, "b": shared}) == {"a": shared, "b": shared}
 
 
 @pytest.mark.parametrize("metrics", [None, 3, [("loss", 1)], "loss"])
@@ -60,8 +88,21 @@ def test_metrics_are_a_dict(metrics):
 
 
 def test_a_name_is_a_string():
-    with pytest.raises(ValueError, match="metric name 1"):
-        clean_metrics({1: 2.0})
+    with pytest.raises(ValueError, match="metric name 1 under 'eval'"):
+        clean_metrics({"eval": {1: 2.0}})
+
+
+@pytest.mark.parametrize("name", [Phase.TRAIN, np.str_("train")])
+def test_a_name_becomes_plain_text(name):
+    [(cleaned, _)] = clean_metrics({name: 1}).items()
+    assert cleaned == "train"
+    assert type(cleaned) is str
+
+
+@pytest.mark.parametrize("metrics", [{"__float__": 1}, {"eval": {"__float__": "nan"}}])
+def test_the_tag_of_what_json_cannot_hold_is_no_name(metrics):
+    with pytest.raises(ValueError, match="'__float__' is reserved"):
+        clean_metrics(metrics)
 
 
 def test_cleaned_metrics_do_not_change_with_the_callers():
@@ -72,9 +113,12 @@ def test_cleaned_metrics_do_not_change_with_the_callers():
 
 
 @given(nested)
+def test_plain_metrics_are_cleaned_to_themselves(metrics):
+    assert repr(clean_metrics(metrics)) == repr(metrics)
+
+
+@given(nested)
 def test_strict_json_holds_every_metric(metrics):
-    if "__float__" in metrics:
-        return
     text = json.dumps(to_json(metrics), allow_nan=False)
     assert repr(from_json(json.loads(text))) == repr(metrics)
 
@@ -95,3 +139,14 @@ def test_a_metric_is_found_by_name_first_and_by_path_then():
 
 def test_nested_metrics_flatten_to_paths():
     assert dict(flatten_metrics({"loss": 1, "eval": {"top": {"k": 2}}})) == {"loss": 1, "eval/top/k": 2}
+
+
+@given(st.recursive(leaves, lambda inner: st.dictionaries(st.text("ab"), inner, min_size=1, max_size=3), max_leaves=8))
+def test_every_flattened_name_finds_its_metric(value):
+    metrics = {"m": value}
+    assert all(repr(find_metric(metrics, name)) == repr(leaf) for name, leaf in flatten_metrics(metrics))
+
+
+@given(st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.just("__float__"), inner), max_leaves=8))
+def test_what_looks_like_the_tag_survives_json(value):
+    assert repr(from_json(json.loads(json.dumps(to_json(value), allow_nan=False)))) == repr(value)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.ckpt.retention import RetentionPolicy, plan, rank_best
+from prefect_torch.ckpt.manifest import new_id
+from prefect_torch.ckpt.retention import RetentionPolicy, plan, rank_best, score
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,13 @@ def test_the_newest_the_pinned_and_those_in_use_never_go(metrics, policy, data):
     assert sorted([*decided.keep, *(checkpoint.id for checkpoint in decided.drop)]) == ids
 
 
-@given(st.lists(scores, max_size=12), policies)
-def test_what_was_kept_is_kept_again(metrics, policy):
+@given(st.lists(scores, max_size=12), policies, st.data())
+def test_what_was_kept_is_kept_again(metrics, policy, data):
     checkpoints = known(*metrics)
-    once = plan(checkpoints, policy)
-    again = plan([checkpoint for checkpoint in checkpoints if checkpoint.id in once.keep], policy)
+    ids = [checkpoint.id for checkpoint in checkpoints]
+    pinned = data.draw(st.sets(st.sampled_from(ids))) if ids else set()
+    once = plan(checkpoints, policy, pinned=pinned)
+    again = plan([checkpoint for checkpoint in checkpoints if checkpoint.id in once.keep], policy, pinned=pinned)
     assert again.drop == ()
     assert again.keep == once.keep
 
@@ -115,3 +118,42 @@ def test_a_number_that_keeps_nothing_is_refused(fields):
 def test_an_unknown_order_is_refused():
     with pytest.raises(ValueError, match="'max' or 'min'"):
         RetentionPolicy(checkpoint_score_order="best")
+
+
+@given(st.lists(scores, max_size=12), st.integers(1, 5), st.sampled_from(["max", "min"]))
+def test_no_dropped_checkpoint_is_better_than_a_best_one(metrics, num_to_keep, order):
+    checkpoints = known(*metrics)
+    decided = plan(checkpoints, RetentionPolicy(num_to_keep, "m", order))
+    worth = {checkpoint.id: (score(checkpoint.metrics, "m", order), checkpoint.id) for checkpoint in checkpoints}
+    best = [worth[checkpoint_id] for checkpoint_id, why in decided.keep.items() if "best" in why]
+    assert len(best) == min(num_to_keep, len(checkpoints))
+    assert all(worth[checkpoint.id] < min(best) for checkpoint in decided.drop)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), min_size=1, max_size=8, unique=True), policies)
+def test_the_newest_is_that_of_the_last_attempt_even_at_a_smaller_step(attempts_and_steps, policy):
+    checkpoints = {place: Known(new_id(*place), place[1], {}) for place in attempts_and_steps}
+    decided = plan(list(checkpoints.values()), policy)
+    assert "latest" in decided.keep[checkpoints[max(checkpoints)].id]
+
+
+@given(st.lists(scores, max_size=12), policies)
+def test_what_goes_goes_oldest_first(metrics, policy):
+    dropped = [checkpoint.id for checkpoint in plan(known(*metrics), policy).drop]
+    assert dropped == sorted(dropped)
+
+
+def test_without_checkpoints_there_is_nothing_to_decide():
+    decided = plan([], RetentionPolicy(1, "m"))
+    assert (decided.keep, decided.drop) == ({}, ())
+
+
+@pytest.mark.parametrize(("order", "best_step"), [("max", 1), ("min", 0)])
+@pytest.mark.parametrize("low", [2**53, 10**400])
+def test_whole_numbers_that_no_float_holds_rank_exactly(order, best_step, low):
+    assert rank_best(known({"m": low}, {"m": low + 1}), "m", order)[0].step == best_step
+
+
+def test_keep_last_has_no_none():
+    with pytest.raises(ValueError, match=r"keep_last=None: give at least 1$"):
+        RetentionPolicy(keep_last=None)

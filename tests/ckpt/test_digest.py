@@ -1,0 +1,57 @@
+import io
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect_torch.ckpt.digest import CHUNK_BYTES, copy_and_digest, digest_file
+
+
+class ShortWriter(io.BytesIO):
+    """Takes a part of what it is given, as a raw file may."""
+
+    def __init__(self, most_bytes):
+        super().__init__()
+        self.most_bytes = most_bytes
+        self.num_short = 0
+
+    def write(self, data):
+        self.num_short += len(data) > self.most_bytes
+        return super().write(data[: self.most_bytes])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 5])
+def test_a_copy_is_whole_and_digested_at_any_size(num_bytes):
+    data = bytes(range(251)) * (num_bytes // 251 + 1)
+    data = data[:num_bytes]
+    target = io.BytesIO()
+    moved = copy_and_digest(io.BytesIO(data), target)
+    assert target.getvalue() == data
+    assert (moved.bytes, moved.digest) == (num_bytes, xxhash.xxh3_128_hexdigest(data))
+
+
+@given(st.binary(max_size=100), st.integers(1, 9))
+def test_a_target_that_takes_less_than_it_is_given_gets_all_of_it(data, most_bytes):
+    target = ShortWriter(most_bytes)
+    copy_and_digest(io.BytesIO(data), target)
+    assert target.getvalue() == data
+    assert (target.num_short > 0) == (len(data) > most_bytes)
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_any_changed_byte_changes_the_digest(data, draws):
+    changed = bytearray(data)
+    changed[draws.draw(st.integers(0, len(data) - 1))] ^= draws.draw(st.integers(1, 255))
+    digests = {copy_and_digest(io.BytesIO(content), io.BytesIO()).digest for content in (data, bytes(changed))}
+    assert len(digests) == 2
+
+
+def test_a_file_has_the_digest_of_its_copy(tmp_path):
+    data = b"weights" * CHUNK_BYTES
+    (tmp_path / "x").write_bytes(data)
+    assert digest_file(tmp_path / "x") == copy_and_digest(io.BytesIO(data), io.BytesIO())
+
+
+def test_a_digest_is_32_hexadecimal_digits(tmp_path):
+    (tmp_path / "x").write_bytes(b"")
+    assert digest_file(tmp_path / "x").digest == "99aa06d3014798d86001c324468d497f"
