@@ -18,6 +18,10 @@ from pathlib import Path
 import boto3
 import pytest
 from botocore.config import Config
+from hypothesis import settings
+
+settings.register_profile("unhurried", deadline=None)  # a loaded machine is no defect
+settings.load_profile("unhurried")
 
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key"

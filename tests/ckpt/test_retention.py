@@ -149,7 +149,7 @@ def test_without_checkpoints_there_is_nothing_to_decide():
 
 
 @pytest.mark.parametrize(("order", "best_step"), [("max", 1), ("min", 0)])
-@pytest.mark.parametrize("low", [2**53, 10**400])
+@pytest.mark.parametrize("low", [2**53, 10**400], ids=["rounded", "overflowing"])
 def test_whole_numbers_that_no_float_holds_rank_exactly(order, best_step, low):
     assert rank_best(known({"m": low}, {"m": low + 1}), "m", order)[0].step == best_step
 
