@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from .errors import ReportMismatchError
+from .errors import CommitFailedError, ReportMismatchError
 from .manifest import FileEntry, new_id
 from .refusal import Refusal
 
@@ -23,6 +23,7 @@ class Intent:
         upload: How, or None without a checkpoint.
         files: The paths of its files.
         metadata: The user's metadata of its part.
+        error: Why it cannot take part in this report, or None.
 
     """
 
@@ -31,6 +32,7 @@ class Intent:
     upload: Upload | None = None
     files: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
 
     def encode(self) -> bytes:
         """Return JSON."""
@@ -53,6 +55,7 @@ class Agreement:
         owners: For each path that several ranks brought, the rank that stores it; the others only prove theirs equal.
         metadata: The ranks' metadata together; a lower rank's word counts.
         refusal: What every rank must raise instead; then nothing is stored.
+        ends_background: Whether the refusal is how the commit in the background failed, and not about this report.
 
     """
 
@@ -62,6 +65,7 @@ class Agreement:
     owners: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     refusal: Refusal | None = None
+    ends_background: bool = False
 
     def encode(self) -> bytes:
         """Return JSON."""
@@ -84,6 +88,10 @@ def agree(intents: Sequence[Intent], attempt: int) -> Agreement:
 
     """
     step = intents[0].step
+    for intent in intents:
+        if intent.error is not None:
+            refused = CommitFailedError(f"rank {intent.rank} could not report, so no rank did: {intent.error}")
+            return Agreement(step, refusal=Refusal.of(refused))
     bringing = [intent for intent in intents if intent.upload is not None]
     if (mismatch := _mismatch(intents, bringing)) is not None:
         return Agreement(step, refusal=Refusal.of(ReportMismatchError(mismatch)))

@@ -86,7 +86,7 @@ class Outcome:
         kind: What the failure counts against; None unless it failed.
         error: The error that ended it, as text, with the rank's own traceback.
         errors: Each failed rank's error.
-        return_value: Rank 0's, where JSON can hold it.
+        return_value: Rank 0's, where JSON can hold it in 1 MiB.
 
     """
 
@@ -155,17 +155,23 @@ def record_resumed_from(store: CheckpointStore, attempt: Attempt, checkpoint: st
 
 
 def check_fence(store: CheckpointStore, attempt: int) -> None:
-    """Return only if `attempt` is still the newest; one listing that is empty as a rule.
+    """Return only if `attempt` is still the newest; one listing, with this attempt's claim alone as a rule.
 
     Raises:
-        FencedError: If a newer attempt owns the run.
+        FencedError: If a newer attempt owns the run, or the claim is gone.
 
     """
-    after = f"{store.layout.attempts}{attempt + 1:06d}"
-    for info in store.storage.list(store.layout.attempts, after=after):
+    after = f"{store.layout.attempts}{attempt:06d}"
+    numbers = {_number(info.key) for info in store.storage.list(store.layout.attempts, after=after)}
+    if max(numbers, default=attempt) > attempt:
         raise FencedError(
-            f"attempt {attempt} of run {store.run!r} was overtaken by attempt {_number(info.key)}: "
+            f"attempt {attempt} of run {store.run!r} was overtaken by attempt {max(numbers)}: "
             "this process no longer owns the run and must stop"
+        )
+    if not numbers:
+        raise FencedError(
+            f"the claim of attempt {attempt} on run {store.run!r} is gone from {store.storage.url}: somebody deleted or moved "
+            "the run while it was being trained, so this process must stop"
         )
 
 

@@ -26,7 +26,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = fspath(path).rstrip("/")
+        self.path = _named(path)
         self._store: CheckpointStore | None = None
         self._manifest: Manifest | None = None
         self._id: str | None = None
@@ -42,7 +42,7 @@ class Checkpoint:
     def from_directory(cls, path: str | PathLike[str]) -> "Checkpoint":
         """Return the local folder `path` as a checkpoint to report; nothing is read before the report."""
         checkpoint = cls.__new__(cls)
-        checkpoint.path = fspath(path)
+        checkpoint.path = _named(path)
         checkpoint._store = checkpoint._manifest = checkpoint._id = None
         return checkpoint
 
@@ -156,11 +156,23 @@ class Checkpoint:
         return str(target)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the user's metadata; empty where none was set."""
+        """Return the user's metadata; empty where none was set.
+
+        Raises:
+            ValueError: If somebody wrote something else into a plain folder's metadata file.
+
+        """
         if self._store is not None:
             return self._store.metadata(self.manifest)
         file = Path(self.path) / METADATA_FILE
-        metadata: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        if not file.exists():
+            return {}
+        try:
+            metadata = json.loads(file.read_text())
+        except ValueError as exc:
+            raise ValueError(f"{file} is not JSON ({exc}); write it with set_metadata()") from exc
+        if not isinstance(metadata, dict):
+            raise ValueError(f"{file} holds no JSON object; write it with set_metadata()")  # noqa: TRY004 - the file is wrong
         return metadata
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -199,6 +211,13 @@ class Checkpoint:
     def _download(self, target: Path) -> None:
         assert self._store is not None
         download(self._store, self._store.get(self.manifest.id), target)
+
+
+def _named(path: str | PathLike[str]) -> str:
+    named = fspath(path)
+    if not named:
+        raise ValueError("the path of a checkpoint is empty; '.' is the working folder")
+    return named.rstrip("/") or "/"
 
 
 def _split(path: str) -> tuple[str, str, str, str]:

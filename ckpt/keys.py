@@ -1,5 +1,20 @@
 """Which strings may be keys: what is read from a storage decides where files are written, so it is checked first."""
 
+import re
+import secrets
+
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")  # as narrow as can be: what it matches is no object
+
+
+def temporary_name() -> str:
+    """Return a name, free in any folder, for a file that is not whole yet."""
+    return f".tmp-{secrets.token_hex(8)}"
+
+
+def is_temporary(name: str) -> bool:
+    """Say whether `name` is one that `temporary_name` makes; no object may have it."""
+    return _TEMPORARY.fullmatch(name) is not None
+
 
 def check_key(key: str) -> str:
     """Return `key`, one or more names joined with "/" that stay below wherever they are joined to.

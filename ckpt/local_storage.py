@@ -2,8 +2,6 @@
 
 import errno
 import os
-import re
-import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +10,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .digest import copy_and_digest
-from .keys import check_key
+from .keys import check_key, is_temporary, temporary_name
 from .storage import ObjectInfo, Transfer
 
-_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")  # as narrow as can be: what it matches is no object
 _MANY_DELETES = 100  # more do not hit one put; where no folder can ever be made, as in /proc, it must end
 
 
@@ -98,7 +95,7 @@ class LocalStorage:
         """Remove the temporary files of killed writers, and the folders that this empties."""
         newest_s = time.time() - older_than_s
         for folder, _, names in os.walk(self._path(prefix.removesuffix("/"))):
-            for name in filter(_TEMPORARY.fullmatch, names):
+            for name in filter(is_temporary, names):
                 path = Path(folder, name)
                 with suppress(FileNotFoundError):  # its writer lives and has finished
                     if path.stat().st_mtime <= newest_s:
@@ -114,7 +111,7 @@ class LocalStorage:
 
     def _write(self, key: str, write: Callable[[BinaryIO], Transfer]) -> Transfer:
         target = self._path(key)
-        temporary = target.with_name(f".tmp-{secrets.token_hex(8)}")
+        temporary = target.with_name(temporary_name())
         try:
             with self._create(temporary) as file:
                 written = write(file)
@@ -177,7 +174,7 @@ def _walk(folder: Path, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         if name.endswith("/"):
             if after is None or key > after or after.startswith(key):
                 yield from _walk(Path(entry.path), key, after)
-        elif (after is None or key > after) and not _TEMPORARY.fullmatch(name) and entry.is_file(follow_symlinks=False):
+        elif (after is None or key > after) and not is_temporary(name) and entry.is_file(follow_symlinks=False):
             try:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # deleted since the scan

@@ -98,6 +98,11 @@ def _normalized(spec: StorageSpec) -> StorageSpec:
     scheme, rest = match["scheme"].lower(), match["rest"]
     if scheme == "file":
         return StorageSpec(_file_path(rest))
+    if scheme in ("http", "https"):
+        raise ValueError(
+            f"{scheme}:// cannot be written to: give an S3 server's address as the block's endpoint_url, or in "
+            "AWS_ENDPOINT_URL, and the storage as s3://bucket/folder"
+        )
     options = dict(spec.options)
     named = _PASSWORD.match(rest)
     if named or (scheme in _BUCKETS and "@" in rest.partition("/")[0]):

@@ -59,8 +59,7 @@ class RetentionPolicy:
                 raise ValueError(f"{name}={value}: give at least 1, or None")
         if self.keep_last is None or self.keep_last < 1:
             raise ValueError(f"keep_last={self.keep_last}: give at least 1")
-        if self.checkpoint_score_order not in ("max", "min"):
-            raise ValueError(f"checkpoint_score_order={self.checkpoint_score_order!r}: give 'max' or 'min'")
+        _check_order(self.checkpoint_score_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,19 @@ def score(metrics: Metrics, attribute: str, order: Order) -> tuple[int, float]:
     return (2, value if order == "max" else -value)  # as it is: float() would overflow, and round what is above 2**53
 
 
+def _check_order(order: str) -> None:
+    if order not in ("max", "min"):
+        raise ValueError(f"the order {order!r} is unknown: give 'max' or 'min'")
+
+
 def rank_best(manifests: Sequence[C], attribute: str | None, order: Order) -> list[C]:
-    """Return `manifests` best first; ties, and all of them without an attribute, go to the newer."""
+    """Return `manifests` best first; ties, and all of them without an attribute, go to the newer.
+
+    Raises:
+        ValueError: If `order` is neither "max" nor "min".
+
+    """
+    _check_order(order)
     newest_first = sorted(manifests, key=lambda manifest: manifest.id, reverse=True)
     if attribute is None:
         return newest_first

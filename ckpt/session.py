@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import SupportsIndex
 
 from .agreement import Agreement, Intent, Upload, agree
+from .checkpoint import Checkpoint
 from .commit import Brought, CommitJob, commit
 from .context import TrainContext
 from .errors import CheckpointError, PeerGoneError, ReportMismatchError
@@ -26,9 +27,6 @@ from .peers import Peers, RankEnd
 from .refusal import Refusal
 from .staging import scan_files, take_over
 from .store import CheckpointStore
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
 
 
 class RankSession:
@@ -47,7 +45,7 @@ class RankSession:
         context: TrainContext,
         store: CheckpointStore,
         key_value: KeyValue,
-        restored: "Checkpoint | None" = None,
+        restored: Checkpoint | None = None,
     ) -> None:
         self.context = context
         self.store = store
@@ -62,12 +60,13 @@ class RankSession:
         self._one_report = threading.Lock()
         self._background: ThreadPoolExecutor | None = None
         self._in_flight: Future[None] | None = None
+        self._parted: CheckpointError | None = None
         self._before_in_flight = (self._last_checkpoint_step, self._parent)
 
     def report(
         self,
         metrics: Mapping[str, object],
-        checkpoint: "Checkpoint | None" = None,
+        checkpoint: Checkpoint | None = None,
         *,
         step: SupportsIndex | None = None,
         progress: float | None = None,
@@ -75,12 +74,15 @@ class RankSession:
     ) -> None:
         """Report from this rank; see `reporting.report`."""
         with self._one_report, ExitStack() as cleanup:
-            cleaned = clean_metrics(metrics)
-            _check_progress(progress)
-            brought, upload = self._bring(checkpoint, upload, cleanup)
-            intent = Intent(
-                self.context.world_rank, self._choose_step(step, upload), upload, list(brought.files), brought.metadata
-            )
+            try:
+                cleaned = clean_metrics(metrics)
+                _check_progress(progress)
+                brought, upload = self._bring(checkpoint, upload, cleanup)
+                step = self._choose_step(step, upload)
+            except Exception as exc:
+                self._withdraw(exc)
+                raise
+            intent = Intent(self.context.world_rank, step, upload, list(brought.files), brought.metadata)
             if upload is not None:
                 self._wait_for_in_flight()
             agreement = self._agree(intent)
@@ -94,10 +96,11 @@ class RankSession:
         Raises:
             CheckpointError: The failure of a background commit that no report has raised yet.
             ReportMismatchError: If ranks reported a different number of times.
+            PeerGoneError: If another rank failed.
 
         """
         self._wait_for_in_flight()
-        failure = self._take_failure()
+        failure = self._take_failure() or self._parted
         if failure is not None:
             raise failure
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "returned"))
@@ -124,13 +127,13 @@ class RankSession:
             wait([self._in_flight], flush_s)
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "failed", detail))
 
-    def _bring(
-        self, checkpoint: "Checkpoint | None", upload: Upload | None, cleanup: ExitStack
-    ) -> tuple[Brought, Upload | None]:
+    def _bring(self, checkpoint: Checkpoint | None, upload: Upload | None, cleanup: ExitStack) -> tuple[Brought, Upload | None]:
         if upload not in (None, "sync", "async"):
             raise ValueError(f"upload={upload!r}: give 'sync' or 'async'")
         if checkpoint is None:
             return Brought(), None
+        if not isinstance(checkpoint, Checkpoint):
+            raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(folder)")  # noqa: TRY004 - as above
         directory = checkpoint.directory
         if directory is None:  # a committed checkpoint is never taken apart: what is moved or stored again is a copy
             directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="prefect-torch-")))
@@ -153,22 +156,40 @@ class RankSession:
             )
         return chosen
 
+    def _withdraw(self, error: Exception) -> None:
+        """Take part in the round without a report, or this rank's next one would be paired with this one of the others."""
+        intent = Intent(self.context.world_rank, self._last_step, error=f"{type(error).__name__}: {error}")
+        try:
+            agreement = self._agree(intent)
+        except CheckpointError:  # the ranks have parted, which `finish` raises; `error` comes first
+            return
+        if agreement.refusal is not None and agreement.ends_background:
+            raise agreement.refusal.error() from error
+
     def _agree(self, intent: Intent) -> Agreement:
+        """Return what rank 0 decides about this round; every rank goes through all rounds, whatever it reports."""
         topic, previous = f"report {self._rounds}", f"report {self._rounds - 1}"
         self._rounds += 1
-        intents = self._peers.exchange(topic, intent.encode())
-        if intents is None:
-            agreement = Agreement.decode(self._peers.decision(topic))
-        else:
-            agreement = agree([Intent.decode(data) for data in intents], self.context.attempt)
-            failure = self._take_failure()
-            if failure is not None:
-                agreement = replace(agreement, refusal=Refusal.of(failure))
-            self._peers.decide(topic, agreement.encode())
+        try:
+            agreement = self._decide(topic, intent)
+        except CheckpointError as exc:
+            self._parted = exc
+            raise
         self._peers.forget(previous)  # that everybody is in this round proves that the one before was read
-        if agreement.refusal is not None and self._in_flight is not None:
+        if agreement.ends_background:
             self._wait_for_in_flight()  # decided on rank 0, so it ends here within a moment
             self._take_failure()  # raised now, so not again later
+        return agreement
+
+    def _decide(self, topic: str, intent: Intent) -> Agreement:
+        intents = self._peers.exchange(topic, intent.encode())
+        if intents is None:
+            return Agreement.decode(self._peers.decision(topic))
+        agreement = agree([Intent.decode(data) for data in intents], self.context.attempt)
+        failure = self._take_failure()
+        if failure is not None:
+            agreement = replace(agreement, refusal=Refusal.of(failure), ends_background=True)
+        self._peers.decide(topic, agreement.encode())
         return agreement
 
     def _act(self, agreement: Agreement, brought: Brought, metrics: Metrics, progress: float | None) -> None:
@@ -229,7 +250,7 @@ class RankSession:
         return Refusal.of(failure).error()
 
 
-def _name_from(store: CheckpointStore, checkpoint: "Checkpoint") -> str | None:
+def _name_from(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
     """Return the checkpoint's id, or its path where that alone tells which run it belongs to."""
     own = checkpoint.store is not None and checkpoint.store.path == store.path
     return checkpoint.id if own else checkpoint.path

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from .keys import is_temporary
+
 METADATA_FILE = ".metadata.json"
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing end, a way through a file, links in a circle
 
@@ -50,6 +52,8 @@ def _storable(path: str) -> str:
         raise ValueError(f"the file name {path!r} is not valid text and cannot be stored") from exc
     if "\\" in path or any(ord(character) < ord(" ") for character in path):
         raise ValueError(f"the file name {path!r} holds a backslash or a control character and cannot be stored")
+    if any(is_temporary(name) for name in path.split("/")):
+        raise ValueError(f"the file name {path!r} is one that storages use for unfinished files; rename it")
     return path
 
 

@@ -121,7 +121,12 @@ class CheckpointStore:
             attribute: A metric's name, or an "a/b" path into nested metrics.
             order: Whether a high ("max") or a low ("min") value is good.
 
+        Raises:
+            ValueError: If `k` is less than 1, or `order` is neither.
+
         """
+        if k < 1:
+            raise ValueError(f"k={k}: give at least 1")
         return rank_best(self.list(), attribute, order)[:k]
 
     def checkpoint(self, manifest: Manifest) -> "Checkpoint":

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import CheckpointNotFoundError
-from .keys import check_key
+from .keys import check_key, temporary_name
 from .manifest import FileEntry, Manifest
 from .verification import check_entry
 
@@ -28,7 +28,7 @@ def download(store: "CheckpointStore", manifest: Manifest, target: Path) -> None
     def fetch(entry: FileEntry) -> None:
         path = target / check_key(entry.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
+        partial = path.with_name(temporary_name())
         try:
             moved = store.storage.get_file(store.layout.data(manifest.id, entry.path), partial)
         except FileNotFoundError as exc:

@@ -33,7 +33,7 @@ class Result:
         errors: Each failed rank's error, by rank.
         completed: Whether the newest attempt ran to its end.
         resumed_from: The path or URL of the checkpoint that the newest attempt began from, or None.
-        return_value: What rank 0's function returned; from storage, only where JSON can hold it.
+        return_value: What rank 0's function returned; from storage, only where JSON can hold it in 1 MiB.
 
     """
 

@@ -81,15 +81,15 @@ def train(
 
     """
     tie_embedded_server()
-    job = _job(train_fn, config, scaling or ScalingConfig(), run or RunConfig(), checkpoint or CheckpointConfig(),
-               failure or FailureConfig(), resume_from)  # fmt: skip
+    failure = failure or FailureConfig()
+    job = _job(train_fn, config, scaling or ScalingConfig(), run or RunConfig(), checkpoint or CheckpointConfig(), failure,
+               resume_from)  # fmt: skip
     flow_run_id = flow_run.id
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
         error = state.result(raise_on_failure=False)
         return isinstance(error, Exception) and may_restart(job.open_store(), job, flow_run_id, failure_kind(error))
 
-    failure = failure or FailureConfig()
     led = train_workers.with_options(
         retries=max_retries(job),
         retry_delay_seconds=failure.retry_delay_s,

@@ -9,6 +9,7 @@ from prefect_torch.ckpt.layout import check_run_name
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Budget = Annotated[int, Field(ge=-1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Config(BaseModel):
@@ -80,13 +81,16 @@ class FailureConfig(_Config):
 
     max_failures: Budget = Field(default=0, description="Restarts after an exception of the training function.")
     max_infrastructure_failures: Budget = Field(default=3, description="Restarts after a lost process, storage or network.")
-    retry_delay_s: list[float] = Field(
+    retry_delay_s: list[Seconds] = Field(
         default=[],
+        max_length=50,  # Prefect's own bound
         description="Seconds before each restart, the last repeated; at once when empty.",
     )
-    retry_jitter_factor: float | None = Field(default=None, ge=0, description="By which share the delays vary at random.")
-    grace_s: float = Field(
-        default=20.0, ge=0, description="Seconds that ranks have for a last checkpoint when the flow run is ended."
+    retry_jitter_factor: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="By which share the delays vary at random."
+    )
+    grace_s: Seconds = Field(
+        default=20.0, description="Seconds that ranks have for a last checkpoint when the flow run is ended."
     )
 
     @field_validator("retry_delay_s", mode="before")

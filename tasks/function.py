@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 import cloudpickle
 
 TrainFunction: TypeAlias = Callable[..., Any]
+_LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _REFERENCE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 
 
@@ -49,7 +51,7 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) 
 
     Raises:
         ValueError: If there is no such module, file or function.
-        TypeError: If the function or its configuration cannot travel.
+        TypeError: If the function or its configuration cannot travel, or ranks cannot call it.
 
     """
     reference = None
@@ -57,7 +59,7 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) 
     if isinstance(function, str):
         reference = _check_reference(function)
     elif callable(function):
-        value = function
+        value = check_signature(function)
     else:
         raise TypeError(f"train_fn must be a function or 'module:function', not {type(function).__name__}")
     name = reference or str(getattr(function, "__qualname__", function))
@@ -75,6 +77,7 @@ def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, An
 
     Raises:
         ValueError: If the module has no such function.
+        TypeError: If it is none that a rank can call.
 
     """
     value, config = pickle.loads(packed.payload)  # noqa: S301 - from the process that started this one
@@ -85,7 +88,41 @@ def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, An
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"train_fn {packed.reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - as for any other
-    return function, config
+    return check_signature(function), config
+
+
+def takes_config(function: TrainFunction) -> bool:
+    """Say whether `function` is called with its configuration, or without any argument."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one in C, which tells nothing
+        return True
+    return _can_bind(signature, {})
+
+
+def check_signature(function: TrainFunction) -> TrainFunction:
+    """Return `function` if calling it with one argument, or with none, runs it to its end.
+
+    Raises:
+        TypeError: If it is a class, a coroutine or a generator function, or needs more arguments.
+
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    if inspect.isclass(function):
+        raise TypeError(f"train_fn {name} is a class: give a function")
+    if any(is_lazy(function) or is_lazy(function.__call__) for is_lazy in _LAZY):  # type: ignore[operator]  # any callable has it
+        raise TypeError(f"train_fn {name} is async or a generator, so calling it would run nothing: give a plain function")
+    if not takes_config(function) and not _can_bind(inspect.signature(function)):
+        raise TypeError(f"train_fn {name}{inspect.signature(function)} must take one argument, the config, or none")
+    return function
+
+
+def _can_bind(signature: inspect.Signature, *arguments: object) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _check_reference(reference: str) -> str:
@@ -188,5 +225,6 @@ def _load_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # pickling what the file defines needs it
+    cloudpickle.register_pickle_by_value(module)  # what the function returns or raises is rebuilt elsewhere
     spec.loader.exec_module(module)
     return module

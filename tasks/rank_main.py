@@ -6,11 +6,12 @@ Imports torch, never prefect.
 """
 
 import faulthandler
-import inspect
 import os
 import pickle
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
@@ -26,7 +27,7 @@ from prefect_torch.ckpt.reporting import start_session
 from prefect_torch.ckpt.session import RankSession
 
 from .errors import RankFailureKind
-from .function import TrainFunction, unpack_function
+from .function import TrainFunction, takes_config, unpack_function
 from .rank_result import RankResult
 from .rank_spec import RankSpec
 from .rendezvous import ENDS_SOON_KEY, TcpKeyValue, connect
@@ -60,7 +61,11 @@ def _run(spec: RankSpec) -> RankResult:
     try:
         key_value = connect(spec.rendezvous)
         session = _session(spec, key_value)
-        _join_process_group(spec, key_value)
+        try:
+            backend = _check_backend(spec)
+        except ValueError as exc:
+            return _failure(exc, "final")
+        _join_process_group(spec, backend, key_value)
         result = _train(function, config, session, spec)
         if result.kind is None:  # a group whose peer is gone may wait for it for ever
             _leave_process_group()
@@ -100,8 +105,18 @@ def _session(spec: RankSpec, key_value: TcpKeyValue) -> RankSession:
     return RankSession(context, store, key_value, restored)
 
 
-def _join_process_group(spec: RankSpec, key_value: TcpKeyValue) -> None:
-    import torch  # noqa: PLC0415 - after the environment is set
+def _check_backend(spec: RankSpec) -> str:
+    import torch.distributed as dist  # noqa: PLC0415 - after the environment is set
+
+    backend = spec.backend or ("nccl" if spec.use_gpu else "gloo")
+    for name in (part.rpartition(":")[2] for part in backend.split(",")):  # "gloo", or "cpu:gloo,cuda:nccl"
+        if not dist.is_backend_available(name):
+            raise ValueError(f"backend={spec.backend!r}: torch here has no backend {name!r}; leave it empty for the usual one")
+    return backend
+
+
+def _join_process_group(spec: RankSpec, backend: str, key_value: TcpKeyValue) -> None:
+    import torch  # noqa: PLC0415 - as above
     import torch.distributed as dist  # noqa: PLC0415
 
     device = None
@@ -109,7 +124,7 @@ def _join_process_group(spec: RankSpec, key_value: TcpKeyValue) -> None:
         device = torch.device("cuda", spec.local_rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
-        spec.backend or ("nccl" if spec.use_gpu else "gloo"),
+        backend,
         store=key_value.store,
         rank=spec.rank,
         world_size=spec.world_size,
@@ -127,7 +142,8 @@ def _leave_process_group() -> None:
 def _train(function: TrainFunction, config: dict[str, Any] | None, session: RankSession, spec: RankSpec) -> RankResult:
     start_session(session)
     try:
-        value = _call(function, config)
+        with _this_process_only():
+            value = _call(function, config)
         session.finish()
     except SystemExit as exc:
         if exc.code not in (None, 0):
@@ -135,7 +151,7 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
             return _failure(exc, "user")
         value = None
         session.finish()
-    except Exception as exc:  # noqa: BLE001 - the user's, sent to where it is raised again
+    except BaseException as exc:  # noqa: BLE001 - the user's, sent to where it is raised again
         kind = _classify(exc)
         session.fail(_one_line(exc), spec.flush_s)
         return _failure(exc, kind)
@@ -145,12 +161,29 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
 
 
 def _call(function: TrainFunction, config: dict[str, Any] | None) -> Any:
-    takes_config = bool(inspect.signature(function).parameters)
-    if takes_config:
+    if takes_config(function):
         return function({} if config is None else config)
     if config:
         raise TypeError(f"config is given but {function.__name__}() takes no argument")
     return function()
+
+
+@contextmanager
+def _this_process_only() -> Iterator[None]:
+    """End a process that the body forked and that leaves the body, too: there is one session, and it is its parent's."""
+    pid = os.getpid()
+    returncode = 1
+    try:
+        yield
+        returncode = 0
+    except Exception:
+        if os.getpid() != pid:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != pid:
+            sys.stdout.flush()
+            os._exit(returncode)
 
 
 def _classify(exc: BaseException) -> RankFailureKind:
@@ -169,17 +202,23 @@ def _classify(exc: BaseException) -> RankFailureKind:
 
 
 def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
-    text = "".join(traceback.format_exception(exc))
+    text = _printable("".join(traceback.format_exception(exc)))
     try:
         pickled = cloudpickle.dumps(exc)
         pickle.loads(pickled)  # noqa: S301 - many exceptions pickle and then cannot be rebuilt
+        str(exc).encode()  # Prefect cannot store a state whose text holds a lone surrogate
     except Exception:  # noqa: BLE001 - the text travels in any case
         pickled = None
     return RankResult(kind=kind, error=_one_line(exc), traceback=text, exception=pickled)
 
 
 def _one_line(exc: BaseException) -> str:
-    return traceback.format_exception_only(exc)[-1].strip()
+    return _printable(traceback.format_exception_only(exc)[-1].strip())
+
+
+def _printable(text: str) -> str:
+    """Return `text` with lone surrogates, which no log and no JSON column takes, spelled out."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _dump_value(value: Any) -> bytes | None:

@@ -51,7 +51,15 @@ def train_rank(spec: RankSpec) -> Any:
         # The rank may have told it already; where its process died, nobody has.
         announce_end(key_value, RankEnd(spec.rank, None, "died", result.error))
         return _failed(spec, result)
-    return None if result.return_value is None else pickle.loads(result.return_value)  # noqa: S301 - from our own process
+    return None if result.return_value is None else _load_value(result.return_value)
+
+
+def _load_value(pickled: bytes) -> Any:
+    try:
+        return pickle.loads(pickled)  # noqa: S301 - from our own process
+    except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
+        get_run_logger().warning("the return value is dropped, since it cannot be rebuilt here: %r", exc)
+        return None
 
 
 def _supervise(process: RankProcess, key_value: KeyValue) -> str | None:

@@ -10,7 +10,7 @@ from prefect.runtime import flow_run
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.attempts import Outcome, write_outcome
-from prefect_torch.ckpt.metrics import to_json
+from prefect_torch.ckpt.metrics import from_json, to_json
 
 from .attempt import choose_start, claim
 from .checkpoint_ref import CheckpointRef
@@ -23,6 +23,7 @@ from .rendezvous import Address, Rendezvous
 from .restarts import failure_kind
 
 _FLUSH_S = 30.0
+_MAX_RETURN_BYTES = 1 << 20
 
 
 @task(name="train_workers", task_run_name="train-{job.run}", cache_policy=NO_CACHE, persist_result=False)
@@ -120,9 +121,9 @@ def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvo
 
 
 def _as_json(value: Any) -> Any:
-    """Return `value` where JSON can hold it, else None: the outcome tells more, it does not carry models."""
+    """Return `value` as JSON gives it back, None where it does not fit: an outcome tells a result, it carries no models."""
     try:
-        json.dumps(to_json(value))
-    except (TypeError, ValueError):
+        encoded = json.dumps(to_json(value))
+    except (TypeError, ValueError, RecursionError):
         return None
-    return value
+    return from_json(json.loads(encoded)) if len(encoded) <= _MAX_RETURN_BYTES else None

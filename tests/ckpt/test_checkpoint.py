@@ -191,3 +191,14 @@ def test_a_manifest_that_leads_elsewhere_writes_nothing_there(remote, tmp_path):
     with pytest.raises(ValueError, match="storage key"):
         remote.checkpoint(evil).to_directory(tmp_path / "a/b")
     assert not list(tmp_path.rglob("evil"))
+
+
+@pytest.mark.parametrize("make", [Checkpoint, Checkpoint.from_directory])
+def test_an_empty_path_is_not_the_working_folder(make):
+    with pytest.raises(ValueError, match="the path of a checkpoint is empty"):
+        make("")
+
+
+def test_a_file_named_like_a_download_in_progress_is_downloaded_too(remote, tmp_path, cache):
+    files = {"model.pt": b"m" * 1000, "model.pt.partial": b"p", ".partial": b"q"}
+    assert read_files(commit(remote, tmp_path, **files)) == files

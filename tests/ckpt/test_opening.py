@@ -43,6 +43,8 @@ def test_a_file_url_loses_nothing_of_its_path(url, path):
         (Path("s3://bucket/x"), "lost a slash"),
         ("s3://bucket/x?versionId=1", "write %3F"),
         ("s3://bucket/x#y", "write %3F or %23"),
+        ("http://127.0.0.1:9000/bucket", "endpoint_url"),
+        ("https://s3.example.com/bucket/x", "endpoint_url"),
     ],
 )
 def test_a_url_that_would_lead_elsewhere_is_refused(url, hint):

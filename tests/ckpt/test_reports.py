@@ -1,7 +1,9 @@
 """What a report promises, with ranks as threads."""
 
+import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from prefect_torch.ckpt import (
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.errors import FencedError
 from prefect_torch.ckpt.events import CommitEvent
+from prefect_torch.ckpt.local_storage import LocalStorage
 from ranks import Attempt, folder, read_files
 
 
@@ -316,3 +319,101 @@ def test_exchanges_leave_nothing_behind(store):
 def test_outside_of_a_training_it_says_where_it_may_be_called(name, call):
     with pytest.raises(RuntimeError, match=rf"{name}\(\) may be called only inside"):
         call()
+
+
+def bad_arguments(tmp_path):
+    return {
+        "a metric": lambda: {"metrics": {"history": [1]}},
+        "a step": lambda: {"metrics": {}, "step": "x"},
+        "a checkpoint's step": lambda: {"metrics": {}, "step": 0, "checkpoint": folder(tmp_path / "again", model="x")},
+        "progress": lambda: {"metrics": {}, "progress": 2},
+        "a folder": lambda: {"metrics": {}, "checkpoint": Checkpoint.from_directory(tmp_path / "missing")},
+        "no checkpoint": lambda: {"metrics": {}, "checkpoint": "/tmp"},
+    }
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("what", list(bad_arguments(Path())))
+def test_a_report_that_one_rank_got_wrong_is_none_on_every_rank_and_the_next_ones_still_pair(
+    store, tmp_path, what, wrong, upload
+):
+    make_bad = bad_arguments(tmp_path)[what]
+
+    def bring(rank, epoch):
+        return folder(tmp_path / str(rank), **{f"m{rank}": str(epoch)})
+
+    def train(session, rank):
+        session.report({"epoch": 0}, bring(rank, 0), upload=upload)
+        for epoch in range(1, 4):
+            if epoch == 2 and rank == wrong:
+                with pytest.raises((ValueError, FileNotFoundError)):
+                    session.report(**make_bad())
+            elif epoch == 2:
+                with pytest.raises(CommitFailedError, match=f"rank {wrong} could not report, so no rank did"):
+                    session.report({"epoch": epoch}, bring(rank, epoch))
+            else:
+                session.report({"epoch": epoch}, bring(rank, epoch), upload=upload)
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [manifest.metrics["epoch"] for manifest in store.list()] == [0, 1, 3]
+    for manifest in store.list():
+        stored = read_files(store.checkpoint(manifest))
+        assert stored == {f"m{rank}": str(manifest.metrics["epoch"]).encode() for rank in range(2)}
+
+
+def test_a_background_failure_is_told_though_the_report_that_learns_of_it_is_wrong_itself(store, tmp_path):
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")  # different files of one name
+        session._wait_for_in_flight()
+        with pytest.raises(ReportMismatchError, match="rank 0 and rank 1 both reported a file 'm'"):
+            session.report({"bad": []})
+
+    assert Attempt(store, 2).run(train) == [None, None]
+
+
+def test_a_mismatch_does_not_hide_how_the_commit_in_the_background_ends(store, tmp_path, monkeypatch):
+    put_file, told = LocalStorage.put_file, threading.Event()
+
+    def wait_until_told(self, key, path):
+        assert told.wait(30)
+        return put_file(self, key, path)
+
+    monkeypatch.setattr(LocalStorage, "put_file", wait_until_told)
+
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")  # different files of one name
+        with pytest.raises(ReportMismatchError, match="reported step 1"):
+            session.report({}, step=rank)
+        told.set()
+
+    errors = Attempt(store, 2).run(train)
+    assert ["both reported a file 'm'" in str(error) for error in errors] == [True, True]
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_ranks_that_part_fail_at_the_end_though_the_error_was_swallowed(store, early):
+    def train(session, rank):
+        session.report({})
+        if rank != early:
+            with pytest.raises(ReportMismatchError):
+                session.report({})
+
+    errors = Attempt(store, 2).run(train)
+    assert isinstance(errors[1 - early], ReportMismatchError)
+    assert f"rank {early} returned after 1 reports" in str(errors[1 - early])
+
+
+def test_a_run_that_was_deleted_under_the_training_is_noticed_at_the_next_report(store, tmp_path):
+    attempt = Attempt(store)
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
+        attempt.session().report({}, folder(tmp_path / "c", model="x"))
+    assert store.list() == []
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3"])
+def test_metadata_that_is_none_is_named(store, tmp_path, content):
+    checkpoint = folder(tmp_path / "c", **{".metadata.json": content})
+    with pytest.raises(ValueError, match=r"c/\.metadata\.json .*set_metadata"):
+        Attempt(store).session().report({}, checkpoint)

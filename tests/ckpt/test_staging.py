@@ -169,3 +169,10 @@ def test_across_filesystems_what_is_taken_over_is_copied_and_removed(tmp_path, m
     assert len(refused) == 1
     assert (taken / "x").read_bytes() == b"1"
     assert not (tmp_path / "mine/x").exists()
+
+
+def test_a_name_that_storages_use_for_unfinished_files_is_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/.tmp-0123456789abcdef").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"a/\.tmp-0123456789abcdef.*rename it"):
+        scan_files(tmp_path)

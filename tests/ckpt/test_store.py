@@ -209,3 +209,9 @@ def test_history_comes_back_in_order_with_what_only_a_manifest_remembers(store, 
     assert [record.step for record in history] == list(range(2500))
     assert history[0].checkpoint == manifest.id
     assert len(list(store.storage.list(store.layout.metrics))) == 3
+
+
+@pytest.mark.parametrize("wrong", [{"k": 0}, {"k": -1}, {"order": "up"}, {"order": "MAX", "attribute": "loss"}])
+def test_the_best_of_nothing_sensible_is_refused(tmp_path, wrong):
+    with pytest.raises(ValueError, match="give"):
+        CheckpointStore.open(tmp_path, "run").best(**wrong)

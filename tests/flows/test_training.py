@@ -305,6 +305,10 @@ def test_a_configuration_for_a_function_without_arguments_is_refused_once(run):
         lambda: RunConfig(name="a/b"),
         lambda: RunConfig(resume="maybe"),
         lambda: FailureConfig(max_failures=-2),
+        lambda: FailureConfig(retry_delay_s=-1),
+        lambda: FailureConfig(retry_delay_s=float("nan")),
+        lambda: FailureConfig(retry_delay_s=[1] * 51),
+        lambda: FailureConfig(grace_s=float("inf")),
         lambda: ScalingConfig(workers=2),
     ],
 )
@@ -377,3 +381,45 @@ def test_a_storage_that_cannot_be_written_is_told_before_any_rank_starts(tmp_pat
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="Not a directory"):
         train("trainings:train_epochs", epochs(1), run=RunConfig(name="run", storage=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize("how", ["fork", "huge", "endless", "unloadable"])
+def test_a_finished_training_completes_whatever_it_returns(run, how):
+    result = train("trainings:end_oddly", {"how": how}, run=run)
+    assert result.completed
+    assert (result.return_value == how) is (how == "fork")
+    stored = Result.from_storage(run.storage, "run")
+    assert stored.return_value == ("fork" if how == "fork" else None)
+    assert sum(path.stat().st_size for path in Path(run.storage).rglob("*.json")) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("surrogate", r"ValueError: a lone \\ud800 surrogate"), ("base exception", "Interrupted")]
+)
+def test_an_odd_exception_is_the_users_and_told_with_its_traceback(run, how, message):
+    with pytest.raises(RankFailedError, match=message):
+        train("trainings:end_oddly", {"how": how}, run=run)
+    told = Result.from_storage(run.storage, "run")
+    assert told.attempts == 1
+    assert "in end_oddly" in str(told.error)
+
+
+def test_a_function_that_would_not_run_is_told_once(run):
+    with pytest.raises(TypeError, match="never_awaited is async"):
+        train("trainings:never_awaited", run=run, failure=FailureConfig(max_failures=3))
+    assert Result.from_storage(run.storage, "run").attempts == 1
+
+
+def test_a_backend_that_torch_does_not_know_is_told_once(run):
+    with pytest.raises(ValueError, match="nope"):
+        train("trainings:train_epochs", epochs(1), ScalingConfig(backend="nope"), run)
+    assert Result.from_storage(run.storage, "run").attempts == 1
+
+
+def test_a_report_that_one_rank_got_wrong_is_its_failure_not_its_peers(run):
+    def wrong_on_rank_1():
+        report({"loss": 1 if get_context().world_rank == 0 else [1]})
+
+    with pytest.raises(ValueError, match="metric 'loss' is a list"):
+        train(wrong_on_rank_1, None, TWO, run)
+    assert Result.from_storage(run.storage, "run").attempts == 1

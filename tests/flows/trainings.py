@@ -89,3 +89,41 @@ def checkpoint_when_told(config: dict) -> None:
     while not get_context().should_checkpoint():
         time.sleep(0.05)
     report_epoch(41)
+
+
+class Interrupted(BaseException):
+    """What no `except Exception` catches."""
+
+
+def end_oddly(config: dict) -> object:
+    """Report once, and then end in a way that a supervisor might stumble over."""
+    report({"done": True})
+    how = config["how"]
+    if how == "surrogate":
+        raise ValueError("a lone \ud800 surrogate")
+    if how == "base exception":
+        raise Interrupted("from the training")
+    if how == "fork" and os.fork() == 0:
+        return "the child's"
+    if how == "huge":
+        return ["x" * 1000] * 2000
+    if how == "endless":
+        endless: list = []
+        endless.append(endless)
+        return endless
+    if how == "unloadable":
+        return Unloadable()
+    return how
+
+
+class Unloadable:
+    def __reduce__(self) -> tuple:
+        return (Unloadable._refuse, ())
+
+    @staticmethod
+    def _refuse() -> None:
+        raise RuntimeError("cannot be rebuilt")
+
+
+async def never_awaited(config: dict) -> None:
+    raise AssertionError("nobody awaits it")

@@ -1,3 +1,4 @@
+import functools
 import os
 import subprocess
 import sys
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from prefect_torch.tasks.function import pack_function, unpack_function
+from prefect_torch.tasks.function import check_signature, pack_function, takes_config, unpack_function
 
 
 def in_a_new_interpreter(packed) -> str:
@@ -98,3 +99,56 @@ def test_a_function_that_a_new_interpreter_can_import_travels_by_name():
 def test_what_cannot_travel_is_a_type_error(what):
     with pytest.raises(TypeError, match="cannot travel to the ranks"):
         pack_function(helper, {"what": what} if not callable(what) else {"what": threading.Lock()})
+
+
+async def coroutine(config): ...
+def generator(config): yield  # fmt: skip
+
+
+async def async_generator(config): yield  # fmt: skip
+
+
+def needs_two(config, other): ...
+def needs_a_keyword(*, config): ...
+
+
+class Trainer: ...  # fmt: skip
+
+
+class Callable:
+    async def __call__(self, config): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (coroutine, "coroutine is async or a generator"),
+        (generator, "generator is async or a generator"),
+        (async_generator, "async_generator is async or a generator"),
+        (functools.partial(coroutine, None), "async or a generator"),
+        (Callable(), "async or a generator"),
+        (needs_two, r"needs_two\(config, other\) must take one argument"),
+        (needs_a_keyword, "must take one argument"),
+        (Trainer, "Trainer is a class"),
+    ],
+)
+def test_what_a_rank_could_not_run_to_its_end_is_refused(function, message):
+    with pytest.raises(TypeError, match=message):
+        pack_function(function, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_given_it"),
+    [
+        (lambda: 0, False),
+        (lambda config: 0, True),
+        (lambda *args: 0, True),
+        (lambda config=None: 0, True),
+        (lambda *, verbose=False: 0, False),
+        (lambda **options: 0, False),
+        (functools.partial(needs_two, other=1), True),
+        (print, True),
+    ],
+)
+def test_a_function_gets_its_configuration_if_it_can_take_it(function, is_given_it):
+    assert takes_config(check_signature(function)) is is_given_it
