@@ -1,9 +1,10 @@
 """The commit of one checkpoint: every rank stores its files, then rank 0 writes the manifest, last."""
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ from typing import Any
 from .agreement import Agreement, merge_files
 from .attempts import check_fence
 from .digest import digest_file
-from .errors import CommitFailedError
+from .errors import CheckpointError, CommitFailedError, StorageFullError
 from .manifest import FileEntry, Manifest, attempt_of
 from .metrics import Metrics
 from .peers import Peers
+from .pruning import collect_garbage
 from .refusal import Refusal
 from .store import CheckpointStore
 
 _PARALLEL_FILES = 8
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class CommitJob:
         brought: This rank's files.
         metrics: Rank 0's metrics.
         parent: What this checkpoint continues.
+        stored: What this rank has stored of it, by path.
 
     """
 
@@ -57,6 +61,7 @@ class CommitJob:
     brought: Brought
     metrics: Metrics
     parent: str | None
+    stored: dict[str, FileEntry] = field(default_factory=dict)
 
     @property
     def checkpoint_id(self) -> str:
@@ -69,14 +74,47 @@ def commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifest | N
     """Store this rank's files and return once the manifest of all ranks is durable; rank 0 returns it.
 
     Costs a put per file and one for the manifest, one listing for the fence, and two exchanges between the ranks. Whatever
-    goes wrong on any rank is raised on all of them, and then there is no checkpoint.
+    goes wrong on any rank is raised on all of them, and then there is no checkpoint. A storage that is full is rid of garbage
+    and tried once more.
 
     Raises:
         CommitFailedError: If a rank could not store its part, or is gone.
+        StorageFullError: If there is no space.
         FencedError: If a newer attempt owns the run.
         ReportMismatchError: If ranks brought different bytes under one name.
 
     """
+    try:
+        return _try_commit(store, peers, job)
+    except StorageFullError as exc:  # all ranks are here, or none is
+        room = f"{job.topic}/room"
+        if peers.rank == 0:
+            _logger.warning("%s; removing garbage and trying once more", exc)
+            _remove("garbage", lambda: collect_garbage(store))
+            peers.decide(room, b"")
+        else:
+            peers.decision(room)
+    try:
+        return _try_commit(store, peers, replace(job, topic=f"{job.topic}/again"))
+    except StorageFullError:
+        if peers.rank == 0:  # else its parts would fill what the next report needs
+            _remove("what was stored of it", lambda: _discard(store, job.checkpoint_id))
+        raise
+
+
+def _remove(what: str, remove: Callable[[], object]) -> None:
+    try:
+        remove()
+    except (CheckpointError, OSError) as exc:
+        _logger.warning("%s could not be removed, so the storage stays as full as it is: %s", what, exc)
+
+
+def _discard(store: CheckpointStore, checkpoint_id: str) -> None:
+    store.storage.delete([store.layout.manifest(checkpoint_id)])
+    store.storage.delete([info.key for info in store.storage.list(store.layout.data(checkpoint_id))])
+
+
+def _try_commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifest | None:
     parts = peers.exchange(f"{job.topic}/files", _encode_part(lambda: store_files(store, job, peers.rank)))
     decided = f"{job.topic}/commit"
     if parts is None:
@@ -96,7 +134,7 @@ def commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifest | N
 
 
 def store_files(store: CheckpointStore, job: CommitJob, rank: int) -> list[FileEntry]:
-    """Store the files that are this rank's to store, several at a time, and digest the others."""
+    """Store the files that are this rank's to store and are not yet, several at a time, and digest the others."""
     directory, files = job.brought.directory, job.brought.files
     if job.brought.problem is not None:
         raise job.brought.problem
@@ -104,11 +142,14 @@ def store_files(store: CheckpointStore, job: CommitJob, rank: int) -> list[FileE
         return []
 
     def store_file(path: str) -> FileEntry:
+        if path in job.stored:
+            return job.stored[path]
         if job.agreement.owners.get(path, rank) == rank:
             moved = store.storage.put_file(store.layout.data(job.checkpoint_id, path), directory / path)
         else:
             moved = digest_file(directory / path)
-        return FileEntry(path, moved.bytes, moved.digest, rank)
+        job.stored[path] = FileEntry(path, moved.bytes, moved.digest, rank)
+        return job.stored[path]
 
     if len(files) == 1:
         return [store_file(files[0])]
@@ -145,7 +186,8 @@ def _encode_part(work: Callable[[], list[FileEntry]]) -> bytes:
 def _decode_part(rank: int, data: bytes) -> list[FileEntry]:
     part = json.loads(data)
     if "refusal" in part:
-        raise CommitFailedError(
+        kind = StorageFullError if part["refusal"]["kind"] == StorageFullError.__name__ else CommitFailedError
+        raise kind(
             f"rank {rank} could not store its part: {part['refusal']['message']}; the previous checkpoint is still the latest"
         )
     return [FileEntry(**entry) for entry in part["files"]]

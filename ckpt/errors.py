@@ -5,6 +5,7 @@ CheckpointError
 +- CheckpointCorruptError                        use an older one
 +- CommitFailedError                             the previous one is still the latest; retry the attempt
 |  +- PeerGoneError                              another rank failed first; its own error says why
+|  +- StorageFullError                           free space, then report again
 +- FencedError                                   a newer attempt owns the run; stop
 +- ReportMismatchError (ValueError)              ranks disagree; fix the training code; final
 +- StorageError                                  transient and the retries are used up; retry later
@@ -32,6 +33,10 @@ class CommitFailedError(CheckpointError):
 
 class PeerGoneError(CommitFailedError):
     """Another rank failed or died, so nothing that needs all ranks can complete: look at that rank's error."""
+
+
+class StorageFullError(CommitFailedError):
+    """The storage has no space left for a checkpoint: free some; the checkpoints before are still good."""
 
 
 class FencedError(CheckpointError):

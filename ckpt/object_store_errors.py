@@ -1,5 +1,7 @@
 """What object_store's errors mean, without the secrets that its texts may hold."""
 
+import errno
+import os
 import re
 
 import obstore.exceptions
@@ -36,6 +38,8 @@ def _translate_status(error: Exception, where: str, reason: str) -> Exception:
     refused = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
     if isinstance(error, refused) or code in (401, 403):
         return PermissionError(f"access to {where} is refused: check the credentials and their policy ({reason})")
+    if code == 507 or "StorageFull" in str(error):  # noqa: PLR2004 - "Insufficient Storage", and what MinIO says
+        return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {reason}", where)
     if (300 <= code < 500 and code not in _PASSING) or code == 501:  # noqa: PLR2004 - HTTP's classes of status codes
         return OSError(f"{where}: {reason}")
     return StorageError(f"{where}: {reason}")

@@ -1,9 +1,12 @@
 """An error that one rank found and every rank must raise, in a form that travels as JSON."""
 
+import errno
 from dataclasses import dataclass
 
 from . import errors
-from .errors import CheckpointError, CommitFailedError, FencedError, ReportMismatchError
+from .errors import CheckpointError, CommitFailedError, FencedError, ReportMismatchError, StorageFullError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class Refusal:
         """Return what other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
         if isinstance(error, (CommitFailedError, FencedError, ReportMismatchError)):
             return cls(type(error).__name__, str(error))
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return cls(StorageFullError.__name__, str(error))
         return cls(CommitFailedError.__name__, f"{type(error).__name__}: {error}")
 
     def error(self) -> CheckpointError:

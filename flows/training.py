@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt import Checkpoint, StorageSpec
@@ -21,6 +22,7 @@ from prefect_torch.tasks import (
     ScalingConfig,
     train_workers,
 )
+from prefect_torch.tasks.api_outage import outlast_api_outages
 from prefect_torch.tasks.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.function import pack_function
@@ -29,6 +31,7 @@ from prefect_torch.tasks.restarts import failure_kind, max_retries, may_restart
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
+from .ending import note_ending, tell_ending
 from .result import Result
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
@@ -38,7 +41,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 
 
-@flow(name="train", task_runner=_ONE_THREAD_PER_RANK, persist_result=False)
+@flow(name="train", task_runner=_ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[tell_ending])
 def train(
     train_fn: Annotated[
         str | SkipJsonSchema[Callable[..., Any]],
@@ -96,7 +99,12 @@ def train(
         retry_jitter_factor=failure.retry_jitter_factor or 0.0,
         retry_condition_fn=is_worth_another_attempt,
     )
-    return_value = led(job)
+    try:
+        with outlast_api_outages():
+            return_value = led(job)
+    except (TerminationSignal, KeyboardInterrupt):
+        note_ending(job, flow_run_id)
+        raise
     return replace(Result.from_storage(job.storage, job.run), return_value=return_value)
 
 
@@ -126,7 +134,9 @@ def _job(
         seed=None if resume_from is None else _seed(resume_from, storage),
         max_failures=failure.max_failures,
         max_infrastructure_failures=failure.max_infrastructure_failures,
+        max_preemptions=failure.max_preemptions,
         grace_s=failure.grace_s,
+        hang_timeout_s=failure.hang_timeout_s,
     )
 
 

@@ -18,7 +18,9 @@ from prefect_torch.ckpt.attempts import (
 from prefect_torch.ckpt.resume import choose_checkpoint
 
 from .checkpoint_ref import CheckpointRef
+from .errors import PreemptedTooOftenError
 from .job import TrainJob
+from .restarts import UNLIMITED, count_failures
 
 
 def claim(store: CheckpointStore, job: TrainJob, flow_run_id: str | None) -> Attempt:
@@ -26,11 +28,14 @@ def claim(store: CheckpointStore, job: TrainJob, flow_run_id: str | None) -> Att
 
     Raises:
         RunBusyError: If another living flow run leads this run, unless the job takes it over.
+        PreemptedTooOftenError: If the flow run was ended from outside more often than the job allows.
 
     """
     previous = newest_attempt(store)
     if previous is not None and not job.takeover:
         _refuse_if_alive(store, previous, flow_run_id)
+    if job.max_preemptions != UNLIMITED:
+        _refuse_if_used_up(store, job, flow_run_id)
     return claim_attempt(
         store,
         Owner.current(flow_run_id),
@@ -94,6 +99,16 @@ def _refuse_if_alive(store: CheckpointStore, previous: Attempt, flow_run_id: str
         f"(process {owner.pid} on {owner.host.partition('/')[0]}, attempt {previous.number}, since {previous.claimed_at}); "
         "wait for it, cancel it, choose another name, or give takeover=True"
     )
+
+
+def _refuse_if_used_up(store: CheckpointStore, job: TrainJob, flow_run_id: str | None) -> None:
+    """Look before an attempt: the process of the one before may not have lived to decide."""
+    preemptions = count_failures(store, flow_run_id)["preemption"]
+    if preemptions > job.max_preemptions:
+        raise PreemptedTooOftenError(
+            f"flow run {flow_run_id} trained run {store.run!r} and was ended from outside {preemptions} times, with "
+            f"max_preemptions={job.max_preemptions}; a new flow run with this name continues the run"
+        )
 
 
 def _has_ended(flow_run_id: str) -> bool:

@@ -81,6 +81,9 @@ class FailureConfig(_Config):
 
     max_failures: Budget = Field(default=0, description="Restarts after an exception of the training function.")
     max_infrastructure_failures: Budget = Field(default=3, description="Restarts after a lost process, storage or network.")
+    max_preemptions: Budget = Field(
+        default=-1, description="Restarts after the flow's process or a rank's was ended or killed from outside."
+    )
     retry_delay_s: list[Seconds] = Field(
         default=[],
         max_length=50,  # Prefect's own bound
@@ -91,6 +94,13 @@ class FailureConfig(_Config):
     )
     grace_s: Seconds = Field(
         default=20.0, description="Seconds that ranks have for a last checkpoint when the flow run is ended."
+    )
+    hang_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="End and restart a training that has not reported for so many seconds; never when empty. Must exceed the "
+        "longest time between two reports, an upload included.",
     )
 
     @field_validator("retry_delay_s", mode="before")

@@ -2,21 +2,22 @@
 
 from typing import Literal, TypeAlias
 
-RankFailureKind: TypeAlias = Literal["user", "infrastructure", "final", "communication", "peer"]
+RankFailureKind: TypeAlias = Literal["user", "infrastructure", "preemption", "final", "communication", "peer"]
 
 
 class RankFailedError(RuntimeError):
     """A rank's function raised, or its process died; the text carries the rank's own traceback.
 
     Attributes:
-        rank: Who.
-        kind: "user": the function raised. "infrastructure": the process died, or the storage failed. "final": trying
-            again cannot help. "communication" and "peer": the consequence of another rank's failure.
+        rank: Who; None when all hang.
+        kind: "user": the function raised. "infrastructure": the process died, or the storage failed. "preemption": somebody
+            ended the process (SIGTERM). "final": trying again cannot help. "communication" and "peer": the consequence of
+            another rank's failure.
         original: The exception of the rank, where this process could rebuild it.
 
     """
 
-    def __init__(self, message: str, rank: int, kind: RankFailureKind, original: Exception | None = None) -> None:
+    def __init__(self, message: str, rank: int | None, kind: RankFailureKind, original: Exception | None = None) -> None:
         super().__init__(message)
         self.rank = rank
         self.kind = kind
@@ -24,3 +25,7 @@ class RankFailedError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (str(self), self.rank, self.kind, self.original)
+
+
+class PreemptedTooOftenError(RuntimeError):
+    """A training was ended from outside more often than its `FailureConfig.max_preemptions` allows."""

@@ -14,14 +14,15 @@ from .errors import RankFailedError
 from .journal import Journal
 from .rank_spec import RankSpec
 from .rank_task import train_rank
-from .rendezvous import ENDS_SOON_KEY, STOP_KEY
+from .rank_watch import BEAT_S, RankWatch
+from .rendezvous import ENDS_SOON_KEY, STACKS_KEY, STOP_KEY, beat_key
 
 _POLL_S = 0.05
 # How long other ranks may take to tell of their own end before they are stopped: the first to be heard of is often the one
 # that lost its connection to the one that failed.
 _SETTLE_S = 0.5
 _STOP_S = 30.0
-_CAUSES_FIRST = ("final", "user", "infrastructure", "communication", "peer")
+_CAUSES_FIRST = ("final", "user", "preemption", "infrastructure", "communication", "peer")
 
 
 class Gang:
@@ -29,10 +30,13 @@ class Gang:
 
     Args:
         specs: The ranks.
+        hang_timeout_s: How long no report may come; None for ever.
 
     """
 
-    def __init__(self, specs: list[RankSpec]) -> None:
+    def __init__(self, specs: list[RankSpec], hang_timeout_s: float | None) -> None:
+        self._watch = RankWatch(len(specs), hang_timeout_s)
+        self._beats_due_s = 0.0
         self._receiver: EventReceiver | None = None
         # Asking a future for its state costs an API request while it runs, so they tell when they are done instead.
         self._finished: set[int] = set()
@@ -52,14 +56,19 @@ class Gang:
 
         """
         self._receiver = EventReceiver(key_value)
-        while not self._advance(journal) and not self._has_failed(key_value):
+        problem: RankFailedError | None = None
+        while problem is None and not self._advance(journal) and not self._has_failed(key_value):
             time.sleep(_POLL_S)
-        if not self._all_finished():
+            problem = self._find_problem(key_value)
+        if problem is not None:
+            key_value.set(STACKS_KEY, b"")
+            self.stop(key_value, str(problem))
+        elif not self._all_finished():
             _wait_until(lambda: self._advance(journal), _SETTLE_S)
             self.stop(key_value, "another rank failed, so every rank of the attempt is stopped")
         self._advance(journal)
-        outcomes = [future.result(raise_on_failure=False) for future in self._futures]
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        outcomes = {rank: self._futures[rank].result(raise_on_failure=False) for rank in tuple(self._finished)}
+        failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
         if failures:
             raise min(failures, key=_cause_order)
         return outcomes[0]
@@ -79,9 +88,17 @@ class Gang:
         finished = self._all_finished()  # first: a rank tells before it ends
         if self._receiver is not None:
             for event in self._receiver.drain():
+                self._watch.take_report()
                 journal.take(event)
             journal.poll()
         return finished
+
+    def _find_problem(self, key_value: KeyValue) -> RankFailedError | None:
+        running = [rank for rank in range(len(self._futures)) if rank not in self._finished]
+        if time.monotonic() >= self._beats_due_s:
+            self._beats_due_s = time.monotonic() + BEAT_S
+            self._watch.take_beats({rank: key_value.add(beat_key(rank), 0) for rank in running})
+        return self._watch.problem(running)
 
     def _has_failed(self, key_value: KeyValue) -> bool:
         if any(end.ending != "returned" for end in read_ends(key_value, len(self._futures))):

@@ -27,7 +27,9 @@ class TrainJob:
         seed: A checkpoint of another run to begin from while this run has none.
         max_failures: Restarts after the user's exceptions; -1 without end.
         max_infrastructure_failures: Restarts after lost processes and storage; -1 without end.
+        max_preemptions: Restarts after processes were ended from outside; -1 without end.
         grace_s: How long ranks may still commit when the flow run is ended.
+        hang_timeout_s: How long no report may come; None for ever.
 
     """
 
@@ -44,7 +46,9 @@ class TrainJob:
     seed: CheckpointRef | None
     max_failures: int
     max_infrastructure_failures: int
+    max_preemptions: int
     grace_s: float
+    hang_timeout_s: float | None
 
     def open_store(self) -> CheckpointStore:
         """Open the run."""

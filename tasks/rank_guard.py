@@ -2,7 +2,8 @@
 
     python rank_guard.py <lifeline fd> <status fd> <passed fd> <command ...>
 
-It starts the command and waits. A byte on the lifeline asks the command to end (SIGTERM); the lifeline's end of file, which
+It starts the command and waits. A "t" on the lifeline asks the command to end (SIGTERM), any other byte to write the stacks
+of its threads (STACKS_SIGNAL, which the command must handle); the lifeline's end of file, which
 the kernel delivers however the supervisor died, kills the command and all its descendants (SIGKILL). The command's return
 code goes to the status pipe. The guard needs no lock of the command's, so a rank that hangs in native code is ended too.
 """
@@ -16,6 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # one that nobody else uses: Lightning takes SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -45,8 +47,8 @@ def _prepare_command() -> None:
 
 
 def _watch(lifeline: int, child: "subprocess.Popen[bytes]") -> None:
-    while os.read(lifeline, 1):
-        child.terminate()
+    while order := os.read(lifeline, 1):
+        child.send_signal(signal.SIGTERM if order == b"t" else STACKS_SIGNAL)
     child.kill()
 
 

@@ -28,6 +28,7 @@ from prefect_torch.ckpt.session import RankSession
 
 from .errors import RankFailureKind
 from .function import TrainFunction, takes_config, unpack_function
+from .rank_guard import STACKS_SIGNAL
 from .rank_result import RankResult
 from .rank_spec import RankSpec
 from .rendezvous import ENDS_SOON_KEY, TcpKeyValue, connect
@@ -39,6 +40,7 @@ _LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken p
 def main() -> None:
     """Run one rank and leave a RankResult in the pipe."""
     faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     result_fd = int(sys.argv[-1])
     os.set_inheritable(result_fd, False)
     spec: RankSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one

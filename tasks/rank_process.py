@@ -102,10 +102,11 @@ class RankProcess:
 
     def terminate(self) -> None:
         """Ask the process to end (SIGTERM); harmless when it has."""
-        with self._lifeline_lock:
-            if self._lifeline >= 0:
-                with contextlib.suppress(BrokenPipeError):
-                    os.write(self._lifeline, b"t")
+        self._order(b"t")
+
+    def write_stacks(self) -> None:
+        """Have the process write the stack of each of its threads among its lines; harmless when it has ended."""
+        self._order(b"s")
 
     def kill(self) -> None:
         """End the process and all its descendants (SIGKILL); harmless when they have."""
@@ -113,6 +114,12 @@ class RankProcess:
             if self._lifeline >= 0:
                 os.close(self._lifeline)
                 self._lifeline = -1
+
+    def _order(self, order: bytes) -> None:
+        with self._lifeline_lock:
+            if self._lifeline >= 0:
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(self._lifeline, order)
 
     def _feed(self, data: bytes) -> None:
         assert self._guard.stdin is not None

@@ -1,5 +1,6 @@
 """The Prefect task of one rank: supervises one process, and tells its lines and its ending."""
 
+import math
 import os
 import pickle
 import signal
@@ -19,10 +20,12 @@ from .errors import RankFailedError
 from .rank_process import Ending, RankProcess
 from .rank_result import RankResult
 from .rank_spec import RankSpec
-from .rendezvous import STOP_KEY, connect
+from .rank_watch import BEAT_S
+from .rendezvous import STACKS_KEY, STOP_KEY, beat_key, connect
 
 _POLL_S = 0.1
 _STOP_GRACE_S = 3.0
+_STACKS_S = 1.0  # enough to write them
 
 
 @task(name="train_rank", task_run_name="rank-{spec.rank}", cache_policy=NO_CACHE, persist_result=False)
@@ -40,7 +43,7 @@ def train_rank(spec: RankSpec) -> Any:
     process = RankProcess(command, {**os.environ, **spec.environment()}, cloudpickle.dumps(spec))
     try:
         key_value = connect(spec.rendezvous)
-        stopped = _supervise(process, key_value)
+        stopped = _supervise(process, key_value, spec.rank)
     finally:
         process.kill()
         ending = process.ending()
@@ -62,19 +65,28 @@ def _load_value(pickled: bytes) -> Any:
         return None
 
 
-def _supervise(process: RankProcess, key_value: KeyValue) -> str | None:
+def _supervise(process: RankProcess, key_value: KeyValue, rank: int) -> str | None:
     """Pass lines on until the process has ended; return why it was stopped, or None if it ended by itself."""
     logger = get_run_logger()
     reason: str | None = None
-    kill_at_s = float("inf")
+    beat_at_s, terminate_at_s, kill_at_s = 0.0, math.inf, math.inf
     for lines in process.lines(_POLL_S):
         for line in lines:
             logger.info("%s", line)
+        now_s = time.monotonic()
+        if now_s >= beat_at_s:
+            key_value.add(beat_key(rank), 1)
+            beat_at_s = now_s + BEAT_S
         if reason is None and key_value.check(STOP_KEY):
             reason = key_value.get([STOP_KEY], 0.0)[0].decode()
+            terminate_at_s = now_s
+            if key_value.check(STACKS_KEY):
+                process.write_stacks()
+                terminate_at_s += _STACKS_S
+        if now_s >= terminate_at_s:
             process.terminate()
-            kill_at_s = time.monotonic() + _STOP_GRACE_S
-        if time.monotonic() >= kill_at_s:
+            terminate_at_s, kill_at_s = math.inf, now_s + _STOP_GRACE_S
+        if now_s >= kill_at_s:
             process.kill()
     return reason
 
@@ -83,7 +95,8 @@ def _result(ending: Ending) -> RankResult:
     if ending.message:
         result: RankResult = pickle.loads(ending.message)  # noqa: S301 - from our own process
         return result
-    return RankResult(kind="infrastructure", error=_death(ending.returncode))
+    ended_by_somebody = ending.returncode == -signal.SIGTERM
+    return RankResult(kind="preemption" if ended_by_somebody else "infrastructure", error=_death(ending.returncode))
 
 
 def _death(returncode: int | None) -> str:

@@ -9,10 +9,16 @@ from datetime import timedelta
 from typing import Any
 
 STOP_KEY = "stop"  # the attempt is over: end your process
+STACKS_KEY = "stacks"  # set before STOP_KEY: have it write its stacks first
 ENDS_SOON_KEY = "ends soon"  # the training will be ended from outside: checkpoint now if you can
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
+
+
+def beat_key(rank: int) -> str:
+    """Return the key of the counter that a rank's supervisor counts up as long as it lives."""
+    return f"beat/{rank}"
 
 
 @dataclass(frozen=True, slots=True)

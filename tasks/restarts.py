@@ -3,12 +3,13 @@
 from collections import Counter
 
 from prefect_torch.ckpt import CheckpointStore, StorageError
-from prefect_torch.ckpt.attempts import FailureKind, read_outcomes
+from prefect_torch.ckpt.attempts import FailureKind, list_attempts, read_outcomes
 
-from .errors import RankFailedError
+from .errors import RankFailedError, RankFailureKind
 from .job import TrainJob
 
 UNLIMITED = -1
+_COUNTS_AS: dict[RankFailureKind, FailureKind] = {"user": "user", "final": "final", "preemption": "preemption"}
 _MOST_RETRIES = 1_000_000  # what Prefect is told for "without end"
 
 
@@ -16,24 +17,30 @@ def failure_kind(error: BaseException) -> FailureKind:
     """Return which budget `error` counts against; "final" has none."""
     failed = error if isinstance(error, RankFailedError) else error.__cause__
     if isinstance(failed, RankFailedError):
-        if failed.kind in ("user", "final"):
-            return "user" if failed.kind == "user" else "final"
-        return "infrastructure"
+        return _COUNTS_AS.get(failed.kind, "infrastructure")
     return "infrastructure" if isinstance(error, StorageError) else "final"
 
 
 def may_restart(store: CheckpointStore, job: TrainJob, flow_run_id: str | None, kind: FailureKind) -> bool:
     """Say whether the budget for the failure that was just recorded is not used up."""
-    if kind not in ("user", "infrastructure"):
+    budgets = {
+        "user": job.max_failures,
+        "infrastructure": job.max_infrastructure_failures,
+        "preemption": job.max_preemptions,
+    }
+    if kind not in budgets:
         return False
-    budget = job.max_failures if kind == "user" else job.max_infrastructure_failures
-    if budget == UNLIMITED:
-        return True
-    failures = Counter(outcome.kind for outcome in read_outcomes(store) if outcome.flow_run_id == flow_run_id)
-    return failures[kind] <= budget
+    return budgets[kind] == UNLIMITED or count_failures(store, flow_run_id)[kind] <= budgets[kind]
+
+
+def count_failures(store: CheckpointStore, flow_run_id: str | None) -> Counter[FailureKind | None]:
+    """Count the failed attempts of a flow run by kind; one whose process was killed could not say so, and was preempted."""
+    kinds = {outcome.attempt: outcome.kind for outcome in read_outcomes(store)}
+    attempts = (attempt for attempt in list_attempts(store) if attempt.owner.flow_run_id == flow_run_id)
+    return Counter(kinds.get(attempt.number, "preemption") for attempt in attempts)
 
 
 def max_retries(job: TrainJob) -> int:
     """Return how often Prefect may retry the task at most; `may_restart` decides each time."""
-    budgets = (job.max_failures, job.max_infrastructure_failures)
+    budgets = (job.max_failures, job.max_infrastructure_failures, job.max_preemptions)
     return _MOST_RETRIES if UNLIMITED in budgets else sum(budgets)

@@ -49,7 +49,7 @@ def train_workers(job: TrainJob) -> Any:
         with transaction(commit_mode=CommitMode.EAGER):
             value = _lead(store, job, attempt, restored)
     except RankFailedError as exc:
-        errors = {str(exc.rank): str(exc)}
+        errors = {} if exc.rank is None else {str(exc.rank): str(exc)}
         _record(store, Outcome(attempt, "failed", flow_run_id, failure_kind(exc), str(exc), errors))
         if exc.original is not None:
             raise exc.original from exc
@@ -69,7 +69,7 @@ def train_workers(job: TrainJob) -> Any:
 def _lead(store: CheckpointStore, job: TrainJob, attempt: int, restored: CheckpointRef | None) -> Any:
     journal = Journal(store, job, attempt, None if restored is None else restored.checkpoint_id)
     rendezvous = Rendezvous()
-    gang = Gang(_specs(job, attempt, restored, rendezvous.address))
+    gang = Gang(_specs(job, attempt, restored, rendezvous.address), job.hang_timeout_s)
     try:
         key_value = rendezvous.serve()  # imports torch, while the ranks do the same
     finally:

@@ -1,3 +1,4 @@
+import errno
 import pickle
 
 import pytest
@@ -15,16 +16,23 @@ def test_errors_pickle(kind):
     assert isinstance(again, errors.CheckpointError)
 
 
-@pytest.mark.parametrize("kind", [errors.FencedError, errors.ReportMismatchError, errors.CommitFailedError])
+@pytest.mark.parametrize(
+    "kind", [errors.FencedError, errors.ReportMismatchError, errors.CommitFailedError, errors.PeerGoneError]
+)
 def test_an_error_for_all_ranks_keeps_its_kind(kind):
     assert type(Refusal.of(kind("x")).error()) is kind
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left"), errors.StorageError("503"), KeyError("x")])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), errors.StorageError("503"), KeyError("x")])
 def test_any_other_error_fails_the_commit(error):
     refused = Refusal.of(error).error()
     assert type(refused) is errors.CommitFailedError
     assert type(error).__name__ in str(refused)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_no_space_is_an_error_of_its_own(number):
+    assert type(Refusal.of(OSError(number, "no room")).error()) is errors.StorageFullError
 
 
 def test_errors_are_also_what_handlers_of_the_standard_library_expect():

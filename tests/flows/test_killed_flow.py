@@ -11,8 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
+from prefect.states import Cancelling
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.attempts import newest_attempt
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -146,6 +150,52 @@ def test_sigterm_lets_ranks_commit_a_last_checkpoint(storage, tmp_path):
     leader.assert_nothing_is_left()
     assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41], output[-3000:]
     assert "work is safe up to step 0" in output
+    state = flow_run_state(storage)
+    assert state.is_crashed()
+    assert f"work is safe up to step 0 ({committed(storage)[0].id})" in state.message
+
+
+def test_a_cancelled_flow_run_lets_ranks_commit_and_ends_cancelled_with_what_is_safe(storage, tmp_path):
+    """As the UI's button and `prefect flow-run cancel` do it, to a flow run that a worker or `serve` runs."""
+    started = tmp_path / "started"
+    server = Started(str(HERE / "serve_training.py"), PREFECT_API_URL=PREFECT_API_URL.value())
+    parameters = {
+        "train_fn": f"{HERE / 'trainings.py'}:checkpoint_when_told",
+        "config": {"started": str(started)},
+        "scaling": {"num_workers": 2},
+        "run": {"name": "run", "storage": storage},
+    }
+    try:
+        with get_client(sync_client=True) as client:
+            server.wait_for(lambda: deployment_of(client) is not None)
+            flow_run = client.create_flow_run_from_deployment(deployment_of(client).id, parameters=parameters)
+            server.wait_for(started.exists, 90)
+            client.set_flow_run_state(flow_run.id, Cancelling())
+            server.wait_for(lambda: is_final(client, flow_run.id), 90)
+            server.wait_for(lambda: len(server.living()) == 1)
+            state = client.read_flow_run(flow_run.id).state
+    finally:
+        server.kill()
+    assert state.is_cancelled(), state
+    assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41]
+    assert f"work is safe up to step 0 ({committed(storage)[0].id})" in state.message
+
+
+def deployment_of(client):
+    try:
+        return client.read_deployment_by_name("train/cancelled-by-a-test")
+    except ObjectNotFound:
+        return None
+
+
+def is_final(client, flow_run_id):
+    return client.read_flow_run(flow_run_id).state.is_final()
+
+
+def flow_run_state(storage):
+    attempt = newest_attempt(CheckpointStore.open(storage, "run"))
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(attempt.owner.flow_run_id).state
 
 
 @pytest.mark.parametrize("kill_at", ["start", "first checkpoint", "restart"])

@@ -17,6 +17,7 @@ from prefect_torch.ckpt import (
     get_context,
     report,
 )
+from prefect_torch.ckpt.attempts import read_outcomes
 from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
@@ -167,19 +168,23 @@ def test_a_rank_has_torchruns_environment_a_process_group_and_no_prefect(run):
         }
 
 
+def wait_for_logs(flow_run_id, **wanted):
+    """Wait until the logs of the task runs of these names ("rank_0" for "rank-0") hold these words."""
+    deadline = time.monotonic() + 30
+    with get_client(sync_client=True) as client:
+        of_flow_run = FlowRunFilter(id={"any_": [flow_run_id]})
+        names = {task_run.id: task_run.name for task_run in client.read_task_runs(flow_run_filter=of_flow_run)}
+        for name, words in wanted.items():
+            ids = [task_run_id for task_run_id, its in names.items() if its == name.replace("_", "-")]
+            logs = LogFilter(task_run_id=LogFilterTaskRunId(any_=ids))
+            while not any(words in log.message for log in client.read_logs(logs, limit=200)):
+                assert time.monotonic() < deadline, f"{words!r} did not arrive in the log of {name}"
+                time.sleep(0.2)
+
+
 def test_the_output_of_a_rank_is_in_its_own_task_runs_log(run):
     state = train("trainings:tell_environment", {}, TWO, run, return_state=True)
-    with get_client(sync_client=True) as client:
-        flow_run_id = state.state_details.flow_run_id
-        task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id={"any_": [flow_run_id]}))
-        ranks = {task_run.name: task_run for task_run in task_runs if task_run.name.startswith("rank-")}
-        assert sorted(ranks) == ["rank-0", "rank-1"]
-        deadline = time.monotonic() + 20
-        for rank in (0, 1):
-            wanted = LogFilter(task_run_id=LogFilterTaskRunId(any_=[ranks[f"rank-{rank}"].id]))
-            while f"hello from rank {rank}" not in [log.message for log in client.read_logs(wanted)]:
-                assert time.monotonic() < deadline, "the line did not arrive"
-                time.sleep(0.2)
+    wait_for_logs(state.state_details.flow_run_id, rank_0="hello from rank 0", rank_1="hello from rank 1")
 
 
 def test_a_failed_ranks_traceback_is_in_its_states_message(run):
@@ -252,6 +257,25 @@ def test_ranks_that_disagree_fail_at_once_whatever_the_budget(run):
     with pytest.raises(ReportMismatchError, match="rank 0 returned after 2 reports"):
         train(disagree, None, TWO, run, failure=FailureConfig(max_failures=5))
     assert Result.from_storage(run.storage, "run").attempts == 1
+
+
+def test_a_training_that_hangs_shows_its_stacks_and_starts_again(run):
+    result = train(
+        "trainings:train_epochs", epochs(4, how="hang", rank=1, at=2), TWO, run, failure=FailureConfig(hang_timeout_s=10)
+    )
+    assert result.return_value["begun"] == 2
+    store = CheckpointStore.open(run.storage, "run")
+    first = read_outcomes(store)[0]
+    assert (first.kind, first.errors) == ("infrastructure", {})
+    assert "no report came for 10 s" in first.error
+    wait_for_logs(first.flow_run_id, rank_0="in all_reduce", rank_1="in come_to_an_end")  # one waits for the other
+
+
+def test_a_rank_that_somebody_ended_counts_as_preempted(run):
+    failure = FailureConfig(max_infrastructure_failures=0, max_preemptions=1)
+    result = train("trainings:train_epochs", epochs(3, how="terminate", rank=1, at=1), TWO, run, failure=failure)
+    assert result.attempts == 2
+    assert read_outcomes(CheckpointStore.open(run.storage, "run"))[0].kind == "preemption"
 
 
 def test_a_score_that_never_appears_is_warned_of_once_and_keeps_the_latest(run, caplog):

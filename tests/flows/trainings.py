@@ -49,6 +49,11 @@ def come_to_an_end(how: str) -> None:
         raise ValueError("boom from the training")
     if how == "exit":
         sys.exit(3)
+    if how == "hang":
+        time.sleep(600)
+    if how == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(7)

@@ -1,0 +1,41 @@
+"""What a flow run that is ended from outside says last: up to which step its work is safe."""
+
+from typing import Any
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.flows import Flow
+from prefect.states import Cancelled, Crashed
+from prefect_torch.ckpt.attempts import read_outcomes
+from prefect_torch.tasks.job import TrainJob
+
+_ended: dict[str, str] = {}  # by flow run, from its body to its hook in the same process
+
+
+def note_ending(job: TrainJob, flow_run_id: str) -> None:
+    """Take note of how the training of `job` was ended, while its exception passes through the flow's body.
+
+    A flow run that is being cancelled becomes Cancelled here, with a message; its runner would do so without one.
+    """
+    told = next((outcome for outcome in reversed(read_outcomes(job.open_store())) if outcome.flow_run_id == flow_run_id), None)
+    if told is None or told.error is None:
+        return
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(UUID(flow_run_id)).state
+        if state is not None and state.is_cancelling():
+            client.set_flow_run_state(UUID(flow_run_id), Cancelled(message=told.error), force=True)
+        else:
+            _ended[flow_run_id] = told.error
+
+
+def tell_ending(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Give a crashed flow run's state the message that `note_ending` took note of."""
+    del flow
+    message = _ended.pop(str(flow_run.id), None)
+    if message is None:
+        return
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run.id, Crashed(message=f"{state.message} {message}"), force=True)
+    get_run_logger().warning("%s", message)
