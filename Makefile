@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test lint bench install
+.PHONY: demo test lint bench chaos soak install
 
 demo: install
 	$(BIN)/python examples/digits.py
@@ -21,6 +21,15 @@ lint: install
 
 bench: install
 	$(BIN)/python tests/benchmarks/main_job.py
+	$(BIN)/python tests/benchmarks/state.py
+
+# Kills a training at every file event of a save, a prune and a resume: about ten minutes on two idle cores.
+chaos: install
+	$(BIN)/python tests/benchmarks/chaos.py
+
+# Kills ranks, the flow and the S3 server at random while it trains: ten minutes.
+soak: install
+	$(BIN)/python tests/benchmarks/soak.py
 
 # Links every file of the package into .venv; again each time, since a new file needs a link of its own.
 install: .venv/dependencies

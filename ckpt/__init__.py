@@ -9,11 +9,14 @@ from .errors import (
     CommitFailedError,
     FencedError,
     PeerGoneError,
+    RankLocalStateError,
     ReportMismatchError,
     RunBusyError,
+    StateMismatchError,
     StorageError,
 )
 from .manifest import FileEntry, Manifest
+from .rank_local import RankLocal
 from .reporting import get_checkpoint, get_context, report
 from .retention import Plan, RetentionPolicy
 from .storage import ObjectInfo, Storage, StorageSpec, Transfer
@@ -32,9 +35,12 @@ __all__ = [
     "ObjectInfo",
     "PeerGoneError",
     "Plan",
+    "RankLocal",
+    "RankLocalStateError",
     "ReportMismatchError",
     "RetentionPolicy",
     "RunBusyError",
+    "StateMismatchError",
     "Storage",
     "StorageError",
     "StorageSpec",

@@ -23,6 +23,7 @@ class Intent:
         upload: How, or None without a checkpoint.
         files: The paths of its files.
         metadata: The user's metadata of its part.
+        state: What it tells of the state that it brings, or None.
         error: Why it cannot take part in this report, or None.
 
     """
@@ -32,6 +33,7 @@ class Intent:
     upload: Upload | None = None
     files: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] | None = None
     error: str | None = None
 
     def encode(self) -> bytes:
@@ -54,6 +56,7 @@ class Agreement:
         upload: How to store it.
         owners: For each path that several ranks brought, the rank that stores it; the others only prove theirs equal.
         metadata: The ranks' metadata together; a lower rank's word counts.
+        state: What the ranks do about the states that they brought, or None.
         refusal: What every rank must raise instead; then nothing is stored.
         ends_background: Whether the refusal is how the commit in the background failed, and not about this report.
 
@@ -64,6 +67,7 @@ class Agreement:
     upload: Upload = "sync"
     owners: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] | None = None
     refusal: Refusal | None = None
     ends_background: bool = False
 

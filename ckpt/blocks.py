@@ -1,12 +1,14 @@
 """Prefect blocks as storage: configuration and credentials, never the data path."""
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias, cast
 
+import cloudpickle
 from prefect.blocks.core import Block
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .opening import is_block_slug, parse_storage
 from .storage import StorageSpec
@@ -33,6 +35,16 @@ class CheckpointStorage(Block):
     file_system: LocalFileSystem | RemoteFileSystem | S3Bucket | None = Field(
         default=None, description="The block that holds the place and the credentials."
     )
+
+    @field_validator("file_system", mode="before")
+    @classmethod
+    def _tell_apart(cls, value: Any) -> Any:
+        """Choose the type by the fields: Prefect stores a nested block without it, and any block fits a LocalFileSystem."""
+        if not isinstance(value, Mapping):
+            return value
+        if "bucket_name" in value:
+            return S3Bucket.model_validate(value)
+        return (RemoteFileSystem if "settings" in value else LocalFileSystem).model_validate(value)
 
     def spec(self) -> StorageSpec:
         """Return what a process needs to open this storage."""
@@ -69,6 +81,17 @@ def resolve_storage(storage: Any) -> StorageSpec:
         f"checkpoints cannot be stored with a {type(block).__name__}: give a path, a URL, or a CheckpointStorage, "
         "LocalFileSystem, RemoteFileSystem or S3Bucket block"
     )
+
+
+def renewal_of(storage: Any) -> bytes:
+    """Return where to look for the credentials of `storage` again: a saved block under its name, else the block itself.
+
+    A block with a profile or a role gives new keys each time; one with keys of its own only if somebody saves new ones.
+    """
+    name = getattr(storage, "_block_document_name", None)
+    is_saved = name is not None and not storage._is_anonymous  # noqa: SLF001 - Prefect has no public name for it
+    renewal: bytes = cloudpickle.dumps(f"{storage.get_block_type_slug()}/{name}" if is_saved else storage)
+    return renewal
 
 
 def _load(slug: str) -> Block:

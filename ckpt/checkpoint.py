@@ -2,11 +2,11 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointNotFoundError
 from .manifest import Manifest, is_id
@@ -14,6 +14,10 @@ from .metrics import Metrics
 from .staging import METADATA_FILE
 from .store import CheckpointStore, VerifyLevel
 from .transfer import copy_directory, download
+
+if TYPE_CHECKING:
+    from .manifest import FileEntry
+    from .state_read import StateReader
 
 
 class Checkpoint:
@@ -154,6 +158,57 @@ class Checkpoint:
             if metadata:
                 Checkpoint.from_directory(target).set_metadata(metadata)
         return str(target)
+
+    def load_state(
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        rank_local: "Callable[[str, list[Any], int, int], Any] | None" = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        """Restore `state`, as it was given to `report(..., state=...)`, in place; every byte is verified before it counts.
+
+        Each rank reads what it needs, in parallel: a DTensor its own part, whatever the number of ranks that stored it. What
+        `state` leaves out is not read. All names, shapes and dtypes are compared before anything changes; after an error
+        while reading, parts of `state` are restored and others not.
+
+        Args:
+            state: Modules, optimizers and other objects with `load_state_dict`, tensors, plain values and containers of them,
+                under the names of the report. An optimizer may be fresh.
+            rank_local: Called as `rank_local(name, values, rank, world_size)`, with the values of all former ranks, for what
+                differed between ranks when these were not as many; returns this rank's. None raises instead.
+            rank: This rank; None asks the training, or takes 0 outside of one.
+            world_size: The number of ranks; None asks the training, or takes 1 outside of one.
+
+        Raises:
+            StateMismatchError: If `state` has something that the checkpoint has not, or in another shape or dtype.
+            RankLocalStateError: If ranks had values of their own, and were not as many, without `rank_local`.
+            CheckpointCorruptError: If what is stored differs from what was committed.
+            CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
+
+        """
+        from .reporting import place_of_this_rank  # noqa: PLC0415 - it imports this module
+        from .state_load import load_state  # noqa: PLC0415 - torch, for states only
+
+        own_rank, own_world_size = place_of_this_rank()
+        place = (own_rank if rank is None else rank, own_world_size if world_size is None else world_size)
+        reader, files = self._state_files()
+        load_state(reader, files, state, place, rank_local)
+
+    def _state_files(self) -> "tuple[StateReader, dict[str, FileEntry]]":
+        from .state_load import files_in  # noqa: PLC0415 - torch, for states only
+        from .state_read import StateReader  # noqa: PLC0415 - as above
+
+        if self._store is None:
+            from .local_storage import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
+
+            assert self.directory is not None
+            storage = LocalStorage(self.directory)
+            return StateReader(storage, "", self.path), files_in(storage)
+        manifest = self._store.get(self.manifest.id)  # raises if it was pruned
+        files = {entry.path: entry for entry in manifest.files}
+        return StateReader(self._store.storage, self._store.layout.data(manifest.id), self.path), files
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the user's metadata; empty where none was set.

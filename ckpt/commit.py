@@ -2,12 +2,13 @@
 
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .agreement import Agreement, merge_files
 from .attempts import check_fence
@@ -18,7 +19,11 @@ from .metrics import Metrics
 from .peers import Peers
 from .pruning import collect_garbage
 from .refusal import Refusal
+from .storage import Transfer
 from .store import CheckpointStore
+
+if TYPE_CHECKING:
+    from .state_save import StagedState
 
 _PARALLEL_FILES = 8
 _logger = logging.getLogger(__name__)
@@ -32,6 +37,7 @@ class Brought:
         directory: Where its files are.
         files: Their paths.
         metadata: The user's.
+        state: Its share of a state, staged.
         problem: Why it cannot store them after all.
 
     """
@@ -39,7 +45,8 @@ class Brought:
     directory: Path | None = None
     files: tuple[str, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
-    problem: OSError | None = None
+    state: "StagedState | None" = None
+    problem: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,8 @@ class CommitJob:
         brought: This rank's files.
         metrics: Rank 0's metrics.
         parent: What this checkpoint continues.
+        started_s: When the report began, by this process's monotonic clock.
+        stall_s: How long the training waited for the report; None where it waits for the commit.
         stored: What this rank has stored of it, by path.
 
     """
@@ -61,6 +70,8 @@ class CommitJob:
     brought: Brought
     metrics: Metrics
     parent: str | None
+    started_s: float = field(default_factory=time.monotonic)
+    stall_s: float | None = None
     stored: dict[str, FileEntry] = field(default_factory=dict)
 
     @property
@@ -68,6 +79,22 @@ class CommitJob:
         """The id to commit under."""
         assert self.agreement.checkpoint_id is not None
         return self.agreement.checkpoint_id
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank stored.
+
+    Attributes:
+        files: Its files.
+        state: What the index must say of its share of a state, or None.
+        stall_s: How long its training waited for the report; None where it waits for the commit.
+
+    """
+
+    files: Sequence[FileEntry] = ()
+    state: dict[str, Any] | None = None
+    stall_s: float | None = None
 
 
 def commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifest | None:
@@ -115,7 +142,7 @@ def _discard(store: CheckpointStore, checkpoint_id: str) -> None:
 
 
 def _try_commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifest | None:
-    parts = peers.exchange(f"{job.topic}/files", _encode_part(lambda: store_files(store, job, peers.rank)))
+    parts = peers.exchange(f"{job.topic}/files", _encode_part(lambda: store_part(store, job, peers.rank)))
     decided = f"{job.topic}/commit"
     if parts is None:
         data = peers.decision(decided)
@@ -124,13 +151,30 @@ def _try_commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifes
         return None
     manifest: Manifest | None = None
 
-    def write() -> list[FileEntry]:
+    def write() -> Part:
         nonlocal manifest
         manifest = write_manifest(store, job, [_decode_part(rank, part) for rank, part in enumerate(parts)])
-        return []
+        return Part()
 
     _raise_refusal(peers.decide(decided, _encode_part(write)))
     return manifest
+
+
+def store_part(store: CheckpointStore, job: CommitJob, rank: int) -> Part:
+    """Store everything that is this rank's to store and is not yet."""
+    files = store_files(store, job, rank)
+    if job.brought.state is None:
+        return Part(files, None, job.stall_s)
+
+    def put(path: str, parts: Sequence[memoryview]) -> Transfer:
+        if (known := job.stored.get(path)) is not None:
+            return Transfer(known.bytes, known.digest)
+        moved = store.storage.put_buffers(store.layout.data(job.checkpoint_id, path), parts)
+        job.stored[path] = FileEntry(path, moved.bytes, moved.digest, rank)
+        return moved
+
+    of_state, state = job.brought.state.store(put)
+    return Part([*files, *of_state], state, job.stall_s)
 
 
 def store_files(store: CheckpointStore, job: CommitJob, rank: int) -> list[FileEntry]:
@@ -157,40 +201,59 @@ def store_files(store: CheckpointStore, job: CommitJob, rank: int) -> list[FileE
         return list(pool.map(store_file, files))
 
 
-def write_manifest(store: CheckpointStore, job: CommitJob, parts: Sequence[Sequence[FileEntry]]) -> Manifest:
+def write_manifest(store: CheckpointStore, job: CommitJob, parts: Sequence[Part]) -> Manifest:
     """Write the manifest: from here on the checkpoint exists."""
+    files = merge_files([*(part.files for part in parts), _store_index(store, job, parts)])
     manifest = Manifest(
         id=job.checkpoint_id,
         step=job.agreement.step,
         attempt=attempt_of(job.checkpoint_id),
         metrics=job.metrics,
-        files=merge_files(parts),
+        files=files,
         world_size=len(parts),
         parent=job.parent,
         created_at=datetime.now(timezone.utc),
         metadata=job.agreement.metadata,
+        timings=_timings(job, parts),
     )
     check_fence(store, manifest.attempt)
     store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())  # last: this is the commit
     return manifest
 
 
-def _encode_part(work: Callable[[], list[FileEntry]]) -> bytes:
+def _store_index(store: CheckpointStore, job: CommitJob, parts: Sequence[Part]) -> list[FileEntry]:
+    if all(part.state is None for part in parts):
+        return []
+    from .state_commit import store_index  # noqa: PLC0415 - torch, for states only
+
+    def put(path: str, buffers: Sequence[memoryview]) -> Transfer:
+        return store.storage.put_buffers(store.layout.data(job.checkpoint_id, path), buffers)
+
+    return store_index([part.state for part in parts], put)
+
+
+def _timings(job: CommitJob, parts: Sequence[Part]) -> dict[str, float]:
+    durable_s = time.monotonic() - job.started_s
+    return {"stall_s": max(durable_s if part.stall_s is None else part.stall_s for part in parts), "durable_s": durable_s}
+
+
+def _encode_part(work: Callable[[], Part]) -> bytes:
     try:
-        entries = work()
+        part = work()
     except Exception as exc:  # noqa: BLE001 - whatever it is, all ranks must hear of it rather than wait
         return json.dumps({"refusal": asdict(Refusal.of(exc))}).encode()
-    return json.dumps({"files": [asdict(entry) for entry in entries]}).encode()
+    files = [asdict(entry) for entry in part.files]
+    return json.dumps({"files": files, "state": part.state, "stall_s": part.stall_s}).encode()
 
 
-def _decode_part(rank: int, data: bytes) -> list[FileEntry]:
+def _decode_part(rank: int, data: bytes) -> Part:
     part = json.loads(data)
     if "refusal" in part:
         kind = StorageFullError if part["refusal"]["kind"] == StorageFullError.__name__ else CommitFailedError
         raise kind(
             f"rank {rank} could not store its part: {part['refusal']['message']}; the previous checkpoint is still the latest"
         )
-    return [FileEntry(**entry) for entry in part["files"]]
+    return Part([FileEntry(**entry) for entry in part["files"]], part["state"], part["stall_s"])
 
 
 def _raise_refusal(data: bytes) -> None:

@@ -1,11 +1,13 @@
 """xxh3-128 of bytes on the move."""
 
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import xxhash
 
+from .direct_io import write_direct
 from .storage import Transfer
 
 CHUNK_BYTES = 2**20  # fits the L2 cache, so that hashing reads what the copy has just touched
@@ -27,6 +29,25 @@ def copy_and_digest(source: BinaryIO, target: BinaryIO) -> Transfer:
         _write_all(target, buffer[:count])
         total += count
     return Transfer(total, digest.hexdigest())
+
+
+def write_and_digest(parts: Iterable[memoryview], target: BinaryIO) -> Transfer:
+    """Write `parts` into the raw file `target`, past the page cache where that is possible, and return what passed."""
+    digest = xxhash.xxh3_128()
+    total = 0
+    for part in parts:
+        total += len(part)
+        for piece in split([write_direct(target, part, digest.update)], CHUNK_BYTES):
+            digest.update(piece)
+            _write_all(target, piece)
+    return Transfer(total, digest.hexdigest())
+
+
+def split(parts: Iterable[memoryview], most_bytes: int) -> Iterator[memoryview]:
+    """Yield `parts` in pieces of at most `most_bytes`, without copying."""
+    for part in parts:
+        for start in range(0, len(part), most_bytes):
+            yield part[start : start + most_bytes]
 
 
 def _write_all(target: BinaryIO, data: memoryview) -> None:

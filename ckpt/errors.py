@@ -8,6 +8,8 @@ CheckpointError
 |  +- StorageFullError                           free space, then report again
 +- FencedError                                   a newer attempt owns the run; stop
 +- ReportMismatchError (ValueError)              ranks disagree; fix the training code; final
++- StateMismatchError (ValueError)              the state to load is another one; fix the training code, or load less
+|  +- RankLocalStateError                        another number of ranks stored it; say how to share it out
 +- StorageError                                  transient and the retries are used up; retry later
 +- RunBusyError                                  the run is alive elsewhere
 
@@ -45,6 +47,14 @@ class FencedError(CheckpointError):
 
 class ReportMismatchError(CheckpointError, ValueError):
     """Ranks disagree about what or how often they report: the training code must be fixed."""
+
+
+class StateMismatchError(CheckpointError, ValueError):
+    """The state to load into is not the one that was stored: fix the training code, or load less of it."""
+
+
+class RankLocalStateError(StateMismatchError):
+    """What each rank had on its own was stored by another number of ranks: say how to share it out."""
 
 
 class StorageError(CheckpointError):

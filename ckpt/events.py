@@ -34,6 +34,7 @@ class CommitEvent:
         metrics: Its metrics.
         bytes: The size of all its files.
         duration_s: From the ranks' agreement to the manifest, in seconds.
+        stall_s: How long the slowest rank's training waited for the report.
 
     """
 
@@ -42,6 +43,7 @@ class CommitEvent:
     metrics: Metrics
     bytes: int
     duration_s: float
+    stall_s: float = 0.0
 
 
 class EventSender:

@@ -1,6 +1,6 @@
 """Any filesystem that fsspec knows as a storage: memory, SFTP, HDFS, WebDAV and more."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 import fsspec
 import fsspec.core
+import xxhash
 
 from .digest import copy_and_digest
 from .errors import StorageError
@@ -54,6 +55,18 @@ class FsspecStorage:
             with self._fs.open(target, "wb") as file:
                 return copy_and_digest(source, file)
 
+    def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
+        """Store `parts` as one object; the filesystem may buffer them once more."""
+        target = self._path(key)
+        with self._translated(key):
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            with self._fs.open(target, "wb") as file:
+                digest = xxhash.xxh3_128()
+                for part in parts:
+                    digest.update(part)
+                    file.write(part)
+        return Transfer(sum(len(part) for part in parts), digest.hexdigest())
+
     def get_file(self, key: str, path: Path) -> Transfer:
         """Write the object to `path`."""
         with self._translated(key):
@@ -73,6 +86,13 @@ class FsspecStorage:
         with self._translated(key):
             data: bytes = self._fs.cat_file(self._path(key))
         return data
+
+    def get_range(self, key: str, start: int, into: memoryview) -> int:
+        """Copy the object's bytes from `start` on into `into`; returns how many there were."""
+        with self._translated(key):
+            data: bytes = self._fs.cat_file(self._path(key), start=start, end=start + len(into))
+        into[: len(data)] = data
+        return len(data)
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         """Yield the files below `prefix`, ordered by their whole key; reads the whole listing first."""

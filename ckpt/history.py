@@ -3,10 +3,12 @@
 import json
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from .layout import stem
+from .attempts import read_outcomes
+from .manifest import Manifest
 from .metrics import Metrics, from_json, to_json
 from .store import CheckpointStore
 
@@ -35,15 +37,25 @@ class MetricRecord:
 
 
 class HistoryWriter:
-    """Collects an attempt's records and stores them as immutable chunks; one thread may append while another flushes."""
+    """Stores an attempt's records in chunks; one thread may append while another flushes.
 
-    def __init__(self, store: CheckpointStore, attempt: int) -> None:
+    The newest chunk is written again with what has come since, until it is full: a run that reports for weeks has an object
+    per thousand reports.
+
+    Attributes:
+        recorded: The newest checkpoint whose report is stored, or None.
+
+    """
+
+    def __init__(self, store: CheckpointStore, attempt: int, recorded: str | None = None) -> None:
         self._store = store
         self._attempt = attempt
         self._chunk = 0
+        self._lines: list[str] = []  # of the newest chunk
         self._pending: list[MetricRecord] = []
         self._oldest_s = 0.0
         self._one_flush = threading.Lock()
+        self.recorded = recorded
 
     def append(self, record: MetricRecord) -> None:
         """Take one record, to be stored by a later `flush`."""
@@ -58,15 +70,18 @@ class HistoryWriter:
     def flush(self) -> None:
         """Store what is pending; after an error it stays pending."""
         with self._one_flush:
-            records = tuple(self._pending)
-            if not records:
-                return
-            lines = [json.dumps(to_json(asdict(record)), allow_nan=False) for record in records]
-            key = self._store.layout.metrics_chunk(self._attempt, self._chunk)
-            self._store.storage.put_bytes(key, "\n".join(lines).encode())
-            self._chunk += 1
-            self._oldest_s = time.monotonic()
-            del self._pending[: len(records)]
+            left = len(self._pending)
+            while left > 0:
+                taken = self._pending[: min(left, CHUNK_RECORDS - len(self._lines))]
+                lines = [*self._lines, *(json.dumps(to_json(asdict(record)), allow_nan=False) for record in taken)]
+                key = self._store.layout.metrics_chunk(self._attempt, self._chunk)
+                self._store.storage.put_bytes(key, "\n".join(lines).encode())
+                self._oldest_s = time.monotonic()
+                del self._pending[: len(taken)]
+                left -= len(taken)
+                self._chunk, self._lines = (self._chunk, lines) if len(lines) < CHUNK_RECORDS else (self._chunk + 1, [])
+                ids = (self.recorded, *(record.checkpoint for record in taken))
+                self.recorded = max((checkpoint_id for checkpoint_id in ids if checkpoint_id is not None), default=None)
 
 
 def read_history(store: CheckpointStore) -> list[MetricRecord]:
@@ -76,15 +91,52 @@ def read_history(store: CheckpointStore) -> list[MetricRecord]:
     are filled in from its manifest.
     """
     records: list[MetricRecord] = []
+    known: set[str] = set()
     for info in store.storage.list(store.layout.metrics):
-        if stem(info.key):
-            lines = store.storage.get_bytes(info.key).splitlines()
-            records.extend(MetricRecord(**cast("dict[str, Any]", from_json(json.loads(line)))) for line in lines)
-    known = {record.checkpoint for record in records}
-    lost = [
-        MetricRecord(manifest.attempt, manifest.step, manifest.metrics, manifest.id, manifest.created_at.isoformat())
-        for manifest in store.list()
-        if manifest.id not in known
-    ]
+        for record in _read_chunk(store, info.key):
+            if record.checkpoint is None or record.checkpoint not in known:  # a leader may make up for one twice
+                records.append(record)
+            if record.checkpoint is not None:
+                known.add(record.checkpoint)
+    filled_in = [_record_of(manifest) for manifest in store.list() if manifest.id not in known]
+    attempts = [record.attempt for record in records]
+    if not filled_in and attempts == sorted(attempts):
+        return records
     # Stable: within an attempt the reports stay in order, and a filled-in one goes after those with a smaller step.
-    return sorted(records + lost, key=lambda record: (record.attempt, record.step)) if lost else records
+    return sorted(records + filled_in, key=lambda record: (record.attempt, record.step))
+
+
+def lost_records(store: CheckpointStore, manifests: Sequence[Manifest], attempt: int) -> list[MetricRecord]:
+    """Return the reports of `manifests` that leaders before `attempt` were killed too early to store.
+
+    Who leads `attempt` stores them before anything is pruned: then a manifest is all that remembers them. Costs a listing and
+    a read for each attempt that left no outcome.
+    """
+    ended = {outcome.attempt for outcome in read_outcomes(store)}
+    killed = {manifest.attempt for manifest in manifests if manifest.attempt < attempt} - ended
+    recorded = {number: newest_recorded(store, number) for number in killed}
+    return [
+        _record_of(manifest)
+        for manifest in manifests
+        if manifest.attempt in killed and manifest.id > recorded[manifest.attempt]
+    ]
+
+
+def newest_recorded(store: CheckpointStore, attempt: int | None = None) -> str:
+    """Return the newest checkpoint whose report is stored, of one attempt or of all; empty if none is."""
+    first = "" if attempt is None else store.layout.metrics_chunk(attempt, 0).rpartition("-")[0]
+    keys = [info.key for info in store.storage.list(store.layout.metrics, after=first or None) if info.key.startswith(first)]
+    for key in reversed(keys):
+        records = (record for record in _read_chunk(store, key) if attempt in (None, record.attempt))
+        if ids := [record.checkpoint for record in records if record.checkpoint]:
+            return max(ids)
+    return ""
+
+
+def _read_chunk(store: CheckpointStore, key: str) -> list[MetricRecord]:
+    lines = store.storage.get_bytes(key).splitlines()
+    return [MetricRecord(**cast("dict[str, Any]", from_json(json.loads(line)))) for line in lines]
+
+
+def _record_of(manifest: Manifest) -> MetricRecord:
+    return MetricRecord(manifest.attempt, manifest.step, manifest.metrics, manifest.id, manifest.created_at.isoformat())

@@ -4,12 +4,12 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .digest import copy_and_digest
+from .digest import copy_and_digest, write_and_digest
 from .keys import check_key, is_temporary, temporary_name
 from .storage import ObjectInfo, Transfer
 
@@ -32,9 +32,19 @@ class LocalStorage:
         return str(self._root)
 
     def put_file(self, key: str, path: Path) -> Transfer:
-        """Copy the file at `path`; durable when this returns."""
+        """Copy the file at `path`; durable when this returns.
+
+        Raises:
+            OSError: ENOSPC before anything is written, if there is no space for it.
+
+        """
         with path.open("rb", buffering=0) as source:
+            self._require_space(os.fstat(source.fileno()).st_size)
             return self._write(key, lambda target: copy_and_digest(source, target))
+
+    def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
+        """Write `parts` from memory; durable when this returns."""
+        return self._write(key, lambda target: write_and_digest(parts, target))
 
     def put_bytes(self, key: str, data: bytes) -> None:
         """Store a small object; a reader sees the old one or the new one, whole."""
@@ -56,6 +66,15 @@ class LocalStorage:
         """Return a small object."""
         with _objects_only():
             return self._path(key).read_bytes()
+
+    def get_range(self, key: str, start: int, into: memoryview) -> int:
+        """Read into `into` from `start` on; returns how many bytes there were."""
+        with _objects_only(), self._path(key).open("rb", buffering=0) as source:
+            source.seek(start)
+            done = 0
+            while done < len(into) and (count := source.readinto(into[done:])):
+                done += count
+        return done
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         """Yield the files below `prefix`, ordered by their whole key; a link to a folder is not followed.
@@ -132,6 +151,16 @@ class LocalStorage:
                 return path.open("xb", buffering=0)
         _make_folder(path.parent)
         return path.open("xb", buffering=0)
+
+    def _require_space(self, needed_bytes: int) -> None:
+        if not self._root.exists():  # the first put makes it
+            return
+        filesystem = os.statvfs(self._root)
+        free_bytes = filesystem.f_bavail * filesystem.f_frsize
+        if needed_bytes > free_bytes:
+            raise OSError(
+                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({needed_bytes} bytes needed, {free_bytes} free)", str(self._root)
+            )
 
     def _remove_empty(self, folder: Path) -> None:
         while folder != self._root:

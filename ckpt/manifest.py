@@ -70,6 +70,8 @@ class Manifest:
         parent: The id of the checkpoint that it continues, or a URL when that belongs to another run.
         created_at: When it was committed (UTC, the committing machine's clock; nothing is ordered by it).
         metadata: The user's own.
+        timings: What it cost, in seconds: `stall_s`, for which its slowest rank's training waited, and `durable_s`, from the
+            report to this manifest, both by the ranks' clocks.
 
     """
 
@@ -82,6 +84,7 @@ class Manifest:
     parent: str | None
     created_at: datetime
     metadata: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:

@@ -47,7 +47,10 @@ def _clean_value(value: object, name: str) -> MetricValue:
         return value  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`
     to_item = getattr(value, "item", None)
     if to_item is not None and getattr(value, "ndim", None) == 0:  # numpy scalars, 0-d arrays and tensors
-        item = to_item()
+        try:
+            item = to_item()
+        except Exception as exc:  # a tensor on the meta device, say
+            raise ValueError(f"metric {name!r} is a {type(value).__name__} that tells no value: {exc}") from exc
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
     if isinstance(value, str):  # subclasses, numpy.str_ and enums among them

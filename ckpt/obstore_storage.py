@@ -1,7 +1,7 @@
 """S3, Google Cloud Storage and Azure through obstore, the Python binding of Rust's object_store."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -9,7 +9,10 @@ from typing import TypeVar
 import obstore
 import obstore.exceptions
 import xxhash
+from obstore.store import S3Store
 
+from .digest import split
+from .errors import StorageError
 from .keys import check_key
 from .object_store_errors import first_reason, translate
 from .object_store_opening import open_object_store
@@ -53,15 +56,17 @@ class ObstoreStorage:
             data = path.read_bytes()
             self._call(key, lambda: obstore.put(self._store, check_key(key), data, use_multipart=False))
             return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
-        part_bytes = max(_PART_BYTES, -(-size // _MAX_PARTS))
-        parts = _DigestedParts(path, part_bytes)
-        self._call(
-            key,
-            lambda: obstore.put(
-                self._store, check_key(key), iter(parts), chunk_size=part_bytes, max_concurrency=_CONCURRENT_PARTS
-            ),
-        )
-        return Transfer(parts.bytes, parts.digest.hexdigest())
+        with path.open("rb", buffering=0) as file:
+            return self._put_parts(key, size, lambda part_bytes: iter(partial(file.read, part_bytes), b""))
+
+    def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
+        """Store `parts` as one object: one request up to 8 MiB, else parts of it from memory, four at a time."""
+        size = sum(len(part) for part in parts)
+        if size <= _PART_BYTES:
+            data = b"".join(parts)
+            self._call(key, lambda: obstore.put(self._store, check_key(key), data, use_multipart=False))
+            return Transfer(size, xxhash.xxh3_128_hexdigest(data))
+        return self._put_parts(key, size, lambda part_bytes: split(parts, part_bytes))
 
     def get_file(self, key: str, path: Path) -> Transfer:
         """Write the object to `path`."""
@@ -89,6 +94,35 @@ class ObstoreStorage:
     def get_bytes(self, key: str) -> bytes:
         """Return a small object."""
         return self._call(key, lambda: bytes(obstore.get(self._store, check_key(key)).bytes()))
+
+    def get_range(self, key: str, start: int, into: memoryview) -> int:
+        """Copy the object's bytes from `start` on into `into`, with one request; returns how many there were."""
+        if not into:
+            return 0
+        try:
+            data = self._call(key, lambda: obstore.get_range(self._store, check_key(key), start=start, length=len(into)))
+        except (OSError, StorageError) as exc:
+            if "non-partial response" in str(exc):  # rclone serves ranges, but does not say so
+                return self._skim(key, start, into)
+            left = max(0, self.size(key) - start)
+            if left >= len(into):
+                raise
+            return self.get_range(key, start, into[:left])  # some servers refuse a range that goes beyond the end
+        view = memoryview(data)
+        into[: len(view)] = view
+        return len(view)
+
+    def _skim(self, key: str, start: int, into: memoryview) -> int:
+        """Read a range by reading all that is before it, from a server that gives whole objects only."""
+        chunks = self._call(key, lambda: obstore.get(self._store, check_key(key)).stream(min_chunk_size=2**20))
+        done, position = 0, 0
+        for chunk in chunks:
+            wanted = memoryview(chunk)[max(0, start - position) :][: len(into) - done]
+            into[done : done + len(wanted)] = wanted
+            done, position = done + len(wanted), position + len(memoryview(chunk))
+            if done == len(into):
+                break
+        return done
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         """Yield the objects below `prefix`, a request per thousand."""
@@ -118,15 +152,27 @@ class ObstoreStorage:
                         self._call(path, partial(obstore.delete, self._store, path))
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
-        """Do nothing: obstore cannot list unfinished multipart uploads; a bucket's lifecycle rule removes them.
+        """Abort unfinished multipart uploads to S3; other services forget them by themselves."""
+        if isinstance(self._store, S3Store):
+            from .multipart_uploads import abort_stale_uploads  # noqa: PLC0415 - boto3, for cleaning up only
 
-        https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpu-abort-incomplete-mpu-lifecycle-config.html
-        """
+            abort_stale_uploads(self._store, prefix, older_than_s)
 
     def local_path(self, key: str) -> Path | None:
         """Return None: a bucket is read through its service."""
         del key
         return None
+
+    def _put_parts(self, key: str, size: int, cut: Callable[[int], Iterator[bytes | memoryview]]) -> Transfer:
+        part_bytes = max(_PART_BYTES, -(-size // _MAX_PARTS))
+        parts = _DigestedParts(cut(part_bytes))
+        self._call(
+            key,
+            lambda: obstore.put(
+                self._store, check_key(key), iter(parts), chunk_size=part_bytes, max_concurrency=_CONCURRENT_PARTS
+            ),
+        )
+        return Transfer(parts.bytes, parts.digest.hexdigest())
 
     def _call(self, key: str, request: Callable[[], T]) -> T:
         try:
@@ -140,17 +186,15 @@ class ObstoreStorage:
 
 
 class _DigestedParts:
-    """The parts of a file, digested as they are taken."""
+    """Parts of an object, digested as they are taken."""
 
-    def __init__(self, path: Path, part_bytes: int) -> None:
-        self._path = path
-        self._part_bytes = part_bytes
+    def __init__(self, parts: Iterator[bytes | memoryview]) -> None:
+        self._parts = parts
         self.digest = xxhash.xxh3_128()
         self.bytes = 0
 
-    def __iter__(self) -> Iterator[bytes]:
-        with self._path.open("rb", buffering=0) as file:
-            while part := file.read(self._part_bytes):
-                self.digest.update(part)
-                self.bytes += len(part)
-                yield part
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for part in self._parts:
+            self.digest.update(part)
+            self.bytes += len(part)
+            yield part

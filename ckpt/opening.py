@@ -1,10 +1,13 @@
 """From what a person writes to an open storage: a path, a URL, a block's name, a block."""
 
 import os
+import pickle
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeGuard
 from urllib.parse import unquote
 
 from .storage import Storage, StorageSpec
@@ -47,9 +50,9 @@ def parse_storage(storage: StorageLike) -> StorageSpec:
             return _normalized(StorageSpec(text))
         if isinstance(storage, PathLike) or not is_block_slug(text):
             return StorageSpec(_absolute(text))
-    from .blocks import resolve_storage  # noqa: PLC0415 - the one module here that imports prefect
+    from .blocks import renewal_of, resolve_storage  # noqa: PLC0415 - the one module here that imports prefect
 
-    return _normalized(resolve_storage(storage))
+    return replace(_normalized(resolve_storage(storage)), renewal=renewal_of(storage))
 
 
 def open_storage(storage: StorageLike) -> Storage:
@@ -59,23 +62,39 @@ def open_storage(storage: StorageLike) -> Storage:
         ValueError: If it is nothing that can be opened.
 
     """
-    if hasattr(storage, "put_file") and hasattr(storage, "list"):
-        return cast("Storage", storage)
+    if is_open(storage):
+        return storage
     spec = parse_storage(storage)
     match = _URL.match(spec.url)
     if match is None:
         from .local_storage import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
         return LocalStorage(Path(spec.url))
-    from .retry import RetryingStorage, RetryPolicy  # noqa: PLC0415 - as above
+    from .retry import RetryingStorage  # noqa: PLC0415 - as above
 
+    options = _options(spec)
     if match["scheme"] in _OBJECT_STORES:
         from .obstore_storage import ObstoreStorage  # noqa: PLC0415 - as above
 
-        return RetryingStorage(lambda: ObstoreStorage(spec.url, spec.options), RetryPolicy())
+        return RetryingStorage(lambda: ObstoreStorage(spec.url, next(options)), spec.retry)
     from .fsspec_storage import FsspecStorage  # noqa: PLC0415 - as above
 
-    return RetryingStorage(lambda: FsspecStorage(spec.url, spec.options), RetryPolicy())
+    return RetryingStorage(lambda: FsspecStorage(spec.url, next(options)), spec.retry)
+
+
+def is_open(storage: StorageLike) -> TypeGuard[Storage]:
+    """Say whether `storage` speaks the verbs itself."""
+    return hasattr(storage, "put_file") and hasattr(storage, "list")
+
+
+def _options(spec: StorageSpec) -> Iterator[dict[str, str]]:
+    """Yield the options to open `spec` with, and after the first time, when those have expired, fresh ones from its block."""
+    yield spec.options
+    while True:
+        if spec.renewal is None:  # what is not in the options, the client looks for anew by itself
+            yield spec.options
+        else:
+            yield parse_storage(pickle.loads(spec.renewal)).options  # noqa: S301 - from our own leader
 
 
 def is_block_slug(text: str) -> bool:
@@ -97,7 +116,7 @@ def _normalized(spec: StorageSpec) -> StorageSpec:
         return spec
     scheme, rest = match["scheme"].lower(), match["rest"]
     if scheme == "file":
-        return StorageSpec(_file_path(rest))
+        return replace(spec, url=_file_path(rest), options={})
     if scheme in ("http", "https"):
         raise ValueError(
             f"{scheme}:// cannot be written to: give an S3 server's address as the block's endpoint_url, or in "
@@ -115,7 +134,7 @@ def _normalized(spec: StorageSpec) -> StorageSpec:
         rest = named["place"]
     if scheme in _OBJECT_STORES and ("?" in rest or "#" in rest):
         raise ValueError(f"{scheme}://{re.split('[?#]', rest)[0]} goes on with '?' or '#': write %3F or %23 in a folder's name")
-    return StorageSpec(f"{scheme}://{rest.rstrip('/')}", options)
+    return replace(spec, url=f"{scheme}://{rest.rstrip('/')}", options=options)
 
 
 def _file_path(rest: str) -> str:

@@ -1,7 +1,7 @@
 """Exchanges between ranks in which nobody waits for a peer that is gone."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
@@ -10,6 +10,7 @@ from .key_value import KeyValue
 
 Ending: TypeAlias = Literal["returned", "failed", "died"]
 _POLL_S = 0.2
+_LATE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,22 @@ class Peers:
         self.rank = rank
         self.world_size = world_size
 
-    def exchange(self, topic: str, mine: bytes) -> list[bytes] | None:
-        """Hand `mine` to rank 0, which gets everybody's, by rank; the others get None at once."""
+    def exchange(self, topic: str, mine: bytes, meanwhile: Callable[[], None] | None = None) -> list[bytes] | None:
+        """Hand `mine` to rank 0, which gets everybody's, by rank; the others get None at once.
+
+        Args:
+            topic: Names the exchange.
+            mine: What this rank says.
+            meanwhile: What rank 0 has to do besides, before it waits for ranks that are late, and not while all are there.
+
+        """
         if self.rank != 0:
             self._key_value.set(f"{topic}/{self.rank}", mine)
             return None
-        others = self._wait([f"{topic}/{rank}" for rank in range(1, self.world_size)], topic)
-        return [mine, *others]
+        keys = [f"{topic}/{rank}" for rank in range(1, self.world_size)]
+        if keys and meanwhile is not None and self._try_get(keys, _LATE_S) is None:
+            meanwhile()
+        return [mine, *self._wait(keys, topic)]
 
     def decide(self, topic: str, decision: bytes) -> bytes:
         """As rank 0, tell everybody `decision`."""
@@ -67,6 +77,18 @@ class Peers:
     def decision(self, topic: str) -> bytes:
         """Return what rank 0 decided."""
         return self._wait([topic], topic)[0]
+
+    def scatter(self, topic: str, parts: Sequence[bytes]) -> None:
+        """As rank 0, leave each rank its own word, this one included."""
+        for rank, part in enumerate(parts):
+            self._key_value.set(f"{topic}/{rank}", part)
+
+    def scattered(self, topic: str) -> bytes:
+        """Return what rank 0 left for this rank, and forget it."""
+        key = f"{topic}/{self.rank}"
+        (part,) = self._wait([key], topic)
+        self._key_value.delete(key)
+        return part
 
     def forget(self, topic: str) -> None:
         """Drop what this rank said under `topic`, which everybody has read."""

@@ -16,9 +16,11 @@ GARBAGE_GRACE_S = 3600.0
 _logger = logging.getLogger(__name__)
 
 
-def prune(store: "CheckpointStore", policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str, ...]) -> Plan[Manifest]:
+def prune(
+    store: "CheckpointStore", policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str, ...], up_to: str | None
+) -> Plan[Manifest]:
     """Delete what `policy` drops; see `CheckpointStore.prune`."""
-    decided = plan(store.list(), policy, pinned=store.pinned(), in_use=in_use)
+    decided = plan(store.list(), policy, pinned=store.pinned(), in_use=in_use, up_to=up_to)
     if not dry_run:
         _delete_all(store, decided.drop)
     return decided

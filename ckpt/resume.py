@@ -20,16 +20,21 @@ def choose_checkpoint(store: CheckpointStore, *, lineage: int, verify: VerifyLev
         CheckpointCorruptError: If there were some and all are damaged, now or at an earlier start; it lists what was tried.
 
     """
-    for checkpoint_id in reversed([known for known in store.ids() if attempt_of(known) >= lineage]):
-        try:
-            manifest = store.get(checkpoint_id)
-            store.verify(manifest, verify)
-        except CheckpointNotFoundError:  # pruned since it was listed
-            continue
-        except CheckpointCorruptError as exc:
-            quarantine(store, checkpoint_id, str(exc))
-            continue
-        return manifest
+    while True:
+        was_pruned = False
+        for checkpoint_id in reversed([known for known in store.ids() if attempt_of(known) >= lineage]):
+            try:
+                manifest = store.get(checkpoint_id)
+                store.verify(manifest, verify)
+            except CheckpointNotFoundError:
+                was_pruned = True
+            except CheckpointCorruptError as exc:
+                was_pruned |= not quarantine(store, checkpoint_id, str(exc))
+            else:
+                return manifest
+        if not was_pruned:
+            break
+        # Since the listing, by an overtaken leader that has committed a newer one just before: look again.
     damaged = [stem(info.key) for info in store.storage.list(store.layout.quarantined)]
     damaged = [checkpoint_id for checkpoint_id in damaged if attempt_of(checkpoint_id) >= lineage]
     if damaged:
@@ -45,14 +50,18 @@ def _reason(store: CheckpointStore, checkpoint_id: str) -> str:
     return str((store.get_json(store.layout.quarantine(checkpoint_id)) or {}).get("reason", "unknown"))
 
 
-def quarantine(store: CheckpointStore, checkpoint_id: str, reason: str) -> None:
-    """Take a damaged checkpoint out of the run, keeping its manifest and the reason for whoever looks into it."""
-    _logger.warning("checkpoint %s of run %r is damaged and set aside: %s", checkpoint_id, store.run, reason)
+def quarantine(store: CheckpointStore, checkpoint_id: str, reason: str) -> bool:
+    """Take a damaged checkpoint out of the run, keeping its manifest and the reason for whoever looks into it.
+
+    Returns False, and does nothing, if it is not damaged but gone: who prunes deletes the manifest first.
+    """
     manifest_key = store.layout.manifest(checkpoint_id)
     try:
         manifest = store.storage.get_bytes(manifest_key).decode(errors="replace")
     except FileNotFoundError:
-        manifest = ""
+        return False
+    _logger.warning("checkpoint %s of run %r is damaged and set aside: %s", checkpoint_id, store.run, reason)
     note = {"reason": reason, "manifest": manifest, "quarantined_at": datetime.now(timezone.utc).isoformat()}
     store.put_json(store.layout.quarantine(checkpoint_id), note)
     store.storage.delete([manifest_key])
+    return True

@@ -54,11 +54,9 @@ class RetentionPolicy:
     def __post_init__(self) -> None:
         """Refuse numbers that would keep nothing or mean nothing."""
         for name in ("num_to_keep", "keep_every_n_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1, or None")
-        if self.keep_last is None or self.keep_last < 1:
-            raise ValueError(f"keep_last={self.keep_last}: give at least 1")
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), "at least 1, or None")
+        check_count("keep_last", self.keep_last)
         _check_order(self.checkpoint_score_order)
 
 
@@ -67,7 +65,8 @@ class Plan(Generic[C]):
     """What a policy decided.
 
     Attributes:
-        keep: The reasons to keep each kept id: "latest", "best", "last", "every", "pinned", "in use", "all".
+        keep: The reasons to keep each kept id: "latest", "best", "last", "every", "pinned", "in use",
+            "recent", "all".
         drop: What to delete, oldest first.
 
     """
@@ -87,6 +86,17 @@ def score(metrics: Metrics, attribute: str, order: Order) -> tuple[int, float]:
     if value != value:  # noqa: PLR0124 - NaN is the one number that differs from itself
         return (1, 0.0)
     return (2, value if order == "max" else -value)  # as it is: float() would overflow, and round what is above 2**53
+
+
+def check_count(name: str, value: object, wanted: str = "at least 1") -> None:
+    """Return only if `value` is a whole number from 1 on.
+
+    Raises:
+        ValueError: If it is anything else.
+
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: give {wanted}")
 
 
 def _check_order(order: str) -> None:
@@ -114,6 +124,7 @@ def plan(
     *,
     pinned: Collection[str] = (),
     in_use: Collection[str] = (),
+    up_to: str | None = None,
 ) -> Plan[C]:
     """Decide what stays and what goes; the newest checkpoint never goes.
 
@@ -122,6 +133,7 @@ def plan(
         policy: What is worth keeping.
         pinned: Ids that somebody pinned.
         in_use: Ids that a training restores from or somebody reads.
+        up_to: What is newer than this id stays, as "recent"; None for no such limit.
 
     """
     newest_first = sorted(manifests, key=lambda manifest: manifest.id, reverse=True)
@@ -143,6 +155,8 @@ def plan(
         keep([manifest for manifest in newest_first if manifest.step % policy.keep_every_n_steps == 0], "every")
     keep([manifest for manifest in newest_first if manifest.id in pinned], "pinned")
     keep([manifest for manifest in newest_first if manifest.id in in_use], "in use")
+    if up_to is not None:
+        keep([manifest for manifest in newest_first if manifest.id > up_to], "recent")
     return Plan(
         keep={checkpoint_id: tuple(dict.fromkeys(why)) for checkpoint_id, why in reasons.items() if why},
         drop=tuple(manifest for manifest in reversed(newest_first) if not reasons[manifest.id]),

@@ -3,8 +3,7 @@
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -20,7 +19,7 @@ from tenacity import (
 )
 
 from .errors import StorageError
-from .storage import ObjectInfo, Storage, Transfer
+from .storage import ObjectInfo, RetryPolicy, Storage, Transfer
 
 ErrorClass: TypeAlias = Literal["transient", "credentials", "final"]
 T = TypeVar("T")
@@ -54,23 +53,6 @@ _LISTED_AT_ONCE = 1000
 
 class CredentialsExpiredError(PermissionError):
     """The storage refused credentials that were good before: a new client may have fresh ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """How patient to be with a storage.
-
-    Attributes:
-        deadline_s: After how many seconds in all to give up, once there were two tries; a try is never cut short.
-        first_wait_s: The longest first pause; pauses double and are drawn at random from 0 to their length ("full jitter",
-            https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter).
-        longest_wait_s: What a pause grows to at most.
-
-    """
-
-    deadline_s: float = 120.0
-    first_wait_s: float = 0.2
-    longest_wait_s: float = 10.0
 
 
 def classify(error: BaseException) -> ErrorClass:
@@ -112,6 +94,10 @@ class RetryingStorage:
         """Store the file at `path`."""
         return self._retry("storing", key, lambda storage: storage.put_file(key, path))
 
+    def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
+        """Store `parts` as one object."""
+        return self._retry("storing", key, lambda storage: storage.put_buffers(key, parts))
+
     def get_file(self, key: str, path: Path) -> Transfer:
         """Write the object to `path`."""
         return self._retry("reading", key, lambda storage: storage.get_file(key, path))
@@ -123,6 +109,10 @@ class RetryingStorage:
     def get_bytes(self, key: str) -> bytes:
         """Return a small object."""
         return self._retry("reading", key, lambda storage: storage.get_bytes(key))
+
+    def get_range(self, key: str, start: int, into: memoryview) -> int:
+        """Fill `into` from `start` on."""
+        return self._retry("reading", key, lambda storage: storage.get_range(key, start, into))
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         """Yield the objects below `prefix`, going on after the last one when a page fails."""

@@ -1,17 +1,19 @@
 """One rank's side of a training: every report of it, from the ranks' agreement to the manifest."""
 
 import operator
+import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from .agreement import Agreement, Intent, Upload, agree
 from .checkpoint import Checkpoint
@@ -27,6 +29,12 @@ from .peers import Peers, RankEnd
 from .refusal import Refusal
 from .staging import scan_files, take_over
 from .store import CheckpointStore
+
+if TYPE_CHECKING:
+    from .state_reports import StateReports
+    from .state_save import HeldState
+
+_NICER = 5  # a third of the training's share of a core that both want, and all of an idle one
 
 
 class RankSession:
@@ -62,33 +70,40 @@ class RankSession:
         self._in_flight: Future[None] | None = None
         self._parted: CheckpointError | None = None
         self._before_in_flight = (self._last_checkpoint_step, self._parent)
+        self._state_reports: StateReports | None = None
 
     def report(
         self,
         metrics: Mapping[str, object],
         checkpoint: Checkpoint | None = None,
         *,
+        state: Mapping[str, Any] | None = None,
         step: SupportsIndex | None = None,
         progress: float | None = None,
         upload: Upload | None = None,
     ) -> None:
         """Report from this rank; see `reporting.report`."""
+        started_s = time.monotonic()
         with self._one_report, ExitStack() as cleanup:
             try:
                 cleaned = clean_metrics(metrics)
                 _check_progress(progress)
-                brought, upload = self._bring(checkpoint, upload, cleanup)
+                way = _checked_way(upload)
+                brought = self._bring(checkpoint, cleanup)
+                held = None if state is None else self._states().hold(_without_files_of_ours(state, brought))
+                upload = _way_to_upload(way, checkpoint, state)
                 step = self._choose_step(step, upload)
             except Exception as exc:
                 self._withdraw(exc)
                 raise
-            intent = Intent(self.context.world_rank, step, upload, list(brought.files), brought.metadata)
+            told = None if held is None else self._states().tell(held)
+            intent = Intent(self.context.world_rank, step, upload, list(brought.files), brought.metadata, told)
             if upload is not None:
                 self._wait_for_in_flight()
-            agreement = self._agree(intent)
+            agreement = self._agree(intent, held)
             if agreement.refusal is not None:
                 raise agreement.refusal.error()
-            self._act(agreement, brought, cleaned, progress)
+            self._act(agreement, self._settle(agreement, brought, held), cleaned, progress, started_s)
 
     def finish(self) -> None:
         """Return once every background commit is durable and every rank returned after equally many reports.
@@ -127,18 +142,35 @@ class RankSession:
             wait([self._in_flight], flush_s)
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "failed", detail))
 
-    def _bring(self, checkpoint: Checkpoint | None, upload: Upload | None, cleanup: ExitStack) -> tuple[Brought, Upload | None]:
-        if upload not in (None, "sync", "async"):
-            raise ValueError(f"upload={upload!r}: give 'sync' or 'async'")
+    def _bring(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> Brought:
         if checkpoint is None:
-            return Brought(), None
+            return Brought()
         if not isinstance(checkpoint, Checkpoint):
             raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(folder)")  # noqa: TRY004 - as above
         directory = checkpoint.directory
         if directory is None:  # a committed checkpoint is never taken apart: what is moved or stored again is a copy
             directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="prefect-torch-")))
             checkpoint.to_directory(directory)
-        return Brought(directory, tuple(scan_files(directory)), checkpoint.get_metadata()), upload or "sync"
+        return Brought(directory, tuple(scan_files(directory)), checkpoint.get_metadata())
+
+    def _states(self) -> "StateReports":
+        if self._state_reports is None:
+            from .state_reports import StateReports  # noqa: PLC0415 - torch, for states only
+
+            self._state_reports = StateReports(self._peers)
+        return self._state_reports
+
+    def _settle(self, agreement: Agreement, brought: Brought, held: "HeldState | None") -> Brought:
+        """Return `brought` with the state staged: the training may change it from here on."""
+        if agreement.state is None:
+            return brought
+        decision = self._states().follow(agreement.state, self._topic())
+        if held is None:
+            return brought
+        try:
+            return replace(brought, state=self._states().settle(held, decision))
+        except Exception as exc:  # noqa: BLE001 - the other ranks already wait for this one's part: they must hear of it
+            return replace(brought, problem=exc)
 
     def _choose_step(self, step: SupportsIndex | None, upload: Upload | None) -> int:
         if isinstance(step, bool):
@@ -166,12 +198,15 @@ class RankSession:
         if agreement.refusal is not None and agreement.ends_background:
             raise agreement.refusal.error() from error
 
-    def _agree(self, intent: Intent) -> Agreement:
+    def _topic(self) -> str:
+        return f"report {self._rounds - 1}"
+
+    def _agree(self, intent: Intent, held: "HeldState | None" = None) -> Agreement:
         """Return what rank 0 decides about this round; every rank goes through all rounds, whatever it reports."""
-        topic, previous = f"report {self._rounds}", f"report {self._rounds - 1}"
+        previous = self._topic()
         self._rounds += 1
         try:
-            agreement = self._decide(topic, intent)
+            agreement = self._decide(self._topic(), intent, held)
         except CheckpointError as exc:
             self._parted = exc
             raise
@@ -181,25 +216,41 @@ class RankSession:
             self._take_failure()  # raised now, so not again later
         return agreement
 
-    def _decide(self, topic: str, intent: Intent) -> Agreement:
-        intents = self._peers.exchange(topic, intent.encode())
-        if intents is None:
+    def _decide(self, topic: str, intent: Intent, held: "HeldState | None") -> Agreement:
+        def stage() -> None:
+            if held is not None:
+                self._states().stage_early(held)
+
+        told = self._peers.exchange(topic, intent.encode(), stage)
+        if told is None:
+            stage()  # while rank 0 decides
             return Agreement.decode(self._peers.decision(topic))
-        agreement = agree([Intent.decode(data) for data in intents], self.context.attempt)
+        intents = [Intent.decode(data) for data in told]
+        agreement = agree(intents, self.context.attempt)
         failure = self._take_failure()
         if failure is not None:
             agreement = replace(agreement, refusal=Refusal.of(failure), ends_background=True)
+        agreement = self._decide_state(agreement, intents, topic)
         self._peers.decide(topic, agreement.encode())
         return agreement
 
-    def _act(self, agreement: Agreement, brought: Brought, metrics: Metrics, progress: float | None) -> None:
+    def _decide_state(self, agreement: Agreement, intents: list[Intent], topic: str) -> Agreement:
+        if all(intent.state is None for intent in intents):
+            return agreement
+        told = [intent.state for intent in intents]
+        try:
+            return replace(agreement, state=self._states().decide(told, topic, refused=agreement.refusal is not None))
+        except ReportMismatchError as exc:
+            return replace(agreement, refusal=Refusal.of(exc))
+
+    def _act(self, agreement: Agreement, brought: Brought, metrics: Metrics, progress: float | None, started_s: float) -> None:
         if agreement.checkpoint_id is not None:
-            job = CommitJob(f"report {self._rounds - 1}", agreement, brought, metrics, self._parent)
+            job = CommitJob(self._topic(), agreement, brought, metrics, self._parent, started_s)
             if agreement.upload == "sync":
                 self._commit(job)
             else:
                 self._before_in_flight = (self._last_checkpoint_step, self._parent)
-                self._commit_in_background(job)
+                self._commit_in_background(replace(job, stall_s=time.monotonic() - started_s))
             self._last_checkpoint_step = agreement.step
             self._parent = agreement.checkpoint_id
         self._last_step = agreement.step
@@ -213,7 +264,9 @@ class RankSession:
         manifest = commit(self.store, self._peers, job)
         if manifest is not None:
             duration_s = time.monotonic() - started_s
-            self._events.send(CommitEvent(manifest.id, manifest.step, manifest.metrics, manifest.total_bytes, duration_s))
+            stall_s = manifest.timings["stall_s"]
+            event = CommitEvent(manifest.id, manifest.step, manifest.metrics, manifest.total_bytes, duration_s, stall_s)
+            self._events.send(event)
 
     def _commit_in_background(self, job: CommitJob) -> None:
         staged = job.brought
@@ -231,7 +284,7 @@ class RankSession:
                     shutil.rmtree(staged.directory, ignore_errors=True)
 
         if self._background is None:
-            self._background = ThreadPoolExecutor(1, "prefect-torch-commit")
+            self._background = ThreadPoolExecutor(1, "prefect-torch-commit", _yield_to_training)
         self._in_flight = self._background.submit(work)
 
     def _wait_for_in_flight(self) -> None:
@@ -250,10 +303,37 @@ class RankSession:
         return Refusal.of(failure).error()
 
 
+def _yield_to_training() -> None:
+    """Let the training have a core that it and this thread, with the threads that it starts, want at once."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with suppress(OSError):  # where it is not permitted, they share evenly
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
+
+
 def _name_from(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
     """Return the checkpoint's id, or its path where that alone tells which run it belongs to."""
     own = checkpoint.store is not None and checkpoint.store.path == store.path
     return checkpoint.id if own else checkpoint.path
+
+
+def _checked_way(upload: Upload | None) -> Upload | None:
+    if upload not in (None, "sync", "async"):
+        raise ValueError(f"upload={upload!r}: give 'sync' or 'async'")
+    return upload
+
+
+def _way_to_upload(way: Upload | None, checkpoint: Checkpoint | None, state: Mapping[str, Any] | None) -> Upload | None:
+    if checkpoint is None and state is None:
+        return None
+    return way or ("sync" if state is None else "async")
+
+
+def _without_files_of_ours(state: Mapping[str, Any], brought: Brought) -> Mapping[str, Any]:
+    from .state_index import is_own_file  # noqa: PLC0415 - for states only
+
+    for path in filter(is_own_file, brought.files):
+        raise ValueError(f"the folder reported beside a state holds {path!r}, as which the state is stored: rename that file")
+    return state
 
 
 def _check_progress(progress: float | None) -> None:

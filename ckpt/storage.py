@@ -1,9 +1,26 @@
 """The object-store verbs that every backend speaks: string keys, whole objects, nothing renamed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How patient to be with a storage.
+
+    Attributes:
+        deadline_s: After how many seconds in all to give up, once there were two tries; a try is never cut short.
+        first_wait_s: The longest first pause; pauses double and are drawn at random from 0 to their length ("full jitter",
+            https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter).
+        longest_wait_s: What a pause grows to at most.
+
+    """
+
+    deadline_s: float = 120.0
+    first_wait_s: float = 0.2
+    longest_wait_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +30,15 @@ class StorageSpec:
     Attributes:
         url: An absolute local path, or a URL (`s3://bucket/prefix`, `gs://…`, `az://…`, `memory://…`).
         options: What the backend's client takes besides: endpoint, region, credentials.
+        retry: How patient to be with it.
+        renewal: The block that the options come from, or its name, pickled by this program: where to find fresh credentials.
 
     """
 
     url: str
     options: dict[str, str] = field(default_factory=dict, repr=False)
+    retry: RetryPolicy = RetryPolicy()
+    renewal: bytes | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +88,19 @@ class Storage(Protocol):
         """Store the file at `path`; durable when this returns."""
         ...
 
+    def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
+        """Store `parts`, one after the other, as one object, straight from memory; durable when this returns.
+
+        Whoever calls leaves the memory as it is until then. Parts are bytes (format "B"), and may be empty.
+        """
+        ...
+
     def get_file(self, key: str, path: Path) -> Transfer:
         """Write the object to `path`, whose folder exists."""
+        ...
+
+    def get_range(self, key: str, start: int, into: memoryview) -> int:
+        """Fill `into` with the object's bytes from `start` on, and return how many there were: fewer where it ends before."""
         ...
 
     def put_bytes(self, key: str, data: bytes) -> None:

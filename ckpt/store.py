@@ -4,16 +4,16 @@ import builtins
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
 from .layout import Layout, check_run_name, stem
 from .manifest import Manifest, is_id
-from .opening import StorageLike, open_storage, parse_storage
-from .retention import Order, Plan, RetentionPolicy, rank_best
-from .storage import Storage, StorageSpec
+from .opening import StorageLike, is_open, open_storage, parse_storage
+from .retention import Order, Plan, RetentionPolicy, check_count, rank_best
+from .storage import RetryPolicy, Storage, StorageSpec
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -38,20 +38,24 @@ class CheckpointStore:
     spec: StorageSpec
 
     @classmethod
-    def open(cls, storage: StorageLike, run: str) -> "CheckpointStore":
+    def open(cls, storage: StorageLike, run: str, *, retry: RetryPolicy | None = None) -> "CheckpointStore":
         """Open the run `run` in `storage`; costs no request, and the run need not exist yet.
 
         Args:
             storage: A local path, a URL, "block-type-slug/block-name", a block, or an open storage.
             run: The run's name.
+            retry: How patient to be with the storage, unless it is open; two minutes if None.
 
         Raises:
             ValueError: If the name or the storage cannot be one.
 
         """
-        opened = open_storage(storage)
-        spec = StorageSpec(opened.url) if opened is storage else parse_storage(storage)
-        return cls(opened, Layout(check_run_name(run)), spec)
+        if is_open(storage):
+            return cls(storage, Layout(check_run_name(run)), StorageSpec(storage.url))
+        spec = parse_storage(storage)
+        if retry is not None:
+            spec = replace(spec, retry=retry)
+        return cls(open_storage(spec), Layout(check_run_name(run)), spec)
 
     def __reduce__(self) -> "tuple[Any, tuple[StorageSpec, str]]":
         """Pickle as where it is; another process opens its own connection."""
@@ -125,8 +129,7 @@ class CheckpointStore:
             ValueError: If `k` is less than 1, or `order` is neither.
 
         """
-        if k < 1:
-            raise ValueError(f"k={k}: give at least 1")
+        check_count("k", k)
         return rank_best(self.list(), attribute, order)[:k]
 
     def checkpoint(self, manifest: Manifest) -> "Checkpoint":
@@ -150,13 +153,16 @@ class CheckpointStore:
 
         verify(self, manifest, level)
 
-    def prune(self, policy: RetentionPolicy, *, dry_run: bool = False, in_use: tuple[str, ...] = ()) -> Plan[Manifest]:
+    def prune(
+        self, policy: RetentionPolicy, *, dry_run: bool = False, in_use: tuple[str, ...] = (), up_to: str | None = None
+    ) -> Plan[Manifest]:
         """Delete what `policy` does not keep, manifest first; the newest and pinned checkpoints always stay.
 
         Args:
             policy: What is worth keeping.
             dry_run: Only decide.
             in_use: Ids that must stay because a training restores from them.
+            up_to: What is newer than this id stays; None for no such limit.
 
         Raises:
             StorageError: If some deletion failed; the others were done, and the next prune tries again.
@@ -164,7 +170,7 @@ class CheckpointStore:
         """
         from .pruning import prune  # noqa: PLC0415 - deleting is apart from reading
 
-        return prune(self, policy, dry_run=dry_run, in_use=in_use)
+        return prune(self, policy, dry_run=dry_run, in_use=in_use, up_to=up_to)
 
     def pin(self, checkpoint_id: str) -> None:
         """Keep `checkpoint_id` until it is unpinned, whatever the retention policy says.

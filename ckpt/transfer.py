@@ -5,10 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import CheckpointNotFoundError
 from .keys import check_key, temporary_name
 from .manifest import FileEntry, Manifest
-from .verification import check_entry
+from .verification import check_entry, missing
 
 if TYPE_CHECKING:
     from .store import CheckpointStore
@@ -32,8 +31,7 @@ def download(store: "CheckpointStore", manifest: Manifest, target: Path) -> None
         try:
             moved = store.storage.get_file(store.layout.data(manifest.id, entry.path), partial)
         except FileNotFoundError as exc:
-            store.get(manifest.id)  # raises the better error if it was pruned
-            raise CheckpointNotFoundError(f"{store.path}/checkpoints/{manifest.id}/{entry.path} is missing") from exc
+            raise missing(store, manifest, entry) from exc
         check_entry(store, manifest, entry, moved)
         partial.replace(path)
 

@@ -18,6 +18,7 @@ def verify(store: "CheckpointStore", manifest: Manifest, level: "VerifyLevel") -
 
     Raises:
         CheckpointCorruptError: Naming the first file that differs.
+        CheckpointNotFoundError: If the checkpoint is being pruned.
 
     """
     if level == "none":
@@ -48,17 +49,32 @@ def _verify_sizes(store: "CheckpointStore", manifest: Manifest) -> None:
     sizes = {info.key.removeprefix(prefix): info.bytes for info in store.storage.list(prefix)}
     for entry in manifest.files:
         size = sizes.get(entry.path)
+        if size is None:
+            raise missing(store, manifest, entry)
         if size != entry.bytes:
-            found = "is missing" if size is None else f"has {size} bytes instead of {entry.bytes}"
-            raise CheckpointCorruptError(f"{store.path}/checkpoints/{manifest.id}/{entry.path} {found}")
+            raise CheckpointCorruptError(
+                f"{store.path}/checkpoints/{manifest.id}/{entry.path} has {size} bytes instead of {entry.bytes}"
+            )
+
+
+def missing(store: "CheckpointStore", manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
+    """Return the error for a file that is not there although its checkpoint is.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint is not there either; who prunes deletes its manifest first.
+
+    """
+    store.get(manifest.id)
+    return CheckpointCorruptError(f"{store.path}/checkpoints/{manifest.id}/{entry.path} is missing")
 
 
 def _read(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, scratch: Path) -> Transfer:
     key = store.layout.data(manifest.id, entry.path)
-    if (local := store.storage.local_path(key)) is not None:
-        return digest_file(local)
+    local = store.storage.local_path(key)
     target = scratch / "object"
     try:
-        return store.storage.get_file(key, target)
+        return store.storage.get_file(key, target) if local is None else digest_file(local)
+    except FileNotFoundError as exc:
+        raise missing(store, manifest, entry) from exc
     finally:
         target.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RankFailedError, RunConfig, ScalingConfig
 
+from .pruning import prune
 from .result import Result, TrainingFailedError
 from .training import train
 
@@ -13,5 +14,6 @@ __all__ = [
     "RunConfig",
     "ScalingConfig",
     "TrainingFailedError",
+    "prune",
     "train",
 ]

@@ -14,7 +14,6 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.layout import check_run_name
 from prefect_torch.ckpt.manifest import is_id
-from prefect_torch.ckpt.opening import parse_storage
 from prefect_torch.tasks import (
     CheckpointConfig,
     FailureConfig,
@@ -28,6 +27,7 @@ from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.function import pack_function
 from prefect_torch.tasks.job import TrainJob
 from prefect_torch.tasks.restarts import failure_kind, max_retries, may_restart
+from prefect_torch.tasks.settings import configured_storage
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
@@ -119,7 +119,7 @@ def _job(
 ) -> TrainJob:
     if scaling.use_gpu:
         _require_gpus(scaling.num_workers)
-    storage = parse_storage(run.storage)
+    storage = configured_storage(run.storage, run.storage_deadline_s)
     return TrainJob(
         function=pack_function(train_fn, config),
         storage=storage,

@@ -9,7 +9,7 @@ import httpx
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
-from prefect.logging.handlers import APILogHandler
+from prefect.logging.handlers import APILogWorker
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
@@ -29,8 +29,8 @@ def outlast_api_outages() -> Iterator[None]:
     engine proposes the final state for a minute only, with settings that the flow's body cannot change.
     """
     with temporary_settings(set_defaults={PREFECT_CLIENT_MAX_RETRIES: _RETRIES}):
-        # What sends lines keeps the settings it was begun with; flushing ends it, and the next line begins another.
-        APILogHandler().flush()
+        # What sends lines keeps the settings it was begun with: it is ended here, and the next line begins another.
+        APILogWorker.instance().drain()
         try:
             yield
         except Exception:

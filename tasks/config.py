@@ -47,6 +47,11 @@ class RunConfig(_Config):
     takeover: bool = Field(
         default=False, description="Take the run over from a flow run that is still alive; that one is fenced off."
     )
+    storage_deadline_s: Seconds | None = Field(
+        default=None,
+        description="After how many seconds a storage that does not answer is given up; when empty, the setting "
+        "PREFECT_INTEGRATIONS_TORCH_STORAGE_DEADLINE_S (120).",
+    )
     verify: Literal["digest", "size", "none"] = Field(
         default="digest", description="How a checkpoint is proven whole before a training resumes from it."
     )

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime, timezone
 from functools import partial
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.history import HistoryWriter
+from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records
 
 from .job import TrainJob
 from .retention_schedule import RetentionSchedule
@@ -29,8 +30,16 @@ class Journal:
 
     def __init__(self, store: CheckpointStore, job: TrainJob, attempt: int, restored: str | None) -> None:
         self._store = store
-        self._history = HistoryWriter(store, attempt)
-        self._retention = RetentionSchedule(job, store.list(), restored)
+        self._attempt = attempt
+        self._unrecorded: dict[str, CommitEvent] = {}
+        self._reported: set[str] = set()
+        known = store.list()
+        lost = lost_records(store, known, attempt)
+        newest = max((manifest.id for manifest in known), default=None)
+        self._history = HistoryWriter(store, attempt, recorded=None if lost else newest)
+        for record in lost:
+            self._history.append(record)
+        self._retention = RetentionSchedule(job, attempt, known, restored)
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-journal")
         self._flushing: Future[None] | None = None
@@ -40,20 +49,29 @@ class Journal:
         if isinstance(event, CommitEvent):
             self._submit(partial(self._store.hint_latest, event.id), "the hint to the latest checkpoint")
             self._retention.committed(event)
+            if event.id in self._reported:
+                self._reported.remove(event.id)
+            else:
+                self._unrecorded[event.id] = event
         else:
             self._history.append(event.record)
+            reported = event.record.checkpoint
+            if reported is not None and self._unrecorded.pop(reported, None) is None:  # an async commit is yet to come
+                self._reported.add(reported)
 
     def poll(self) -> None:
         """Do what has become due; returns at once."""
         if self._history.is_due() and (self._flushing is None or self._flushing.done()):
             self._flushing = self._submit(self._history.flush, "the metric history")
-        self._retention.prune_due()
+        self._retention.prune_due(self._history.recorded)
 
     def close(self) -> None:
         """Return once everything is stored and pruned."""
+        for event in self._unrecorded.values():  # rank 0 died between the commit and its word of the report
+            self._history.append(MetricRecord(self._attempt, event.step, event.metrics, event.id, _now()))
         self._submit(self._history.flush, "the metric history")
         self._writer.shutdown()
-        self._retention.finish()
+        self._retention.finish(self._history.recorded)
 
     def _submit(self, write: Callable[[], None], what: str) -> "Future[None]":
         def write_or_warn() -> None:
@@ -63,3 +81,7 @@ class Journal:
                 self._logger.warning("%s could not be written, and is tried again with the next: %s", what, exc)
 
         return self._writer.submit(write_or_warn)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat()

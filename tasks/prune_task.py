@@ -3,13 +3,24 @@
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
+from prefect_torch.ckpt.attempts import check_fence
 from prefect_torch.ckpt.manifest import Manifest
 from prefect_torch.ckpt.pruning import collect_garbage
+
+from .run_logs import library_logs_in_run
+from .settings import configured_storage
 
 
 @task(name="prune_checkpoints", task_run_name="prune-{run}", cache_policy=NO_CACHE, persist_result=False)
 def prune_checkpoints(
-    storage: StorageSpec | str, run: str, policy: RetentionPolicy, in_use: tuple[str, ...] = ()
+    storage: StorageSpec | str,
+    run: str,
+    policy: RetentionPolicy,
+    in_use: tuple[str, ...] = (),
+    *,
+    up_to: str | None = None,
+    attempt: int | None = None,
+    dry_run: bool = False,
 ) -> Plan[Manifest]:
     """Delete the checkpoints of `run` that `policy` does not keep, and the data that nobody committed.
 
@@ -18,17 +29,26 @@ def prune_checkpoints(
         run: The run's name.
         policy: What is worth keeping; the newest and pinned checkpoints are kept in any case.
         in_use: Ids that must stay because a training restores from them.
+        up_to: What is newer than this id stays; None for no such limit.
+        attempt: The attempt that prunes, and must not once it is overtaken; None for somebody beside it.
+        dry_run: Only decide, and log it.
 
     Raises:
+        FencedError: If a newer attempt owns the run: what this one would drop may be what that one restores.
         StorageError: If something could not be deleted; the next prune tries again.
 
     """
     logger = get_run_logger()
-    store = CheckpointStore.open(storage, run)
-    decided = store.prune(policy, in_use=in_use)
-    if decided.drop:
-        logger.info("pruned %s; kept %s", ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
-    collect_garbage(store)
+    store = CheckpointStore.open(configured_storage(storage), run)
+    if attempt is not None:
+        check_fence(store, attempt)
+    with library_logs_in_run():
+        decided = store.prune(policy, in_use=in_use, up_to=up_to, dry_run=dry_run)
+        if decided.drop:
+            done = "would prune" if dry_run else "pruned"
+            logger.info("%s %s; kept %s", done, ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
+        if not dry_run:
+            collect_garbage(store)
     return decided
 
 

@@ -24,6 +24,15 @@ from .rank_watch import BEAT_S
 from .rendezvous import STACKS_KEY, STOP_KEY, beat_key, connect
 
 _POLL_S = 0.1
+_SECRETS_OF_PREFECT = {
+    "PREFECT_API_AUTH_STRING",
+    "PREFECT_API_DATABASE_CONNECTION_URL",
+    "PREFECT_API_DATABASE_PASSWORD",
+    "PREFECT_API_KEY",
+    "PREFECT_SERVER_API_AUTH_STRING",
+    "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+    "PREFECT_SERVER_DATABASE_PASSWORD",
+}
 _STOP_GRACE_S = 3.0
 _STACKS_S = 1.0  # enough to write them
 
@@ -40,7 +49,7 @@ def train_rank(spec: RankSpec) -> Any:
 
     """
     command = [sys.executable, "-u", "-m", "prefect_torch.tasks.rank_main"]
-    process = RankProcess(command, {**os.environ, **spec.environment()}, cloudpickle.dumps(spec))
+    process = RankProcess(command, _environment(spec), cloudpickle.dumps(spec))
     try:
         key_value = connect(spec.rendezvous)
         stopped = _supervise(process, key_value, spec.rank)
@@ -55,6 +64,13 @@ def train_rank(spec: RankSpec) -> Any:
         announce_end(key_value, RankEnd(spec.rank, None, "died", result.error))
         return _failed(spec, result)
     return None if result.return_value is None else _load_value(result.return_value)
+
+
+def _environment(spec: RankSpec) -> dict[str, str]:
+    """Return this process's environment without the secrets of Prefect's API, which only a storage from a block may need."""
+    comes_from_block = spec.storage.renewal is not None
+    kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in _SECRETS_OF_PREFECT}
+    return {**kept, **spec.environment()}
 
 
 def _load_value(pickled: bytes) -> Any:

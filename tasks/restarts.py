@@ -2,14 +2,15 @@
 
 from collections import Counter
 
+import httpx
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.attempts import FailureKind, list_attempts, read_outcomes
 
-from .errors import RankFailedError, RankFailureKind
+from .errors import RankFailedError
 from .job import TrainJob
 
 UNLIMITED = -1
-_COUNTS_AS: dict[RankFailureKind, FailureKind] = {"user": "user", "final": "final", "preemption": "preemption"}
+_COUNTS_AS: dict[str, FailureKind] = {"user": "user", "final": "final", "preemption": "preemption"}
 _MOST_RETRIES = 1_000_000  # what Prefect is told for "without end"
 
 
@@ -18,7 +19,7 @@ def failure_kind(error: BaseException) -> FailureKind:
     failed = error if isinstance(error, RankFailedError) else error.__cause__
     if isinstance(failed, RankFailedError):
         return _COUNTS_AS.get(failed.kind, "infrastructure")
-    return "infrastructure" if isinstance(error, StorageError) else "final"
+    return "infrastructure" if isinstance(error, (StorageError, httpx.HTTPError)) else "final"  # of Prefect's API, the latter
 
 
 def may_restart(store: CheckpointStore, job: TrainJob, flow_run_id: str | None, kind: FailureKind) -> bool:
@@ -35,7 +36,7 @@ def may_restart(store: CheckpointStore, job: TrainJob, flow_run_id: str | None, 
 
 def count_failures(store: CheckpointStore, flow_run_id: str | None) -> Counter[FailureKind | None]:
     """Count the failed attempts of a flow run by kind; one whose process was killed could not say so, and was preempted."""
-    kinds = {outcome.attempt: outcome.kind for outcome in read_outcomes(store)}
+    kinds: dict[int, FailureKind | None] = {outcome.attempt: outcome.kind for outcome in read_outcomes(store)}
     attempts = (attempt for attempt in list_attempts(store) if attempt.owner.flow_run_id == flow_run_id)
     return Counter(kinds.get(attempt.number, "preemption") for attempt in attempts)
 

@@ -18,19 +18,22 @@ class RetentionSchedule:
 
     Args:
         job: The training.
+        attempt: The attempt's number.
         known: What was committed before.
         restored: The id that the ranks restore, which must stay.
 
     """
 
-    def __init__(self, job: TrainJob, known: Sequence[Committed], restored: str | None) -> None:
+    def __init__(self, job: TrainJob, attempt: int, known: Sequence[Committed], restored: str | None) -> None:
         self._job = job
+        self._attempt = attempt
         self._known: list[Committed] = list(known)
         self._in_use: tuple[str, ...] = () if restored is None else (restored,)
         self._running: PrefectFuture[Any] | None = None
         self._done = False
         self._changed = True  # the policy may be another one than when these were committed
         self._warned = False
+        self._recorded: str | None = None
 
     def committed(self, checkpoint: Committed) -> None:
         """Take a new checkpoint into account."""
@@ -38,24 +41,34 @@ class RetentionSchedule:
         self._changed = True
         self._warn_of_missing_score(checkpoint, self._job.policy)
 
-    def prune_due(self) -> None:
-        """Submit a prune if a commit left something to drop and none is running; returns at once."""
-        if not self._changed or (self._running is not None and not self._done):
+    def prune_due(self, recorded: str | None) -> None:
+        """Submit a prune if there is something to drop and none is running; returns at once.
+
+        Args:
+            recorded: The newest checkpoint whose report is in the metric history; of a newer one, the manifest alone would
+                tell the report after a crash, so it stays for now.
+
+        """
+        if recorded != self._recorded:
+            self._recorded, self._changed = recorded, True
+        if not self._changed or recorded is None or (self._running is not None and not self._done):
             return
         self._changed = False
         if self._running is not None:
             self._take_result(self._running)
-        if plan(self._known, self._job.policy, in_use=self._in_use).drop:
+        if plan(self._known, self._job.policy, in_use=self._in_use, up_to=recorded).drop:
             self._done = False
-            self._running = prune_checkpoints.submit(self._job.storage, self._job.run, self._job.policy, self._in_use)
+            self._running = prune_checkpoints.submit(
+                self._job.storage, self._job.run, self._job.policy, self._in_use, up_to=recorded, attempt=self._attempt
+            )
             self._running.add_done_callback(self._finished)
 
-    def finish(self) -> None:
+    def finish(self, recorded: str | None) -> None:
         """Return once storage holds what the policy keeps, or one more prune has failed at it."""
         self._wait()
         self._in_use = ()  # no rank is left to restore it
         self._changed = True
-        self.prune_due()
+        self.prune_due(recorded)
         self._wait()
 
     def _wait(self) -> None:

@@ -21,6 +21,7 @@ from .journal import Journal
 from .rank_spec import RankSpec
 from .rendezvous import Address, Rendezvous
 from .restarts import failure_kind
+from .run_logs import library_logs_in_run
 
 _FLUSH_S = 30.0
 _MAX_RETURN_BYTES = 1 << 20
@@ -44,7 +45,8 @@ def train_workers(job: TrainJob) -> Any:
     claimed = claim(store, job, flow_run_id)
     attempt = claimed.number
     try:
-        restored = choose_start(store, job, claimed)
+        with library_logs_in_run():
+            restored = choose_start(store, job, claimed)
         # Else Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
         with transaction(commit_mode=CommitMode.EAGER):
             value = _lead(store, job, attempt, restored)

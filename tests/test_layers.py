@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "flows": {"ckpt", "tasks"},
     "deployments": {"ckpt", "tasks", "flows"},
 }
-MODULES = [path for folder in MAY_IMPORT for path in sorted((ROOT / folder).glob("*.py"))]
+MODULES = [path for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))]
 RANK_SIDE = ["rank_main", "rank_spec", "rank_result", "checkpoint_ref", "function", "rendezvous", "errors", "job"]
 
 
@@ -33,20 +33,27 @@ def loaded_by(statement: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout.split())
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_folder_imports_only_folders_below_it(path):
     for name in imports(path):
         assert not name.startswith(".."), f"{name}: across folders, import from prefect_torch"
         if name.startswith("prefect_torch"):
             folder = name.split(".")[1]
-            assert folder in MAY_IMPORT[path.parent.name], name
+            assert folder in MAY_IMPORT[path.relative_to(ROOT).parts[0]], name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ckpt").glob("*.py")), ids=lambda path: path.name)
-def test_only_blocks_imports_prefect_and_nothing_in_ckpt_imports_torch(path):
+def test_only_blocks_imports_prefect_and_only_states_import_torch(path):
     tops = {name.partition(".")[0] for name in imports(path)}
-    assert "torch" not in tops
+    assert "torch" not in tops or path.name.startswith("state_")
     assert ("prefect" in tops) == (path.name == "blocks.py")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ckpt").glob("*.py")), ids=lambda path: path.name)
+def test_states_are_imported_only_when_used(path):
+    tree = ast.parse(path.read_text())
+    at_top = {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.level}
+    assert path.name.startswith("state_") or not any(name.startswith("state_") for name in at_top if name)
 
 
 def test_importing_ckpt_pulls_in_neither_prefect_nor_torch():
@@ -58,6 +65,13 @@ def test_importing_ckpt_pulls_in_neither_prefect_nor_torch():
 def test_what_a_rank_imports_from_tasks_does_not_import_prefect(module):
     loaded = loaded_by(f"import prefect_torch.tasks.{module}")
     assert not loaded & {"prefect", "torch"}
+
+
+def test_the_command_line_looks_at_a_folder_without_prefect_and_torch(tmp_path):
+    (tmp_path / "run/attempts").mkdir(parents=True)
+    (tmp_path / "run/manifests").mkdir()
+    program = "from prefect_torch.deployments.command_line.program import run"
+    assert not loaded_by(f"{program}\nassert run(['ls', {str(tmp_path)!r}]) == 0") & {"prefect", "torch", "pydantic", "numpy"}
 
 
 def test_blocks_do_not_import_torch():

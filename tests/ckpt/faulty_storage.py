@@ -1,10 +1,14 @@
 """A storage that fails where it is told to, and counts what fired."""
 
 import threading
+import time
 from collections import Counter
 from typing import Any
 
-VERBS = ("put_file", "get_file", "put_bytes", "get_bytes", "list", "size", "delete", "remove_interrupted")
+VERBS = (
+    *("put_file", "put_buffers", "get_file", "get_range", "put_bytes", "get_bytes"),
+    *("list", "size", "delete", "remove_interrupted"),
+)
 
 
 class Crash(BaseException):
@@ -19,14 +23,27 @@ class FaultyStorage:
         crash_at: The operation, counted from 1, that does not happen or whose answer is lost; None for none.
         after: Whether the operation takes effect before the crash.
         error: What is raised.
+        torn: Whether a put leaves the first half of its bytes under its key, as no storage should.
+        delay_s: How long each operation takes.
 
     """
 
-    def __init__(self, inner, crash_at: int | None = None, *, after: bool = False, error: BaseException | None = None):
+    def __init__(
+        self,
+        inner,
+        crash_at: int | None = None,
+        *,
+        after: bool = False,
+        error: BaseException | None = None,
+        torn: bool = False,
+        delay_s: float = 0.0,
+    ):
         self.inner = inner
         self.crash_at = crash_at
         self.after = after
         self.error = error or Crash()
+        self.torn = torn
+        self.delay_s = delay_s
         self.operations: list[tuple[str, str]] = []
         self.fired = 0
         self._lock = threading.Lock()
@@ -48,6 +65,10 @@ class FaultyStorage:
             self.operations.append((verb, str(args[0])))
             fires = len(self.operations) == self.crash_at
             self.fired += fires
+        time.sleep(self.delay_s)
+        if fires and self.torn and verb in ("put_file", "put_bytes"):
+            data = args[1].read_bytes() if verb == "put_file" else args[1]
+            self.inner.put_bytes(args[0], data[: len(data) // 2])
         if fires and not self.after:
             raise self.error
         result = getattr(self.inner, verb)(*args, **kwargs)

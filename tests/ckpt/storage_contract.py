@@ -130,3 +130,37 @@ class StorageContract:
             moved = list(pool.map(lambda n: storage.put_file(f"shared/{n}", tmp_path / "in"), range(32)))
         assert len(set(moved)) == 1
         assert sum(info.bytes for info in storage.list("shared/")) == 3_200_000
+
+    @pytest.mark.parametrize("sizes", [[], [0], [1, 0, 999], [20 * 2**20 + 3], [9 * 2**20, 5, 8 * 2**20]])
+    def test_buffers_become_one_object_with_the_digest_of_its_bytes(self, storage, raw_keys, sizes):
+        memory = bytearray(bytes(range(251)) * (sum(sizes) // 251 + 1))
+        ends = [sum(sizes[: count + 1]) for count in range(len(sizes))]
+        parts = [memoryview(memory)[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        sent = storage.put_buffers("run/checkpoints/x/state", parts)
+        data = bytes(memory[: sum(sizes)])
+        assert (sent.bytes, sent.digest) == (sum(sizes), xxhash.xxh3_128_hexdigest(data))
+        assert storage.get_bytes("run/checkpoints/x/state") == data
+        assert raw_keys() == {"run/checkpoints/x/state"}
+
+    def test_a_range_is_read_into_memory_as_far_as_it_goes(self, storage):
+        data = bytes(range(251)) * 1000
+        storage.put_bytes("run/x", data)
+        into = bytearray(1000)
+        assert storage.get_range("run/x", 5, memoryview(into)[:100]) == 100
+        assert bytes(into) == data[5:105] + bytes(900)
+        assert storage.get_range("run/x", len(data) - 10, memoryview(into)) == 10
+        assert bytes(into[:10]) == data[-10:]
+        assert storage.get_range("run/x", 0, memoryview(into)[:0]) == 0
+        with pytest.raises(FileNotFoundError):
+            storage.get_range("run/nothing", 0, memoryview(into))
+
+    def test_a_range_beyond_the_end_reads_nothing(self, storage):
+        storage.put_bytes("run/x", b"123")
+        assert storage.get_range("run/x", 10, memoryview(bytearray(5))) == 0
+
+    @pytest.mark.parametrize("key", ["/etc/passwd", "a/../b"])
+    def test_buffers_and_ranges_take_no_key_that_leads_elsewhere(self, storage, key):
+        with pytest.raises(ValueError, match="storage key"):
+            storage.put_buffers(key, [memoryview(b"x")])
+        with pytest.raises(ValueError, match="storage key"):
+            storage.get_range(key, 0, memoryview(bytearray(1)))

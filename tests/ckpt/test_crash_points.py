@@ -5,11 +5,13 @@ import contextlib
 import pytest
 from faulty_storage import Crash, FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, CommitFailedError, RetentionPolicy, StorageError
+from prefect_torch.ckpt.fsspec_storage import FsspecStorage
 from prefect_torch.ckpt.layout import Layout
 from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.pruning import collect_garbage
 from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.storage import StorageSpec
+from prefect_torch.ckpt.retry import CredentialsExpiredError, RetryingStorage
+from prefect_torch.ckpt.storage import RetryPolicy, StorageSpec
 from ranks import Attempt, folder, read_files
 
 POLICY = RetentionPolicy(2, "score")
@@ -45,11 +47,11 @@ def check_whole(store, world_size=1):
 
 
 def crash_points(storage_of, run):
-    """Yield `(storage, run's outcome)` for a crash before and after every operation, until one ran through."""
-    for after in (False, True):
+    """Yield the storage for a crash before, after and in the middle of every operation, until one ran through."""
+    for way in ({"after": False}, {"after": True}, {"torn": True}):
         for number in range(1, 1000):
-            faulty = FaultyStorage(storage_of(number, after), number, after=after)
-            with contextlib.suppress(Crash):
+            faulty = FaultyStorage(storage_of(number, str(way)), number, **way)
+            with contextlib.suppress(Crash, CommitFailedError):  # the latter tells of a background thread's crash
                 run(faulty)
             if not faulty.fired:
                 break
@@ -58,7 +60,8 @@ def crash_points(storage_of, run):
             pytest.fail("it never ends")
 
 
-def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoint(tmp_path):
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoint(tmp_path, upload):
     def prepare(number, after):
         storage = LocalStorage(tmp_path / f"store-{number}-{after}")
         report(open_run(storage), tmp_path, [1])
@@ -67,7 +70,8 @@ def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoi
     def run(faulty):
         store = open_run(faulty)
         session = Attempt(store).session()
-        session.report({"score": 2}, folder(tmp_path / "c", m0="2"))
+        session.report({"score": 2}, folder(tmp_path / "c", m0="2"), upload=upload)
+        session.finish()
 
     fired = 0
     for faulty in crash_points(prepare, run):
@@ -106,6 +110,27 @@ def test_an_error_at_any_operation_of_two_ranks_is_raised_on_both_and_loses_noth
         assert report(store, tmp_path, [3], world_size=2) == [None, None]
         assert [manifest.metrics["score"] for manifest in check_whole(store, 2)] == [*kept, 3]
     assert fired >= 8
+
+
+PASSING = [StorageError("503 SlowDown"), ConnectionResetError("reset"), CredentialsExpiredError("ExpiredToken")]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+def test_a_fault_that_passes_at_any_operation_is_not_noticed(tmp_path, error, after):
+    """Of two ranks that report twice, prune and collect garbage; also when the answer is lost after success."""
+    fired = 0
+    for number in range(1, 100):
+        faulty = FaultyStorage(FsspecStorage(f"memory://{tmp_path}/{number}", {}), number, after=after, error=error)
+        store = open_run(RetryingStorage(lambda faulty=faulty: faulty, RetryPolicy(60, 0, 0)))
+        assert report(store, tmp_path, [1, 2, 3], world_size=2) == [None, None]
+        store.prune(POLICY)
+        collect_garbage(store)
+        assert [manifest.metrics["score"] for manifest in check_whole(store, 2)] == [2, 3]
+        fired += faulty.fired
+        if not faulty.fired:
+            break
+    assert fired > 30
 
 
 def test_a_crash_at_any_operation_of_a_prune_keeps_every_good_checkpoint(tmp_path):

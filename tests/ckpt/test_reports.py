@@ -1,5 +1,6 @@
 """What a report promises, with ranks as threads."""
 
+import errno
 import shutil
 import subprocess
 import tempfile
@@ -19,7 +20,7 @@ from prefect_torch.ckpt import (
     report,
 )
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
-from prefect_torch.ckpt.errors import FencedError
+from prefect_torch.ckpt.errors import FencedError, StorageFullError
 from prefect_torch.ckpt.events import CommitEvent
 from prefect_torch.ckpt.local_storage import LocalStorage
 from ranks import Attempt, folder, read_files
@@ -233,20 +234,46 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("upload", ["sync", "async"])
-def test_a_full_disk_fails_that_report_and_the_checkpoints_before_stay_good(small_disk, tmp_path, upload):
+def test_a_full_disk_fails_that_report_only_leaves_nothing_of_it_and_the_checkpoints_before_stay_good(
+    small_disk, tmp_path, upload
+):
     store = CheckpointStore.open(small_disk, "run")
 
     def train(session, rank):
         session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"x" * 100_000}), upload=upload)
-        with pytest.raises(CommitFailedError, match="No space left on device"):  # noqa: PT012 - an async one fails later
-            session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"y" * 900_000}), upload=upload)
+        with pytest.raises(StorageFullError, match="No space left on device"):  # noqa: PT012 - an async one fails later
+            session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"y" * 600_000}), upload=upload)
             session.report({})
             session._wait_for_in_flight()
             session.report({})
-        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"z" * 1000}), upload=upload)
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"z" * 300_000}), upload=upload)
 
     assert Attempt(store, 2).run(train) == [None, None]
-    assert [len(read_files(store.checkpoint(manifest))["m0"]) for manifest in store.list()] == [100_000, 1000]
+    assert [len(read_files(store.checkpoint(manifest))["m0"]) for manifest in store.list()] == [100_000, 300_000]
+    assert len(list((small_disk / "run/checkpoints").iterdir())) == 2
+
+
+def test_a_full_disk_is_rid_of_garbage_and_the_report_succeeds(small_disk, tmp_path):
+    store = CheckpointStore.open(small_disk, "run")
+    given_up = f"000001-00000000-{'0' * 8}"
+    store.storage.put_bytes(store.layout.data(given_up, "m"), b"g" * 700_000)
+
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"x" * 1000}))
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"y" * 200_000}))
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [manifest.total_bytes for manifest in store.list()] == [2000, 400_000]
+    assert not store.storage.local_path(store.layout.data(given_up)).exists()
+
+
+def test_a_file_that_cannot_fit_is_refused_before_a_byte_of_it_is_written(small_disk, tmp_path):
+    (tmp_path / "big").write_bytes(b"x" * 2_000_000)
+    free = shutil.disk_usage(small_disk).free
+    with pytest.raises(OSError, match=r"2000000 bytes needed, \d+ free") as raised:
+        LocalStorage(small_disk).put_file("run/big", tmp_path / "big")
+    assert raised.value.errno == errno.ENOSPC
+    assert shutil.disk_usage(small_disk).free == free
 
 
 def test_an_overtaken_attempt_cannot_commit(store, tmp_path):

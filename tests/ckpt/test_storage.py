@@ -240,6 +240,23 @@ class S3Contract(StorageContract):
         assert "Uploads" not in server.client().list_multipart_uploads(Bucket=bucket)
         assert list(storage.list("")) == []
 
+    def test_uploads_that_nobody_will_finish_are_aborted_once_they_are_old(self, server, bucket, storage):
+        client = server.client()
+        keys = ["some/prefix/run/checkpoints/a", "some/prefix/run/checkpoints/b", "some/prefix/run-2/x", "elsewhere/run/x"]
+        for key in keys:
+            upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
+            client.upload_part(Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"part")
+
+        def left():
+            return sorted(upload["Key"] for upload in client.list_multipart_uploads(Bucket=bucket).get("Uploads", []))
+
+        began = client.list_multipart_uploads(Bucket=bucket)["Uploads"][0]["Initiated"]
+        if began.year > 2010:  # moto says 2010 of every upload
+            storage.remove_interrupted("run/", older_than_s=3600)
+            assert left() == sorted(keys)
+        storage.remove_interrupted("run/", older_than_s=-5)
+        assert left() == ["elsewhere/run/x", "some/prefix/run-2/x"]
+
     def test_the_environment_configures_a_plain_url(self, server, bucket, monkeypatch):
         for name, value in server.options().items():
             monkeypatch.setenv(name.upper(), value)

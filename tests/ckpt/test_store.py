@@ -9,7 +9,8 @@ from prefect_torch.ckpt import (
     RetentionPolicy,
     StorageError,
 )
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, read_history
+from prefect_torch.ckpt.attempts import Outcome, write_outcome
+from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.pruning import collect_garbage
 from prefect_torch.ckpt.resume import choose_checkpoint
 from ranks import Attempt, folder, read_files
@@ -209,6 +210,57 @@ def test_history_comes_back_in_order_with_what_only_a_manifest_remembers(store, 
     assert [record.step for record in history] == list(range(2500))
     assert history[0].checkpoint == manifest.id
     assert len(list(store.storage.list(store.layout.metrics))) == 3
+
+
+def test_history_that_is_stored_bit_by_bit_is_an_object_per_thousand_reports(store):
+    writer = HistoryWriter(store, attempt=1)
+    for step in range(1050):
+        writer.append(MetricRecord(1, step, {}, None, "2026-11-21T00:00:00+00:00"))
+        if step % 7 == 0:
+            writer.flush()
+    writer.flush()
+    assert [record.step for record in read_history(store)] == list(range(1050))
+    assert len(list(store.storage.list(store.layout.metrics))) == 2
+
+
+def test_a_history_that_could_not_be_stored_is_stored_later(store, monkeypatch):
+    writer = HistoryWriter(store, attempt=1)
+    writer.append(MetricRecord(1, 0, {}, "000001-00000000-00000000", "2026-11-21T00:00:00+00:00"))
+    with monkeypatch.context() as broken:
+        broken.setattr(type(store.storage), "put_bytes", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(OSError, match="Input/output"):
+            writer.flush()
+    assert writer.recorded is None
+    writer.append(MetricRecord(1, 1, {}, None, "2026-11-21T00:00:00+00:00"))
+    writer.flush()
+    assert writer.recorded == "000001-00000000-00000000"
+    assert [record.step for record in read_history(store)] == [0, 1]
+
+
+def test_what_a_killed_leader_did_not_store_is_known_from_manifests_once(store, tmp_path):
+    first, second, third = fill(store, tmp_path, 1, 2, 3)
+    before = HistoryWriter(store, attempt=1)
+    before.append(MetricRecord(1, 0, {"score": 1}, first.id, "2026-11-21T00:00:00+00:00"))
+    before.flush()
+    assert newest_recorded(store) == first.id
+    lost = lost_records(store, store.list(), attempt=2)
+    assert [(record.checkpoint, record.metrics) for record in lost] == [(second.id, {"score": 2}), (third.id, {"score": 3})]
+    after = HistoryWriter(store, attempt=2)
+    for record in [*lost, *lost]:
+        after.append(record)
+    after.flush()
+    assert newest_recorded(store) == third.id
+    store.prune(RetentionPolicy(1))
+    assert [record.step for record in read_history(store)] == [0, 1, 2]
+    write_outcome(store, Outcome(1, "failed"))
+    assert lost_records(store, [first, second], attempt=2) == []  # who could say how it ended had stored all before
+
+
+def test_nothing_newer_than_a_limit_is_pruned(store, tmp_path):
+    first, second, _ = fill(store, tmp_path, 1, 2, 3)
+    assert store.prune(RetentionPolicy(1), up_to="", dry_run=True).drop == ()
+    decided = store.prune(RetentionPolicy(1), up_to=first.id)
+    assert (decided.drop, decided.keep[second.id]) == ((first,), ("recent",))
 
 
 @pytest.mark.parametrize("wrong", [{"k": 0}, {"k": -1}, {"order": "up"}, {"order": "MAX", "attribute": "loss"}])

@@ -1,12 +1,15 @@
-"""Run a training in a process of its own: run_training.py STORAGE TRAIN_FN CONFIG_JSON [RUN_JSON]."""
+"""Run a training in a process of its own: run_training.py STORAGE TRAIN_FN CONFIG_JSON [RUN_JSON [CHECKPOINT_JSON]]."""
 
 import json
 import sys
 
-from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, train
+from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
 
 if __name__ == "__main__":
     storage, train_fn, config, *more = sys.argv[1:]
     run = RunConfig(name="run", storage=storage, **json.loads(more[0] if more else "{}"))
-    result = train(train_fn, json.loads(config), ScalingConfig(num_workers=2), run, failure=FailureConfig(grace_s=10))
+    checkpoint = CheckpointConfig(**json.loads(more[1] if len(more) > 1 else "{}"))
+    result = train(
+        train_fn, json.loads(config), ScalingConfig(num_workers=2), run, checkpoint, failure=FailureConfig(grace_s=10)
+    )
     print(json.dumps({"returned": result.return_value, "resumed_from": result.resumed_from}))

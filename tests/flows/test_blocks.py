@@ -1,16 +1,21 @@
 """Prefect blocks as storage: by object, by slug, picked in the UI, against real S3 servers."""
 
+import pickle
+import threading
 import uuid
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import cloudpickle
 import pytest
 from conftest import ACCESS_KEY, SECRET_KEY
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.client_parameters import AwsClientParameters
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
-from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage, resolve_storage
-from prefect_torch.ckpt.opening import parse_storage
+from prefect_torch.ckpt.opening import open_storage, parse_storage
 from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConfig, train
 from pydantic import SecretStr
 
@@ -65,6 +70,66 @@ def test_a_training_keeps_its_checkpoints_in_a_bucket(server, credentials, way):
     assert Result.from_storage(block, "run").attempts == 2
 
 
+@contextmanager
+def server_of_one_key(good):
+    """Answer as S3 does that every key but one has expired; what is put stays, in memory."""
+    objects = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            objects.update({self.path: body} if self.command == "PUT" else {})
+            status, answer = 200, objects.get(self.path, b"")
+            if f"Credential={good}/" not in self.headers["Authorization"]:
+                status, answer = 400, b"<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>"
+            self.send_response(status)
+            self.send_header("ETag", '"1"')
+            self.send_header("Last-Modified", "Sat, 01 Aug 2026 00:00:00 GMT")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_PUT = do_GET = answer  # noqa: N815 - http.server's names
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+@pytest.mark.parametrize("way", ["slug", "block", "nested"])
+def test_credentials_that_expire_are_read_anew_from_the_saved_block(way):
+    def credentials(key, endpoint):
+        return AwsCredentials(
+            aws_access_key_id=key,
+            aws_secret_access_key=SecretStr("x"),
+            aws_client_parameters=AwsClientParameters(endpoint_url=endpoint),
+        )
+
+    with server_of_one_key("fresh") as endpoint:
+        block = S3Bucket(bucket_name="bucket", credentials=credentials("stale", endpoint))
+        slug = save(block)
+        storage = block if way == "block" else slug
+        if way == "nested":
+            storage = save(CheckpointStorage(location="below", file_system=S3Bucket.load(slug.partition("/")[2])))
+        spec = pickle.loads(cloudpickle.dumps(parse_storage(storage)))  # as it travels to a rank
+        S3Bucket(bucket_name="bucket", credentials=credentials("fresh", endpoint)).save(slug.partition("/")[2], overwrite=True)
+        opened = open_storage(spec)
+        assert opened.url == ("s3://bucket/below" if way == "nested" else "s3://bucket")
+        opened.put_bytes("run/x", b"1")
+        assert opened.get_bytes("run/x") == b"1"
+
+
+def test_credentials_that_nobody_renews_are_named():
+    with server_of_one_key("fresh") as endpoint:
+        spec = StorageSpec("s3://bucket", {"aws_endpoint_url": endpoint, "access_key_id": "stale", "secret_access_key": "x"})
+        with pytest.raises(PermissionError, match="the credentials for s3://bucket/x have expired"):
+            open_storage(spec).put_bytes("x", b"1")
+
+
 def test_wrong_credentials_are_told_before_any_rank_starts(rclone):
     block = s3_block(rclone)
     block.credentials.aws_secret_access_key = SecretStr("wrong-secret")
@@ -91,6 +156,16 @@ def test_secrets_reach_neither_logs_nor_storage_nor_the_ranks_arguments(moto, ca
         assert SECRET_KEY.encode() not in store.storage.get_bytes(info.key)
 
 
+def test_a_ranks_environment_holds_no_key_of_prefects_api_unless_its_storage_is_a_block(tmp_path, monkeypatch):
+    """Which may have to be read again when its credentials expire."""
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "secret")
+    one = ScalingConfig(num_workers=1)
+    hidden = {"none_of": ["PREFECT_SERVER_API_AUTH_STRING"]}
+    train("trainings:tell_environment", hidden, one, RunConfig(name="run", storage=str(tmp_path)))
+    shown = {"more": ["PREFECT_SERVER_API_AUTH_STRING"]}
+    train("trainings:tell_environment", shown, one, RunConfig(name="run", storage=LocalFileSystem(basepath=str(tmp_path))))
+
+
 def test_a_local_file_system_block_is_its_folder(tmp_path):
     assert resolve_storage(LocalFileSystem(basepath=str(tmp_path))).url == str(tmp_path)
     slug = save(LocalFileSystem(basepath=str(tmp_path)))
@@ -113,6 +188,30 @@ def test_a_checkpoint_storage_block_is_a_place_or_a_place_in_another_block(tmp_p
     slug = save(nested)
     CheckpointStore.open(slug, "run").storage.put_bytes("run/x", b"1")
     assert parse_storage(slug).options["aws_access_key_id"] == ACCESS_KEY
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize(
+    "block",
+    [
+        LocalFileSystem(basepath="/data"),
+        LocalFileSystem(),
+        RemoteFileSystem(basepath="memory://data"),
+        RemoteFileSystem(basepath="sftp://host/data", settings={"username": "me"}),
+        S3Bucket(bucket_name="bucket", credentials=AwsCredentials()),
+        S3Bucket(bucket_name="bucket", credentials=MinIOCredentials(minio_root_user="me", minio_root_password="x")),
+        S3Bucket(bucket_name="bucket", bucket_folder="folder", credentials=AwsCredentials(aws_access_key_id="key")),
+    ],
+    ids=lambda block: f"{type(block).__name__}-{len(block.model_dump_json())}",
+)
+def test_a_saved_checkpoint_storage_block_keeps_the_type_of_the_block_in_it(block, is_saved):
+    if is_saved:
+        slug = save(block)
+        block = type(block).load(slug.partition("/")[2])
+    saved = save(CheckpointStorage(location="below", file_system=block))
+    loaded = CheckpointStorage.load(saved.partition("/")[2])
+    assert type(loaded.file_system) is type(block)
+    assert parse_storage(saved) == parse_storage(CheckpointStorage(location="below", file_system=block))
 
 
 def test_a_block_that_was_never_saved_is_named():

@@ -17,6 +17,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.attempts import newest_attempt
+from prefect_torch.flows import Result
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -72,10 +73,10 @@ def storage(tmp_path):
     return str(tmp_path / "store")
 
 
-def start(storage, train_fn, config, **run):
+def start(storage, train_fn, config, checkpoint=None, **run):
     return Started(
         str(HERE / "run_training.py"),
-        *(storage, f"trainings:{train_fn}", json.dumps(config), json.dumps(run)),
+        *(storage, f"trainings:{train_fn}", json.dumps(config), json.dumps(run), json.dumps(checkpoint or {})),
         PREFECT_API_URL=PREFECT_API_URL.value(),
     )
 
@@ -100,6 +101,20 @@ def test_a_killed_leader_takes_its_ranks_along_and_the_next_start_continues(stor
         "returned": {"begun": last.step + 1, "attempt": 2},
         "resumed_from": f"{storage}/run/checkpoints/{last.id}",
     }
+
+
+def test_no_report_of_a_checkpoint_is_missing_after_a_kill_though_retention_was_quick(storage):
+    """The first checkpoints are pruned before the leader is killed, and with them all else that remembers their metrics."""
+    keep_one = {"num_to_keep": 1}
+    leader = start(storage, "train_epochs", {"epochs": 100, "pause_s": 0.1}, keep_one)
+    leader.wait_for(lambda: committed(storage) and committed(storage)[-1].step >= 4)
+    leader.kill()
+    leader.assert_nothing_is_left()
+    last = committed(storage)[-1].step
+    start(storage, "train_epochs", {"epochs": last + 3}, keep_one).finish()
+    result = Result.from_storage(storage, "run")
+    assert [record.step for record in result.history] == list(range(last + 3))
+    assert len(committed(storage)) == 1
 
 
 def test_even_children_in_sessions_of_their_own_end_with_the_leader(storage, tmp_path):

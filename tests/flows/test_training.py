@@ -142,7 +142,12 @@ def test_a_damaged_latest_is_set_aside_and_the_one_before_is_used(run):
     latest = train("trainings:train_epochs", epochs(3), run=run).checkpoint
     with latest.as_directory() as directory, Path(directory, "state.json").open("r+") as file:
         file.write("X")
-    assert train("trainings:train_epochs", epochs(3), run=run).return_value == {"begun": 2, "attempt": 2}
+    state = train("trainings:train_epochs", epochs(3), run=run, return_state=True)
+    assert state.result().return_value == {"begun": 2, "attempt": 2}
+    wait_for_logs(
+        state.state_details.flow_run_id,
+        train_run=f"checkpoint {latest.id} of run 'run' is damaged and set aside: ",
+    )
 
 
 def test_when_all_are_damaged_it_does_not_start_from_zero(run):

@@ -63,7 +63,8 @@ def tell_environment(config: dict) -> dict:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
     context = get_context()
     print(f"hello from rank {context.world_rank}")
-    mine = {name: os.environ[name] for name in names}
+    mine = {name: os.environ[name] for name in [*names, *config.get("more", [])]}
+    assert not set(config.get("none_of", [])) & set(os.environ)
     everybody: list = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return {"environments": everybody, "backend": dist.get_backend(), "prefect": "prefect" in sys.modules}

@@ -1,7 +1,8 @@
 """Budgets are counted in storage: they outlive the process that leads."""
 
+import httpx
 import pytest
-from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, RunBusyError, StorageError
 from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, write_outcome
 from prefect_torch.tasks.attempt import claim
 from prefect_torch.tasks.errors import PreemptedTooOftenError, RankFailedError
@@ -79,6 +80,19 @@ def test_a_flow_run_that_was_ended_too_often_is_refused_when_it_is_started_again
         claim(store, job(store, max_preemptions=2), "mine")
     claim(store, job(store, max_preemptions=2), "a new one")
     claim(store, job(store, max_preemptions=-1), "mine")
+
+
+@pytest.mark.parametrize(
+    ("error", "counts_as"),
+    [
+        (StorageError("no answer"), "infrastructure"),
+        (httpx.ConnectError("Prefect's API is away"), "infrastructure"),
+        (RunBusyError("alive elsewhere"), "final"),
+        (ValueError("x"), "final"),
+    ],
+)
+def test_what_a_leader_itself_meets_counts_where_it_may_pass(error, counts_as):
+    assert failure_kind(error) == counts_as
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, RetentionPolicy, get_checkpoint, get_context, report
+from prefect_torch.ckpt import (
+    Checkpoint,
+    CheckpointStore,
+    Manifest,
+    RankLocal,
+    RetentionPolicy,
+    get_checkpoint,
+    get_context,
+    report,
+)
 from prefect_torch.flows import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig, train
 
 
@@ -16,6 +25,9 @@ def train_fn(config: dict[str, Any]) -> dict[str, float] | None:
     ends: bool = get_context().should_checkpoint()
     report({"loss": 0.5, "nested": {"a": None}}, checkpoint=Checkpoint.from_directory("x"), step=3, progress=0.5)
     report({"loss": rank}, Checkpoint.from_directory(Path("x")), upload="async")
+    state: dict[str, Any] = {"epoch": 1, "rng": RankLocal([1, 2])}
+    report({"loss": rank}, state=state)
+    Checkpoint("x").load_state(state, rank_local=lambda name, values, rank, world_size: values[rank % len(values)])
     return {"ends": float(ends)}
 
 

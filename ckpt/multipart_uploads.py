@@ -1,0 +1,53 @@
+"""Multipart uploads to S3 that nobody will finish: their parts take space that no listing of objects shows."""
+
+import logging
+from datetime import timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from obstore.store import S3Store
+
+_logger = logging.getLogger(__name__)
+
+
+def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int:
+    """Abort the uploads below `prefix` that began longer ago than this by the server's clock; return how many.
+
+    Costs a request per thousand uploads, through boto3, since object_store cannot list them. A server or a policy that does
+    not let us list them is left to the bucket's lifecycle rule
+    (https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpu-abort-incomplete-mpu-lifecycle-config.html).
+    """
+    import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
+
+    client = _client(store)
+    below = "/".join(part for part in (store.prefix, prefix) if part)
+    aborted = 0
+    try:
+        for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=store.config.get("bucket"), Prefix=below):
+            newest = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]) - timedelta(seconds=older_than_s)
+            for upload in page.get("Uploads", []):
+                if upload["Initiated"] <= newest:
+                    client.abort_multipart_upload(Bucket=page["Bucket"], Key=upload["Key"], UploadId=upload["UploadId"])
+                    aborted += 1
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as exc:
+        _logger.info("unfinished uploads to %s cannot be aborted, and are left to the bucket's lifecycle rule: %s", below, exc)
+    return aborted
+
+
+def _client(store: S3Store) -> Any:
+    import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
+    from botocore.config import Config  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
+
+    config: dict[str, Any] = dict(store.config)
+    http: dict[str, Any] = dict(store.client_options or {})
+    is_virtual = str(config.get("virtual_hosted_style_request")).lower() == "true"
+    return boto3.client(
+        "s3",
+        endpoint_url=config.get("endpoint"),
+        region_name=config.get("region"),
+        aws_access_key_id=config.get("access_key_id"),
+        aws_secret_access_key=config.get("secret_access_key"),
+        aws_session_token=config.get("session_token"),
+        verify=str(http.get("allow_invalid_certificates")).lower() != "true",
+        config=Config(s3={"addressing_style": "virtual" if is_virtual else "path"}, retries={"total_max_attempts": 3}),
+    )

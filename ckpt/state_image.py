@@ -1,0 +1,191 @@
+"""The bytes of a file of tensors, made once, so that staging a state is copying its raw data into place."""
+
+import ctypes
+import io
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+_ALIGNED_BYTES = 64  # what torch aligns raw data to within an archive, kept in the file for reads straight into memory
+_COPY_EACH = vars(torch)["_foreach_copy_"]  # one call instead of one per tensor; torch's optimizers use it, its stubs hide it
+_SURE_BYTES = 2**20  # a write that is as long as the data can be nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one chunk lies in the file.
+
+    Attributes:
+        start: Where the archive that torch.load reads begins.
+        bytes: The archive's size.
+        raw_start: Where the raw data begin in the file.
+        raw_bytes: Their size.
+
+    """
+
+    start: int
+    bytes: int
+    raw_start: int
+    raw_bytes: int
+
+
+class Image:
+    """A file of chunks, each as torch.save would write it, in memory that is allocated once and reused.
+
+    Costs the file's size in memory, page-locked where `pinned`. Not safe to stage while it is read.
+
+    Args:
+        chunks: The dtype and shape of each chunk.
+        pinned: Whether the chunks come from a GPU.
+        previous: An image that is given up, whose memory is reused where it suffices.
+
+    """
+
+    def __init__(
+        self, chunks: Sequence[tuple[torch.dtype, tuple[int, ...]]], *, pinned: bool = False, previous: "Image | None" = None
+    ) -> None:
+        frames = [_frame(dtype, shape) for dtype, shape in chunks]
+        self.is_exact = all(_is_readable(dtype) for dtype in {dtype for dtype, _ in chunks})
+        self.slots: list[Slot] = []
+        end = 0
+        for (dtype, shape), (prefix, suffix) in zip(chunks, frames, strict=True):
+            raw_start = -(-(end + len(prefix)) // _ALIGNED_BYTES) * _ALIGNED_BYTES
+            raw_bytes = torch.Size(shape).numel() * dtype.itemsize
+            start, end = raw_start - len(prefix), raw_start + raw_bytes + len(suffix)
+            self.slots.append(Slot(start, end - start, raw_start, raw_bytes))
+        self.pinned = pinned
+        self._memory = _reused_or_new(previous, end, pinned=pinned)
+        self.data = memory_of(self._memory[:end]) if end else memoryview(b"")
+        for slot, (prefix, suffix) in zip(self.slots, frames, strict=True):
+            self.data[slot.start : slot.raw_start] = prefix
+            self.data[slot.start + slot.bytes - len(suffix) : slot.start + slot.bytes] = suffix
+        self._views = [
+            self._memory[slot.raw_start : slot.raw_start + slot.raw_bytes].view(dtype).view(shape)
+            for slot, (dtype, shape) in zip(self.slots, chunks, strict=True)
+        ]
+
+    def stage(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the chunks' values; when this returns, the tensors may change."""
+        if not tensors:
+            return
+        with torch.no_grad():
+            devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+            if not devices:
+                _COPY_EACH(self._views, list(tensors))
+            else:
+                self._stage_from_gpu(tensors, devices)
+
+    def reencode(self) -> None:
+        """Write each chunk's archive as this torch's own torch.save does: only where `is_exact` is false.
+
+        Raises:
+            RuntimeError: If torch.save's archives of one dtype and shape differ in size.
+
+        """
+        for slot, view in zip(self.slots, self._views, strict=True):
+            archive = io.BytesIO()
+            torch.save(view.clone(), archive)
+            if archive.tell() != slot.bytes:
+                raise RuntimeError(
+                    f"torch {torch.__version__} saves equal shapes in different sizes; report a directory instead"
+                )
+            self.data[slot.start : slot.start + slot.bytes] = archive.getbuffer()
+
+    def _stage_from_gpu(self, tensors: Sequence[torch.Tensor], devices: set[torch.device]) -> None:
+        streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
+        for device, stream in streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        for view, tensor in zip(self._views, tensors, strict=True):
+            with torch.cuda.stream(streams.get(tensor.device)):
+                view.copy_(tensor, non_blocking=True)
+        for stream in streams.values():
+            stream.synchronize()
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, which lives as long as it."""
+    assert tensor.is_contiguous()
+    count = tensor.numel() * tensor.element_size()
+    if count == 0:
+        return memoryview(bytearray())
+    memory = (ctypes.c_char * count).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # kept by whoever keeps the memory
+    return memoryview(memory).cast("B")
+
+
+def _reused_or_new(previous: Image | None, size: int, *, pinned: bool) -> torch.Tensor:
+    if previous is not None and previous.pinned == pinned:
+        memory = previous._memory  # noqa: SLF001 - of its own class, given up
+        if memory.numel() >= size:
+            return memory
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # the first copy is up to six times faster than into small pages
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+class _Recorder:
+    """A file that keeps what is around the data, which itself is not read."""
+
+    def __init__(self, data_bytes: int) -> None:
+        self._data_bytes = data_bytes
+        self.parts = [b"", b""]
+        self._after = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        if size == self._data_bytes and not self._after:
+            self._after = 1
+        else:
+            self.parts[self._after] += bytes(data)
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: everything is in memory."""
+
+
+@cache
+def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return what torch.save writes before and after the raw data of such a tensor, without a checksum of the data."""
+    tensor = torch.empty(shape, dtype=dtype)  # never touched where it is large, so it costs no memory
+    with _without_checksums():
+        size = tensor.numel() * tensor.element_size()
+        if size >= _SURE_BYTES:
+            recorder = _Recorder(size)
+            torch.save(tensor, recorder)  # type: ignore[arg-type]  # it only writes and flushes
+            return recorder.parts[0], recorder.parts[1]
+        archive = io.BytesIO()
+        torch.save(tensor, archive)
+    whole = archive.getvalue()
+    start = torch._C.PyTorchFileReader(io.BytesIO(whole)).get_record_offset("data/0")  # type: ignore[attr-defined]  # noqa: SLF001 - torch.load's own
+    return whole[:start], whole[start + size :]
+
+
+class _without_checksums:  # noqa: N801 - reads as a statement
+    def __enter__(self) -> None:
+        self._before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.serialization.set_crc32_options(self._before)
+
+
+@cache
+def _is_readable(dtype: torch.dtype) -> bool:
+    """Say whether torch.load reads other values between the same frame; tried once per dtype."""
+    raw = torch.arange(8 * dtype.itemsize, dtype=torch.uint8).remainder(2)  # 0 and 1 are values of every dtype
+    expected = raw.view(dtype)
+    prefix, suffix = _frame(dtype, tuple(expected.shape))
+    try:
+        loaded = torch.load(io.BytesIO(prefix + bytes(memory_of(raw)) + suffix), weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever it is, such a file would be unreadable
+        return False
+    return bool(loaded.dtype == dtype and torch.equal(loaded.view(torch.uint8), raw))

@@ -1,0 +1,217 @@
+"""Reads of a stored state: only what is needed, in parallel, straight into place, and nothing that was not verified."""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from .errors import CheckpointCorruptError, CheckpointNotFoundError
+from .state_image import memory_of
+from .state_index import Chunk, TensorEntry, ValueEntry
+from .storage import Storage
+
+_PARALLEL_READS = 8
+_SPAN_BYTES = 4 * 2**20  # what one request reads of small things at most
+_GAP_BYTES = 64 * 2**10  # is read along, rather than asking once more
+Take = Callable[[memoryview], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes of a file that have a digest, and where they go.
+
+    Attributes:
+        file: The file's path.
+        start: Where they begin in it.
+        bytes: How many there are.
+        digest: xxh3-128 of them.
+        into: The memory to read them into, or None where only a part of them is wanted.
+        take: Called with them once they are read and verified, or None.
+
+    """
+
+    file: str
+    start: int
+    bytes: int
+    digest: str
+    into: memoryview | None = None
+    take: Take | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateReader:
+    """The files of one stored state.
+
+    Attributes:
+        storage: Where they lie.
+        folder: The start of their keys, empty or ending with "/".
+        where: The place, for errors.
+
+    """
+
+    storage: Storage
+    folder: str
+    where: str
+
+    def read(self, blocks: Sequence[Block]) -> None:
+        """Read `blocks`, neighbours together, several at a time; returns when all are verified and taken.
+
+        Raises:
+            CheckpointCorruptError: If bytes are missing or differ; what was read before stays.
+            CheckpointNotFoundError: If a file is missing.
+
+        """
+        with ThreadPoolExecutor(_PARALLEL_READS, "prefect-torch-load") as pool:
+            futures = [pool.submit(self._read_span, span) for span in _spans(blocks)]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+
+    def read_value(self, value: ValueEntry) -> bytes:
+        """Return the bytes of one value."""
+        found: list[bytes] = []
+        self._read_span([value_block(value, lambda data: found.append(bytes(data)))])
+        return found[0]
+
+    def _read_span(self, span: Sequence[Block]) -> None:
+        first = span[0]
+        if len(span) == 1 and first.into is not None:
+            self._fill(first, first.into)
+            self._verify(first, first.into)
+            if first.take is not None:
+                first.take(first.into)
+            return
+        end = max(block.start + block.bytes for block in span)
+        data = memoryview(bytearray(end - first.start))
+        self._fill(first, data)
+        for block in span:
+            part = data[block.start - first.start :][: block.bytes]
+            self._verify(block, part)
+            if block.into is not None:
+                block.into[:] = part
+            if block.take is not None:
+                block.take(part)
+
+    def _fill(self, first: Block, data: memoryview) -> None:
+        try:
+            count = self.storage.get_range(f"{self.folder}{first.file}", first.start, data)
+        except FileNotFoundError as exc:
+            raise CheckpointNotFoundError(f"{self.where}/{first.file} is missing") from exc
+        if count != len(data):
+            raise CheckpointCorruptError(f"{self.where}/{first.file} ends {len(data) - count} bytes early")
+
+    def _verify(self, block: Block, data: memoryview) -> None:
+        digest = xxhash.xxh3_128_hexdigest(data)
+        if digest != block.digest:
+            raise CheckpointCorruptError(
+                f"{self.where}/{block.file} differs from what was stored: bytes {block.start} to {block.start + block.bytes} "
+                f"have xxh3-128 {digest} instead of {block.digest}"
+            )
+
+
+def value_block(value: ValueEntry, take: Take) -> Block:
+    """Return the read of one value."""
+    return Block(value.file, value.start, value.bytes, value.digest, take=take)
+
+
+def tensor_blocks(entry: TensorEntry, block_bytes: int, part: torch.Tensor, offsets: Sequence[int]) -> Iterator[Block]:
+    """Yield the reads that fill `part`, which begins at `offsets` of the stored tensor, from every chunk that overlaps it."""
+    part = part.detach()
+    for chunk in entry.chunks:
+        lower = [max(a, b) for a, b in zip(chunk.offsets, offsets, strict=True)]
+        upper = [
+            min(a + a_size, b + b_size)
+            for a, a_size, b, b_size in zip(chunk.offsets, chunk.sizes, offsets, part.shape, strict=True)
+        ]
+        if all(low < high for low, high in zip(lower, upper, strict=True)):
+            box = part
+            for dimension, (low, high, start) in enumerate(zip(lower, upper, offsets, strict=True)):
+                box = box.narrow(dimension, low - start, high - low)
+            yield from _box_blocks(chunk, entry.item_bytes, block_bytes, lower, box)
+
+
+def _box_blocks(chunk: Chunk, item_bytes: int, block_bytes: int, lower: Sequence[int], box: torch.Tensor) -> Iterator[Block]:
+    """Yield the reads that fill `box`, which lies wholly in `chunk` and begins at `lower` of the tensor."""
+    row_bytes = math.prod(chunk.sizes[1:]) * item_bytes
+    first_row = lower[0] - chunk.offsets[0] if lower else 0
+    rows = box.shape[0] if lower else 1
+    start, stop = first_row * row_bytes, (first_row + rows) * row_bytes
+    begin = start // block_bytes * block_bytes
+    end = min(-(-stop // block_bytes) * block_bytes, math.prod(chunk.sizes) * item_bytes)
+    whole_rows = tuple(box.shape[1:]) == chunk.sizes[1:]
+    if whole_rows and box.is_contiguous() and box.device.type == "cpu":
+        memory = memory_of(box)
+        for at, size, digest in _each(chunk, block_bytes, begin, end):
+            if start <= at and at + size <= stop:
+                yield Block(chunk.file, chunk.start + at, size, digest, into=memory[at - start : at - start + size])
+            else:
+                yield Block(chunk.file, chunk.start + at, size, digest, take=_copies(memory, at - start))
+        return
+    scratch = torch.empty(end - begin, dtype=torch.uint8)
+    memory = memory_of(scratch)
+    parts = list(_each(chunk, block_bytes, begin, end))
+
+    def place() -> None:
+        stored = scratch[start - begin : stop - begin].clone().view(box.dtype)
+        stored = stored.view((rows, *chunk.sizes[1:]) if lower else ())
+        for dimension, low in enumerate(lower[1:], 1):
+            stored = stored.narrow(dimension, low - chunk.offsets[dimension], box.shape[dimension])
+        with torch.no_grad():
+            box.copy_(stored)
+
+    take = _calls_last(len(parts), place)
+    for at, size, digest in parts:
+        yield Block(chunk.file, chunk.start + at, size, digest, into=memory[at - begin : at - begin + size], take=take)
+
+
+def _calls_last(count: int, function: Callable[[], None]) -> Take:
+    """Return what calls `function` when it is called for the `count`th time, by whichever thread."""
+    one_counts = threading.Lock()
+    left = count
+
+    def take(_: memoryview) -> None:
+        nonlocal left
+        with one_counts:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            function()
+
+    return take
+
+
+def _each(chunk: Chunk, block_bytes: int, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
+    for at in range(begin, end, block_bytes):
+        yield at, min(block_bytes, end - at), chunk.digests[at // block_bytes]
+
+
+def _copies(memory: memoryview, offset: int) -> Take:
+    """Return what copies the part of a block that overlaps `memory`, where the block begins at `offset`, maybe below 0."""
+
+    def take(data: memoryview) -> None:
+        low, high = max(0, offset), min(len(memory), offset + len(data))
+        memory[low:high] = data[low - offset : high - offset]
+
+    return take
+
+
+def _spans(blocks: Sequence[Block]) -> Iterator[list[Block]]:
+    """Yield `blocks` such that small neighbours come together."""
+    span: list[Block] = []
+    for block in sorted(blocks, key=lambda block: (block.file, block.start)):
+        if span:
+            end = max(known.start + known.bytes for known in span[-1:])
+            near = block.file == span[0].file and block.start - end <= _GAP_BYTES
+            if not near or block.start + block.bytes - span[0].start > _SPAN_BYTES:
+                yield span
+                span = []
+        span.append(block)
+    if span:
+        yield span

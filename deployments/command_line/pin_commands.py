@@ -1,0 +1,40 @@
+"""`pin` and `unpin`: what the retention policy has no say in."""
+
+from typing import Any
+
+import click
+
+from .parameters import checkpoint_argument, metric_option, order_option, run_argument, storage_argument
+from .selection import find_checkpoint, open_run
+from .terminal import say
+
+
+@click.command
+@storage_argument
+@run_argument
+@checkpoint_argument
+@metric_option
+@order_option
+def pin(storage: str, run: str, checkpoint: str, metric: str | None, order: Any) -> None:
+    """Keep a checkpoint whatever policies say."""
+    store = open_run(storage, run)
+    manifest = find_checkpoint(store, checkpoint, metric, order)
+    store.pin(manifest.id)
+    say(f"{manifest.id} is pinned")
+
+
+@click.command
+@storage_argument
+@run_argument
+@checkpoint_argument
+@metric_option
+@order_option
+def unpin(storage: str, run: str, checkpoint: str, metric: str | None, order: Any) -> None:
+    """Leave a checkpoint to the policies again.
+
+    Harmless when it is not pinned.
+    """
+    store = open_run(storage, run)
+    manifest = find_checkpoint(store, checkpoint, metric, order)
+    store.unpin(manifest.id)
+    say(f"{manifest.id} is not pinned")

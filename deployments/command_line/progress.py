@@ -1,0 +1,30 @@
+"""A bar on stderr while something long is done, on a terminal only."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from .terminal import console
+
+
+@contextmanager
+def progress_bar(doing: str, total: int, *, unit: Literal["bytes", "checkpoints"]) -> Iterator[Callable[[int], None]]:
+    """Yield a function that is told how much more was done."""
+    to = console(stderr=True)
+    if not to.is_terminal:
+        yield lambda _: None
+        return
+    count: ProgressColumn = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
+    with Progress(TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn(), console=to) as progress:
+        bar = progress.add_task(doing, total=total)
+        yield lambda more: progress.advance(bar, more)

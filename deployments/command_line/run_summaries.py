@@ -1,0 +1,123 @@
+"""The runs in a storage, told from its listing: no manifest is read."""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
+from prefect_torch.ckpt.attempts import Owner
+from prefect_torch.ckpt.layout import Layout, check_run_name, stem
+from prefect_torch.ckpt.manifest import is_id
+
+from .run_state import State, ending_of, state_of
+from .terminal import note
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a listing tells of a run; the fields are the keys of `ls --json`.
+
+    Attributes:
+        name: The run's name.
+        attempts: How many attempts it has had.
+        latest_step: The step of the newest checkpoint, or None.
+        checkpoints: How many are committed.
+        bytes: What all data of checkpoints takes, committed or not.
+        state: How the newest attempt ended; else "running", "lost" (its process is gone) or "unknown" (it runs, or ran, on
+            another machine).
+
+    """
+
+    name: str
+    attempts: int
+    latest_step: int | None
+    checkpoints: int
+    bytes: int
+    state: State
+
+
+def summarize_runs(storage: Storage) -> Iterator[RunSummary]:
+    """Yield the runs by name; costs a listing of the storage, and two small reads for each run."""
+    for name, infos in _folders(storage):
+        seen = _Seen(Layout(name))
+        try:
+            for info in infos:
+                seen.add(info)
+            if seen.is_run:
+                yield seen.summary(CheckpointStore.open(storage, name))
+        except PermissionError as exc:
+            note(f"left out: {exc}")
+
+
+@dataclass(slots=True)
+class _Seen:
+    layout: Layout
+    newest_attempt: str | None = None
+    newest_id: str | None = None
+    num_attempts: int = 0
+    num_checkpoints: int = 0
+    data_bytes: int = 0
+    outcomes: set[str] = field(default_factory=set)
+
+    def add(self, info: ObjectInfo) -> None:
+        """Count one object; they come ordered by key, so the last of a kind is the newest."""
+        if info.key.startswith(self.layout.checkpoints):
+            self.data_bytes += info.bytes
+        elif info.key.startswith(self.layout.manifests):
+            if is_id(stem(info.key)):
+                self.num_checkpoints += 1
+                self.newest_id = stem(info.key)
+        elif info.key.startswith(self.layout.attempts):
+            number = stem(info.key).partition("-")[0]
+            if number.isdigit():
+                self.num_attempts, self.newest_attempt = int(number), info.key
+        elif info.key.startswith(self.layout.outcomes):
+            self.outcomes.add(stem(info.key))
+
+    @property
+    def is_run(self) -> bool:
+        return self.newest_attempt is not None or self.newest_id is not None
+
+    def summary(self, store: CheckpointStore) -> RunSummary:
+        return RunSummary(
+            name=store.run,
+            attempts=self.num_attempts,
+            latest_step=None if self.newest_id is None else int(self.newest_id.split("-")[1]),
+            checkpoints=self.num_checkpoints,
+            bytes=self.data_bytes,
+            state=self._state(store),
+        )
+
+    def _state(self, store: CheckpointStore) -> State:
+        claim = None if self.newest_attempt is None else store.get_json(self.newest_attempt)
+        if claim is None:
+            return "unknown"
+        ended = stem(self.layout.outcome(self.num_attempts)) in self.outcomes
+        try:
+            return state_of(Owner(**claim["owner"]), ending_of(store, self.num_attempts) if ended else None)
+        except (KeyError, TypeError):  # written by something else
+            return "unknown"
+
+
+def _folders(storage: Storage) -> Iterator[tuple[str, Iterable[ObjectInfo]]]:
+    """Yield what may be a run and what lies in it; on a local disk folders that are none are not walked."""
+    local = storage.local_path("any")
+    if local is None:
+        for name, infos in groupby(storage.list(""), key=lambda info: info.key.partition("/")[0]):
+            if _can_be_run(name):
+                yield name, infos
+        return
+    with os.scandir(local.parent) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and _can_be_run(entry.name))
+    for name in names:
+        if any((local.parent / name / folder).is_dir() for folder in ("attempts", "manifests")):
+            yield name, storage.list(f"{name}/")
+
+
+def _can_be_run(name: str) -> bool:
+    try:
+        check_run_name(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,83 @@
+"""Whether what is installed works together, and whether Prefect's API answers."""
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from .findings import Finding
+
+_OLDEST_PYTHON = (3, 10)
+# The server of this Prefect and those before refuses its own client's requests with this FastAPI and those after.
+_NEWEST_STRICT_PREFECT = (3, 8, 8)
+_FIRST_REFUSING_FASTAPI = (0, 154)
+_API_TIMEOUT_S = 10
+
+
+def check_python() -> Iterator[Finding]:
+    """Look at the interpreter."""
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    good = sys.version_info >= _OLDEST_PYTHON
+    yield Finding("python", "ok" if good else "wrong", found, "" if good else "use Python 3.10 or newer")
+
+
+def check_prefect() -> Iterator[Finding]:
+    """Look at Prefect's version."""
+    found = version("prefect")
+    good = (3, 6) <= _parts(found) < (4,)
+    yield Finding("prefect", "ok" if good else "wrong", found, "" if good else "pip install 'prefect>=3.6,<4'")
+
+
+def check_fastapi() -> Iterator[Finding]:
+    """Look whether a Prefect server can run on the FastAPI that is installed."""
+    try:
+        found = version("fastapi")
+    except PackageNotFoundError:
+        yield Finding(
+            "fastapi", "warning", "not installed: no Prefect server runs here", "pip install prefect, or set PREFECT_API_URL"
+        )
+        return
+    if _parts(found) < _FIRST_REFUSING_FASTAPI or _parts(version("prefect")) > _NEWEST_STRICT_PREFECT:
+        yield Finding("fastapi", "ok", found)
+        return
+    yield Finding(
+        "fastapi",
+        "warning" if _api_url() else "wrong",
+        f"{found}: with it, a server of prefect {version('prefect')} refuses its own client's requests, or does not start",
+        "pip install 'fastapi<0.154' wherever a Prefect server runs",
+    )
+
+
+def check_api() -> Iterator[Finding]:
+    """Ask Prefect's API something that needs its database and, where there are any, credentials."""
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 - seconds, for doctor only
+    from prefect.settings import get_current_settings  # noqa: PLC0415 - as above
+
+    url = _api_url()
+    if url is None:
+        if get_current_settings().server.ephemeral.enabled:
+            yield Finding(
+                "prefect api", "ok", "no PREFECT_API_URL: each flow starts a server of its own, for as long as it runs"
+            )
+        else:
+            yield Finding("prefect api", "wrong", "no PREFECT_API_URL, and ephemeral mode is off", "set PREFECT_API_URL")
+        return
+    try:
+        with get_client(httpx_settings={"timeout": _API_TIMEOUT_S}, sync_client=True) as client:
+            client.read_flows(limit=1)
+    except Exception as exc:  # noqa: BLE001 - whatever it is, the API cannot be used
+        advice = "start it (prefect server start), correct PREFECT_API_URL, or log in (prefect cloud login)"
+        yield Finding("prefect api", "wrong", f"{url}: {type(exc).__name__}: {exc}", advice)
+    else:
+        yield Finding("prefect api", "ok", f"{url} answers")
+
+
+def _api_url() -> str | None:
+    from prefect.settings import get_current_settings  # noqa: PLC0415 - seconds, for doctor only
+
+    url = get_current_settings().api.url
+    return None if url is None else re.sub(r"//[^/@]*@", "//", url)  # without a password
+
+
+def _parts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

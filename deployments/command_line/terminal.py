@@ -1,0 +1,120 @@
+"""What is printed, and how: tables and bars for a terminal, plain columns for a pipe, JSON for programs."""
+
+import json
+import os
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime, timezone
+
+import click
+from prefect_torch.ckpt.metrics import MetricValue, to_json
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_UNBOUNDED = 100_000  # columns: a pipe has no edge at which to fold or cut an id
+_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let whoever called see it: no error here."""
+        raise BrokenPipeError
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return where to print: with colours and the terminal's width on a terminal, else plain; NO_COLOR counts."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _UNBOUNDED
+    return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+def abandon_output() -> int:
+    """Let what is still buffered for stdout go nowhere, and return the exit code of a program whose reader has gone."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    return 0
+
+
+def say(text: str, style: str = "") -> None:
+    """Print one line of `text`, which may come from a storage that others write to."""
+    console().print(Text(plain(text), style=style))
+
+
+def note(text: str) -> None:
+    """Print one line beside the output: on stderr, where no program reads it as part of a table."""
+    click.echo(plain(text), err=True)
+
+
+def print_json(value: object) -> None:
+    """Print strict JSON."""
+    click.echo(json.dumps(to_json(value), indent=2, allow_nan=False))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], *, right: Collection[str] = ()) -> None:
+    """Print rows under their columns' names; a cell may be a (text, style) pair.
+
+    Args:
+        columns: The names.
+        rows: As many cells each.
+        right: The columns that hold numbers.
+
+    """
+    cells = [[_cell(value) for value in row] for row in rows]
+    to = console()
+    if not to.is_terminal:
+        _print_columns([columns, *([text for text, _ in row] for row in cells)], [column in right for column in columns])
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        is_right = column in right
+        is_text = number > 0 and not is_right  # what a narrow terminal folds first: names and numbers stay whole
+        table.add_column(column, justify="right" if is_right else "left", overflow="fold", no_wrap=not is_text)
+    for row in cells:
+        table.add_row(*(Text(text, style=style) for text, style in row))
+    to.print(table)
+
+
+def _print_columns(lines: Sequence[Sequence[str]], are_right: Sequence[bool]) -> None:
+    """Print aligned text: what rich makes of ten thousand rows is the same, in ten times the time."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        aligned = (
+            text.rjust(width) if is_right else text.ljust(width)
+            for text, width, is_right in zip(line, widths, are_right, strict=True)
+        )
+        click.echo("  ".join(aligned).rstrip())
+
+
+def plain(value: object) -> str:
+    """Return `value` as one line of text in which nothing can steer a terminal."""
+    return "".join(character if character.isprintable() else " " for character in " ".join(str(value).split()))
+
+
+def show_number(value: MetricValue) -> str:
+    """Return a metric for people: floats with six digits."""
+    return f"{value:.6g}" if isinstance(value, float) else plain(value)
+
+
+def show_bytes(number: int) -> str:
+    """Return a size for people."""
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:  # noqa: PLR2004 - what a KiB is
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def show_age(since: datetime) -> str:
+    """Return how long ago something was, by this machine's clock."""
+    seconds = max(0.0, (datetime.now(timezone.utc) - since).total_seconds())
+    for unit, length in _UNITS:
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _cell(value: object) -> tuple[str, str]:
+    text, style = value if isinstance(value, tuple) else (value, "")
+    return "-" if text is None else plain(text), style

@@ -1,0 +1,80 @@
+"""`verify`: whether what is stored is what was committed."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore
+
+from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
+from .progress import progress_bar
+from .selection import find_checkpoint, open_run
+from .terminal import note, print_json, print_table
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found; the fields are keys of `verify --json`."""
+
+    id: str
+    whole: bool
+    damage: str | None
+
+
+@click.command
+@storage_argument
+@run_argument
+@click.argument("checkpoint", metavar="[ID]", required=False)
+@click.option(
+    "--level",
+    type=click.Choice(["size", "digest"]),
+    default="digest",
+    show_default=True,
+    help="Compare sizes by a listing, or read every byte besides.",
+)
+@metric_option
+@order_option
+@json_option
+def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: str | None, order: Any, as_json: bool) -> None:
+    """Prove checkpoints whole, or name the damage.
+
+    One of RUN, or all of them; exits with 1 if one is damaged. Nothing is changed: the next start of the training sets a
+    damaged checkpoint aside, and goes on from the one before.
+
+    \b
+    --json: a list of
+      id, level, whole (true or false), damage (the first in the checkpoint, or null)
+    """  # noqa: D301 - click's mark for lines that it must not fill
+    store = open_run(storage, run)
+    ids = list(store.ids()) if checkpoint is None else [find_checkpoint(store, checkpoint, metric, order).id]
+    verdicts = list(_verify_all(store, ids, level))
+    if as_json:
+        print_json([{"level": level, **asdict(verdict)} for verdict in verdicts])
+    elif verdicts:
+        print_table(
+            ["id", level, "damage"],
+            ([it.id, ("whole", "green") if it.whole else ("damaged", "bold red"), it.damage or ""] for it in verdicts),
+        )
+    damaged = [verdict for verdict in verdicts if not verdict.whole]
+    if damaged:
+        first = damaged[0]
+        raise CheckpointCorruptError(
+            f"{len(damaged)} of {len(verdicts)} damaged, {first.id} first: {first.damage}; use another one"
+        )
+
+
+def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> Iterator[Verdict]:
+    with progress_bar("verifying", len(ids), unit="checkpoints") as bar:
+        for checkpoint_id in ids:
+            try:
+                store.verify(store.get(checkpoint_id), level)
+            except CheckpointCorruptError as exc:
+                yield Verdict(checkpoint_id, whole=False, damage=str(exc))
+            except CheckpointNotFoundError:
+                if len(ids) == 1:
+                    raise
+                note(f"{checkpoint_id} was pruned meanwhile")
+            else:
+                yield Verdict(checkpoint_id, whole=True, damage=None)
+            bar(1)

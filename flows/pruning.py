@@ -1,0 +1,69 @@
+"""The flow that keeps the runs of a storage within their retention policies, beside trainings or long after them."""
+
+from typing import Annotated
+
+from prefect import flow, get_run_logger
+from prefect.futures import PrefectFuture
+from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
+from prefect_torch.ckpt.attempts import newest_attempt, read_outcomes
+from prefect_torch.ckpt.blocks import StorageBlock
+from prefect_torch.ckpt.history import newest_recorded
+from prefect_torch.ckpt.manifest import Manifest, is_id
+from prefect_torch.ckpt.runs import list_runs
+from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
+from prefect_torch.tasks.settings import configured_storage
+from pydantic import Field
+
+
+@flow(name="prune", persist_result=False)
+def prune(
+    storage: Annotated[
+        str | StorageBlock,
+        Field(description="Where the runs lie: a local path, a URL, 'block-type-slug/block-name', or a saved block."),
+    ],
+    runs: Annotated[list[str] | None, Field(description="Which runs to prune; all in the storage when empty.")] = None,
+    checkpoint: Annotated[
+        CheckpointConfig | None,
+        Field(description="Which checkpoints are kept; when empty, what each run's own training was told last."),
+    ] = None,
+    dry_run: Annotated[bool, Field(description="Only say in the log what would be deleted.")] = False,
+) -> dict[str, list[str]]:
+    """Delete the checkpoints that are not to be kept, and what nobody committed; return the ids deleted, by run.
+
+    A run's latest checkpoint and its pinned ones are kept in any case, and while it is trained, the one that was restored and
+    those whose reports are not in the history yet; so this may run beside trainings. What cannot be deleted fails its run's
+    task; the other runs are pruned all the same.
+
+    Args:
+        storage: Where the runs lie.
+        runs: Which ones; all if None.
+        checkpoint: Which checkpoints are kept; each run's own policy if None.
+        dry_run: Only decide, and say so in the log.
+
+    Raises:
+        StorageError: If something could not be deleted; the next prune tries again.
+        FileNotFoundError: If one of `runs` does not exist.
+
+    """
+    spec = configured_storage(storage)
+    pruned = {run: _submit(spec, run, checkpoint, dry_run=dry_run) for run in (list_runs(spec) if runs is None else runs)}
+    if not pruned:
+        get_run_logger().warning("there are no runs in %s", spec.url)
+    for future in pruned.values():
+        future.wait()
+    return {run: [manifest.id for manifest in future.result().drop] for run, future in pruned.items()}
+
+
+def _submit(
+    spec: StorageSpec, run: str, checkpoint: CheckpointConfig | None, *, dry_run: bool
+) -> PrefectFuture[Plan[Manifest]]:
+    store = CheckpointStore.open(spec, run)
+    attempt = newest_attempt(store)
+    if attempt is None:
+        raise FileNotFoundError(f"there is no run {run!r} in {spec.url}")
+    policy = RetentionPolicy(**attempt.settings) if checkpoint is None else checkpoint.policy()
+    restored = (attempt.resumed_from or "").rpartition("/")[2]
+    if any(outcome.attempt == attempt.number for outcome in read_outcomes(store)):
+        return prune_checkpoints.submit(spec, run, policy, dry_run=dry_run)
+    in_use = (restored,) if is_id(restored) else ()
+    return prune_checkpoints.submit(spec, run, policy, in_use, up_to=newest_recorded(store), dry_run=dry_run)

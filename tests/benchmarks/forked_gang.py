@@ -1,0 +1,202 @@
+"""A leader and its ranks as forked processes: the package's own rank program and storage calls, without Prefect.
+
+A fork of a process that has imported torch starts in milliseconds, so that a whole training can be killed and started again
+thousands of times. The ranks run `prefect_torch.tasks.rank_main` with a real TCPStore and gloo; the leader makes the same calls
+to storage, in the same order, as `prefect_torch.tasks` does from its Prefect tasks.
+"""
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import file_faults
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.attempts import (
+    Outcome,
+    Owner,
+    claim_attempt,
+    newest_attempt,
+    record_resumed_from,
+    write_outcome,
+)
+from prefect_torch.ckpt.events import CommitEvent, EventReceiver
+from prefect_torch.ckpt.history import HistoryWriter
+from prefect_torch.ckpt.pruning import collect_garbage
+from prefect_torch.ckpt.resume import choose_checkpoint
+from prefect_torch.tasks import rank_main
+from prefect_torch.tasks.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.function import pack_function
+from prefect_torch.tasks.rank_spec import RankSpec
+from prefect_torch.tasks.rendezvous import Rendezvous
+
+RUN = "run"
+POLICY = RetentionPolicy(1, "val_loss", "min")
+LONGEST_S = 120.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training: what to run, on how many ranks, and where its files go."""
+
+    folder: Path
+    train_fn: str
+    config: dict
+    world_size: int
+
+    @property
+    def storage(self) -> Path:
+        return self.folder / "store"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    @property
+    def acknowledged(self) -> Path:
+        return self.folder / "acknowledged"
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of whatever its children leave behind, so that it can wait for all of them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def run_attempt(training: Training, plan: file_faults.Plan) -> int | None:
+    """Run one attempt in processes of its own; return the leader's exit code, or None where it hung and was killed."""
+    for mark in training.folder.glob("pruned/*"):
+        mark.unlink()
+    (training.folder / "pruned").mkdir(parents=True, exist_ok=True)
+    leader = os.fork()
+    if leader == 0:
+        _in_child(training, lambda: _lead(training, plan))
+    deadline = time.monotonic() + LONGEST_S
+    while (ended := os.waitid(os.P_PID, leader, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    with contextlib.suppress(ProcessLookupError):  # before the leader is waited for: until then nobody else has its number
+        os.killpg(leader, signal.SIGKILL)
+    _wait_for_all()
+    return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _wait_for_all() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def _in_child(training, work) -> None:
+    """Do `work` in this forked process, which never returns."""
+    code = 1
+    try:
+        if os.getpgid(0) != os.getpid():
+            os.setpgid(0, 0)
+        with training.log.open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        work()
+        code = 0
+    except BaseException:  # noqa: BLE001 - a fork must not go on with its parent's work
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _lead(training: Training, plan: file_faults.Plan) -> None:
+    file_faults.arm(plan, "leader")
+    store = CheckpointStore.open(training.storage, RUN)
+    previous = newest_attempt(store)
+    lineage = None if previous is None else previous.lineage
+    attempt = claim_attempt(
+        store, Owner.current(), world_size=training.world_size, lineage=lineage, settings=asdict(POLICY)
+    )  # fmt: skip
+    chosen = choose_checkpoint(store, lineage=attempt.lineage, verify="digest")
+    restored = None
+    if chosen is not None:
+        restored = CheckpointRef(store.spec, RUN, chosen.id)
+        record_resumed_from(store, attempt, restored.open().path)
+    rendezvous = Rendezvous()
+    ranks = [_fork_rank(training, plan, _spec(training, store, attempt.number, restored, rendezvous.address, rank), rendezvous)
+             for rank in range(training.world_size)]  # fmt: skip
+    key_value = rendezvous.serve()
+    _keep_books(training, store, attempt.number, chosen, key_value, ranks)
+    write_outcome(store, Outcome(attempt.number, "completed"))
+
+
+def _fork_rank(training, plan, spec, rendezvous) -> int:
+    pid = os.fork()
+    if pid == 0:
+        rendezvous.close()
+        _run_rank(training, plan, spec)
+    return pid
+
+
+def _run_rank(training, plan, spec) -> None:
+    code = 1
+    try:
+        file_faults.arm(plan, f"rank {spec.rank}")
+        result = rank_main._run(spec)
+        if result.kind is not None:
+            print(result.traceback, flush=True)
+        elif spec.rank == 0:
+            (training.folder / "returned").write_text(pickle.loads(result.return_value))
+        code = 0 if result.kind is None else 1
+    except BaseException:  # noqa: BLE001 - as above
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _spec(training, store, attempt, restored, address, rank) -> RankSpec:
+    config = {**training.config, "pruned": str(training.folder / "pruned")}
+    return RankSpec(
+        rank=rank,
+        local_rank=rank,
+        node_rank=0,
+        world_size=training.world_size,
+        local_world_size=training.world_size,
+        rendezvous=address,
+        storage=store.spec,
+        run=RUN,
+        attempt=attempt,
+        restored=restored,
+        function=pack_function(training.train_fn, config),
+        use_gpu=False,
+        backend=None,
+        flush_s=5.0,
+    )
+
+
+def _keep_books(training, store, attempt, restored, key_value, ranks) -> None:
+    """Take what rank 0 tells, as the leader's journal and its prune task do, until all ranks have ended."""
+    history, receiver = HistoryWriter(store, attempt), EventReceiver(key_value)
+    in_use = () if restored is None else (restored.id,)
+    _prune(store, in_use)
+    running = set(ranks)
+    while running:
+        for pid in tuple(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            running -= {ended}
+            if ended and status != 0:
+                raise RuntimeError(f"process {pid} of a rank ended with status {status}")
+        for event in tuple(receiver.drain()):
+            if isinstance(event, CommitEvent):
+                store.hint_latest(event.id)
+                _prune(store, in_use)
+            else:
+                history.append(event.record)
+                history.flush()
+                (training.folder / "pruned" / str(event.record.metrics["epoch"])).touch()
+        time.sleep(0.001)
+    _prune(store, ())
+
+
+def _prune(store, in_use) -> None:
+    store.prune(POLICY, in_use=in_use)
+    collect_garbage(store)

@@ -1,0 +1,174 @@
+"""Prefect servers that a test starts and stops, on SQLite or PostgreSQL, and a proxy that makes one slow or refuse."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from conftest import free_port
+
+_PATIENCE_S = 120  # for what takes seconds on an idle machine
+
+
+def wait_until(condition: Callable[[], object], what: object, longest_s: float = _PATIENCE_S) -> None:
+    deadline_s = time.monotonic() + longest_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"it did not come to pass in {longest_s} s: {what() if callable(what) else what}"
+        time.sleep(0.1)
+
+
+def rows(api: str, kind: str, **filters: object) -> list[dict]:
+    """Return all objects of a kind ("flow_runs", "logs") that an API knows and the filters choose."""
+    found: list[dict] = []
+    while True:
+        body = json.dumps({**filters, "limit": 200, "offset": len(found)}).encode()
+        request = urllib.request.Request(f"{api}/{kind}/filter", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            more = json.load(response)
+        found.extend(more)
+        if len(more) < 200:
+            return found
+
+
+class PrefectServer:
+    """`prefect server start` with a home of its own; started again, it has the same port and database."""
+
+    def __init__(self, home: Path, database_url: str | None = None) -> None:
+        self.port = free_port()
+        self.api = f"http://127.0.0.1:{self.port}/api"
+        self._home = home
+        self._environment = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+        if database_url is not None:
+            self._environment["PREFECT_API_DATABASE_CONNECTION_URL"] = database_url
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Return once the server answers."""
+        self._home.mkdir(exist_ok=True)
+        command = [str(Path(sys.executable).parent / "prefect"), "server", "start", "--no-ui"]
+        with (self._home / "output.txt").open("ab") as output:
+            self._process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(self.port)],
+                env=self._environment,
+                stdout=output,
+                stderr=output,
+            )
+        wait_until(self._answers, f"Prefect's server on port {self.port}")
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """Return once the process is gone and nobody listens at its port; harmless when it is."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(_PATIENCE_S)
+            self._process = None
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self._home / "output.txt").read_text()[-2000:]
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{self.api}/health", timeout=5).close()
+            return True
+        return False
+
+
+def postgres_program(name: str) -> str | None:
+    """Return the newest PostgreSQL's program of that name, or None; Debian keeps them off the PATH."""
+    found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), key=lambda path: int(path.parts[4]))
+    return str(found[-1]) if found else shutil.which(name)
+
+
+@contextmanager
+def postgres() -> Iterator[str]:
+    """Run PostgreSQL on loopback with a new database, and give its URL."""
+    # It refuses to run as root, and another user cannot look into pytest's folders.
+    user = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
+    folder, port = tempfile.mkdtemp(prefix="prefect-torch-postgres-"), free_port()
+    if user:
+        shutil.chown(folder, "postgres", "postgres")
+
+    output = Path(folder, "output.txt")
+
+    def run(name: str, *arguments: str) -> None:
+        program = postgres_program(name)
+        assert program is not None
+        with output.open("ab") as file:
+            ended = subprocess.run([program, *arguments], cwd=folder, stdout=file, stderr=file, check=False, **user)
+        assert ended.returncode == 0, output.read_text()
+
+    data = ("--pgdata", f"{folder}/data")
+    options = f"-c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off -p {port}"
+    try:
+        run("initdb", *data, "--auth=trust", "--username=prefect", "--no-sync")
+        run("pg_ctl", *data, "--wait", "--options", options, "start")
+        try:
+            run("createdb", "--host=127.0.0.1", f"--port={port}", "--username=prefect", "prefect")
+            yield f"postgresql+asyncpg://prefect@127.0.0.1:{port}/prefect"
+        finally:
+            run("pg_ctl", *data, "--wait", "--mode=immediate", "stop")
+    finally:
+        shutil.rmtree(folder)
+
+
+class Proxy:
+    """Passes bytes on to a server on loopback, each chunk `delay_s` late, and refuses connections when told.
+
+    Attributes:
+        api: The URL of the API behind it.
+        delay_s: How late a chunk is.
+        num_late: How many chunks were.
+
+    """
+
+    def __init__(self, server_port: int) -> None:
+        self.port = free_port()
+        self.api = f"http://127.0.0.1:{self.port}/api"
+        self.delay_s = 0.0
+        self.num_late = 0
+        self._server_port = server_port
+        self._listener: socket.socket | None = None
+        self._open: set[socket.socket] = set()
+
+    def accept(self) -> None:
+        """Begin to listen."""
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def refuse(self) -> None:
+        """Stop listening, and end every connection; harmless when nobody listens."""
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, which would keep the port
+            self._listener.close()
+            self._listener = None
+        for end in tuple(self._open):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._server_port))
+                for source, target in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        self._open.add(source)
+        with source, contextlib.suppress(OSError):
+            while chunk := source.recv(65536):
+                if self.delay_s:
+                    self.num_late += 1
+                    time.sleep(self.delay_s)  # this lateness is the fault
+                target.sendall(chunk)
+            target.shutdown(socket.SHUT_RDWR)
+        self._open.discard(source)

@@ -1,0 +1,108 @@
+"""Retention over a whole storage, and the deployments of prefect.yaml, on a real server."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.runs import list_runs
+from prefect_torch.flows import CheckpointConfig, prune
+from ranks import Attempt, folder
+
+ROOT = Path(__file__).parents[2]
+KEEPS_ONE = {"num_to_keep": 1}
+
+
+def fill(storage, run, tmp_path, scores, settings=KEEPS_ONE, *, is_trained=False):
+    store = CheckpointStore.open(storage, run)
+    attempt = Attempt(store)
+    session = attempt.session()
+    for score in scores:
+        session.report({"score": score}, folder(tmp_path / "c", model=str(score)))
+    write_outcome(store, Outcome(attempt.number, "completed"))
+    claimed = claim_attempt(store, Owner.current(), world_size=1, settings=settings)
+    if not is_trained:
+        write_outcome(store, Outcome(claimed.number, "completed"))
+    return store, claimed
+
+
+def scores(store):
+    return [manifest.metrics["score"] for manifest in store.list()]
+
+
+@pytest.mark.parametrize("place", ["local", "memory"])
+def test_runs_are_found_among_whatever_else_lies_there(tmp_path, place):
+    storage = str(tmp_path / "store") if place == "local" else f"memory://{tmp_path}"
+    for run in ["b", "a-1", "a", "a0"]:
+        store, _ = fill(storage, run, tmp_path, [1])
+    store.storage.put_bytes("not-a-run/file", b"")
+    store.storage.put_bytes("file", b"")
+    store.storage.put_bytes("~odd name/run.json", b"{}")
+    assert sorted(list_runs(storage)) == ["a", "a-1", "a0", "b"]
+
+
+def test_each_run_is_pruned_by_its_own_policy(tmp_path):
+    storage = str(tmp_path / "store")
+    one, _ = fill(storage, "one", tmp_path, [1, 2, 3])
+    best, _ = fill(storage, "best", tmp_path, [3, 2, 1], {**KEEPS_ONE, "checkpoint_score_attribute": "score"})
+    everything, _ = fill(storage, "everything", tmp_path, [1, 2], {})
+    expected = {"one": [manifest.id for manifest in one.list()[:2]], "best": [best.list()[1].id], "everything": []}
+    assert prune(storage, dry_run=True) == expected
+    assert scores(one) == [1, 2, 3]
+    assert prune(storage) == expected
+    assert (scores(one), scores(best), scores(everything)) == ([3], [3, 1], [1, 2])
+    assert prune(storage, ["everything"], CheckpointConfig(num_to_keep=1))["everything"] != []
+    assert scores(everything) == [2]
+
+
+def test_what_a_living_training_restored_stays_until_it_has_ended(tmp_path):
+    store, claimed = fill(str(tmp_path / "store"), "run", tmp_path, [1, 2], is_trained=True)
+    first = store.list()[0]
+    record_resumed_from(store, claimed, store.checkpoint(first).path)
+    assert prune(str(tmp_path / "store")) == {"run": []}
+    writer = HistoryWriter(store, 1)
+    writer.append(MetricRecord(1, 1, {}, store.list()[1].id, "2026-11-21T00:00:00+00:00"))
+    writer.flush()
+    assert prune(str(tmp_path / "store")) == {"run": []}
+    write_outcome(store, Outcome(claimed.number, "completed"))
+    assert prune(str(tmp_path / "store")) == {"run": [first.id]}
+
+
+def test_a_run_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no run 'missing'"):
+        prune(str(tmp_path), ["missing"])
+
+
+def test_every_deployment_of_prefect_yaml_is_deployed_as_it_is_written(tmp_path):
+    """With the commands at the top of the file, in a copy, since deploying writes into the folder."""
+    shutil.copy(ROOT / "prefect.yaml", tmp_path)
+    environment = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
+
+    def run_prefect(*arguments):
+        command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run_prefect("work-pool", "create", "--type", "process", "gpu-pool")
+    run_prefect("deploy", "--all")
+    entries = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    with get_client(sync_client=True) as client:
+        for entry in entries:
+            flow = entry["entrypoint"].rpartition(":")[2]
+            deployed = client.read_deployment_by_name(f"{flow}/{entry['name']}")
+            assert deployed.entrypoint == entry["entrypoint"]
+            assert deployed.enforce_parameter_schema
+            assert json.loads(json.dumps(deployed.parameters)) == entry.get("parameters", {})
+            assert [schedule.schedule.cron for schedule in deployed.schedules] == [
+                schedule["cron"] for schedule in entry.get("schedules", [])
+            ]
+            assert deployed.concurrency_options.collision_strategy == entry["concurrency_limit"]["collision_strategy"]

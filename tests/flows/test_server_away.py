@@ -1,0 +1,279 @@
+"""Prefect's API is away, or slow, in the middle of trainings: they go on, and all is told when it is back."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow, get_run_logger
+from prefect.logging.handlers import APILogHandler, APILogWorker
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect_servers import PrefectServer, Proxy, postgres, postgres_program, rows, wait_until
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.tasks import api_outage
+from prefect_torch.tasks.api_outage import outlast_api_outages
+
+HERE = Path(__file__).parent
+AWAY_S = float(os.environ.get("PREFECT_TORCH_TEST_AWAY_S", "15"))
+SLOW_S = 2.0
+FINAL = {"Completed", "Failed", "Cancelled", "Crashed"}
+TICK = re.compile(r"(Task run 'rank-\d' - )?(attempt \d rank \d tick \d+)")
+
+pytestmark = pytest.mark.timeout(400 + 2 * AWAY_S)
+
+
+class Training:
+    """A training in a process of its own, that talks to the API at `api`."""
+
+    def __init__(self, folder: Path, api: str, *, ranks: int = 2) -> None:
+        folder.mkdir()
+        self.storage = str(folder / "store")
+        self.end = folder / "end"
+        self._output = folder / "output.txt"
+        config = {"end": str(self.end), "pause_s": 0.5, "ranks": ranks}
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "talking.py"), self.storage, json.dumps(config)],
+                env={**os.environ, "PREFECT_API_URL": api, "PYTHONPATH": str(HERE)},
+                stdout=output,
+                stderr=output,
+            )
+
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def newest(self) -> tuple[int, int]:
+        """Return the attempt and the step of the newest checkpoint."""
+        ids = [path.stem.split("-") for path in Path(self.storage, "run", "manifests").glob("*.json")]
+        return max(((int(attempt), int(step)) for attempt, step, _ in ids), default=(0, -1))
+
+    def wait_for(self, attempt: int, step: int) -> None:
+        def has_come() -> bool:
+            assert self.process.poll() is None, self.output()[-4000:]
+            return self.newest() >= (attempt, step)
+
+        wait_until(has_come, f"a checkpoint of attempt {attempt}, step {step}")
+
+    def wait_for_more(self) -> None:
+        attempt, step = self.newest()
+        self.wait_for(attempt, step + 3)
+
+    def kill_rank(self, rank: int) -> None:
+        os.kill(int(re.findall(rf"Task run 'rank-{rank}' - pid (\d+)", self.output())[-1]), signal.SIGKILL)
+
+    def state(self, api: str) -> str:
+        """Return the name of the flow run's state."""
+        name = re.findall(r"Beginning flow run '(\S+)'", self.output())[0]
+        (found,) = rows(api, "flow_runs", flow_runs={"name": {"any_": [name]}})
+        return found["state_name"]
+
+    def finish(self) -> str:
+        self.process.wait(300)
+        return self.output()
+
+
+@dataclass(frozen=True)
+class Outage:
+    """What was seen of a training whose server was away for a while, and the server, which is back."""
+
+    server: PrefectServer
+    training: Training
+    gone_at: tuple[int, int]
+    back_at: tuple[int, int]
+    said_meanwhile: set[str]
+
+
+def live_through(server: PrefectServer, how: signal.Signals, folder: Path) -> Outage:
+    """End the server in the middle of a training, kill a rank, and start the server again."""
+    server.start()
+    training = Training(folder, server.api)
+    training.wait_for(1, 3)
+    server.stop(how)
+    back_s = time.monotonic() + AWAY_S
+    gone_at, said_before = training.newest(), ticks(training.output())
+    training.wait_for_more()
+    training.kill_rank(1)
+    training.wait_for(2, 0)
+    while time.monotonic() < back_s:
+        training.wait_for_more()
+    back_at, said = training.newest(), ticks(training.output()) - said_before
+    server.start()
+    training.wait_for_more()
+    training.end.touch()
+    training.finish()
+    return Outage(server, training, gone_at, back_at, said)
+
+
+def live_slowly(server_port: int, folder: Path) -> float:
+    """Slow the API down in the middle of a training, and return how long its slowest report took."""
+    proxy = Proxy(server_port)
+    proxy.accept()
+    training = Training(folder, proxy.api, ranks=1)
+    training.wait_for(1, 3)
+    proxy.delay_s = SLOW_S
+    wait_until(lambda: proxy.num_late >= 5, "chunks that come late")
+    training.wait_for_more()
+    proxy.delay_s = 0.0
+    training.end.touch()
+    (slowest_s,) = re.findall(r'"slowest_s": ([\d.]+)', training.finish())
+    proxy.refuse()
+    return float(slowest_s)
+
+
+def ticks(text: str) -> set[str]:
+    return {match[1] for match in TICK.findall(text)}
+
+
+def server_port() -> int:
+    """Return the port of the server that all tests of this folder use."""
+    return int(PREFECT_API_URL.value().split(":")[2].partition("/")[0])
+
+
+CASES = ["sqlite-SIGTERM", "postgresql-SIGKILL"]
+if postgres_program("initdb") is None:
+    CASES.append("sqlite-SIGKILL")  # in place of the one that is skipped
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory) -> Iterator[dict[str, "Future[Any]"]]:
+    """All that takes long, at the same time, since most of it is waiting."""
+    folder = tmp_path_factory.mktemp("outages")
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        futures: dict[str, Future[Any]] = {"slow": pool.submit(live_slowly, server_port(), folder / "slow")}
+        for case in CASES:
+            database, how = case.split("-")
+            if database == "postgresql" and postgres_program("initdb") is None:
+                continue
+            url = stack.enter_context(postgres()) if database == "postgresql" else None
+            server = PrefectServer(folder / f"{case}-home", url)
+            stack.callback(server.stop)
+            futures[case] = pool.submit(live_through, server, signal.Signals[how], folder / case)
+        yield futures
+
+
+@pytest.fixture(params=CASES)
+def outage(request, lived) -> Outage:
+    if request.param not in lived:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    return lived[request.param].result()
+
+
+def test_ranks_commit_on_and_restart_while_the_server_is_away(outage):
+    assert outage.gone_at[0] == 1
+    assert outage.back_at >= (2, outage.gone_at[1] + 3)
+    steps = [manifest.step for manifest in CheckpointStore.open(outage.training.storage, "run").list()]
+    assert steps == list(range(steps[0], steps[-1] + 1))
+
+
+def test_every_state_is_right_once_the_server_is_back(outage):
+    assert outage.training.process.returncode == 0, outage.training.output()[-4000:]
+    assert outage.training.state(outage.server.api) == "Completed"
+
+    def found() -> dict[str, list[tuple[str, int]]]:
+        states: dict[str, list[tuple[str, int]]] = {}
+        for row in rows(outage.server.api, "task_runs", sort="EXPECTED_START_TIME_ASC"):
+            states.setdefault(row["name"], []).append((row["state_name"], row["run_count"]))
+        return states
+
+    # The server itself takes a moment to enter what it was told.
+    wait_until(lambda: all(name in FINAL for runs in found().values() for name, _ in runs), found)
+    states = found()
+    assert set(states.pop("prune-run")) == {("Completed", 1)}
+    left, again = states.pop("rank-0")
+    assert left in {("Cancelled", 1), ("Failed", 1)}  # by how it noticed that the other was gone
+    assert again == ("Completed", 1)
+    assert states == {"train-run": [("Completed", 2)], "rank-1": [("Failed", 1), ("Completed", 1)]}
+
+
+def test_every_line_that_was_said_meanwhile_is_in_the_api(outage):
+    arrived = ticks("\n".join(row["message"] for row in rows(outage.server.api, "logs")))
+    assert outage.said_meanwhile
+    assert outage.said_meanwhile - arrived == set()
+    assert arrived == ticks(outage.training.output())
+
+
+def test_reports_do_not_wait_for_a_slow_api(lived):
+    assert lived["slow"].result() < SLOW_S
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    """Between this test and the server of all."""
+    between = Proxy(server_port())
+    between.accept()
+    yield between
+    between.refuse()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_end_while_the_api_refuses_is_told_when_it_is_back(proxy, raises):
+    """Without retries of Prefect's own, so that what nobody holds back is lost at once."""
+    told = []
+
+    @flow
+    def end():
+        with outlast_api_outages():
+            proxy.refuse()
+            threading.Timer(AWAY_S / 3, proxy.accept).start()
+            told.append(flow_run.id)
+            if raises:
+                raise ValueError("boom")
+
+    with temporary_settings({PREFECT_API_URL: proxy.api, PREFECT_CLIENT_MAX_RETRIES: 0}):
+        assert end(return_state=True).name == ("Failed" if raises else "Completed")
+        APILogHandler().flush()  # and whatever else Prefect would go on sending through the proxy
+    (found,) = rows(proxy.api, "flow_runs", flow_runs={"id": {"any_": told}})
+    assert found["state_name"] == ("Failed" if raises else "Completed")
+
+
+@pytest.mark.parametrize("own", [None, 2])
+def test_lines_are_tried_for_minutes_unless_the_user_says_otherwise(monkeypatch, own):
+    tries = []
+    handle = APILogWorker._handle_batch
+
+    async def record(self, items):
+        tries.extend(PREFECT_CLIENT_MAX_RETRIES.value() for item in items if item["message"] == "from the body")
+        await handle(self, items)
+
+    monkeypatch.setattr(APILogWorker, "_handle_batch", record)
+
+    @flow
+    def say_something():
+        get_run_logger().info("before the body")
+        with outlast_api_outages():
+            get_run_logger().info("from the body")
+        APILogWorker.instance().drain()
+
+    with temporary_settings({} if own is None else {PREFECT_CLIENT_MAX_RETRIES: own}):
+        say_something()
+    assert tries == [7 if own is None else 2]
+
+
+def test_an_end_from_outside_does_not_wait_for_the_api(monkeypatch):
+    monkeypatch.setattr(api_outage, "_wait_for_api", lambda: pytest.fail("it waits"))
+    with pytest.raises(KeyboardInterrupt), outlast_api_outages():
+        raise KeyboardInterrupt
+
+
+def test_an_api_that_stays_away_is_given_up(monkeypatch, caplog):
+    monkeypatch.setattr(api_outage, "_LONGEST_S", 0.0)
+    monkeypatch.setattr(api_outage, "_outage", lambda: ConnectionRefusedError(111, "refused"))
+
+    @flow
+    def end():
+        with outlast_api_outages():
+            return "ended"
+
+    assert end() == "ended"
