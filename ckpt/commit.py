@@ -58,9 +58,9 @@ class CommitJob:
         agreement: What the ranks agreed on; it carries an id.
         brought: This rank's files.
         metrics: Rank 0's metrics.
-        parent: What this checkpoint continues.
         started_s: When the report began, by this process's monotonic clock.
         stall_s: How long the training waited for the report; None where it waits for the commit.
+        parent: What this checkpoint continues.
         stored: What this rank has stored of it, by path.
 
     """
@@ -69,9 +69,9 @@ class CommitJob:
     agreement: Agreement
     brought: Brought
     metrics: Metrics
-    parent: str | None
     started_s: float = field(default_factory=time.monotonic)
     stall_s: float | None = None
+    parent: str | None = None
     stored: dict[str, FileEntry] = field(default_factory=dict)
 
     @property

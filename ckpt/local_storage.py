@@ -44,6 +44,7 @@ class LocalStorage:
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         """Write `parts` from memory; durable when this returns."""
+        self._require_space(sum(part.nbytes for part in parts))
         return self._write(key, lambda target: write_and_digest(parts, target))
 
     def put_bytes(self, key: str, data: bytes) -> None:
@@ -138,6 +139,8 @@ class LocalStorage:
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # what went wrong first counts
+                self._remove_empty(temporary.parent)
             raise
         with suppress(FileNotFoundError):  # the object was deleted at once, and its folder with it
             _sync_folder(target.parent)

@@ -1,21 +1,19 @@
 """One rank's side of a training: every report of it, from the ranks' agreement to the manifest."""
 
 import operator
-import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from .agreement import Agreement, Intent, Upload, agree
+from .background import BackgroundCommits
 from .checkpoint import Checkpoint
 from .commit import Brought, CommitJob, commit
 from .context import TrainContext
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
     from .state_reports import StateReports
     from .state_save import HeldState
 
-_NICER = 5  # a third of the training's share of a core that both want, and all of an idle one
-
 
 class RankSession:
     """The reports of one rank in one attempt.
@@ -45,6 +41,7 @@ class RankSession:
         store: The run.
         key_value: What the ranks and the leader share.
         restored: The checkpoint that this attempt begins from.
+        max_in_flight: How many commits may be under way in the background.
 
     """
 
@@ -54,6 +51,7 @@ class RankSession:
         store: CheckpointStore,
         key_value: KeyValue,
         restored: Checkpoint | None = None,
+        max_in_flight: int = 1,
     ) -> None:
         self.context = context
         self.store = store
@@ -66,10 +64,10 @@ class RankSession:
         self._last_checkpoint_step = self._last_step
         self._parent = None if restored is None else _name_from(store, restored)
         self._one_report = threading.Lock()
-        self._background: ThreadPoolExecutor | None = None
-        self._in_flight: Future[None] | None = None
+        self._background = BackgroundCommits()
+        self._max_in_flight = max_in_flight
+        self._committed_step = self._last_step
         self._parted: CheckpointError | None = None
-        self._before_in_flight = (self._last_checkpoint_step, self._parent)
         self._state_reports: StateReports | None = None
 
     def report(
@@ -99,7 +97,9 @@ class RankSession:
             told = None if held is None else self._states().tell(held)
             intent = Intent(self.context.world_rank, step, upload, list(brought.files), brought.metadata, told)
             if upload is not None:
-                self._wait_for_in_flight()
+                # A state's buffers are used again, and a sync commit comes after those before it.
+                one_more = upload == "async" and state is None
+                self._background.wait(leave=self._max_in_flight - 1 if one_more else 0)
             agreement = self._agree(intent, held)
             if agreement.refusal is not None:
                 raise agreement.refusal.error()
@@ -114,7 +114,7 @@ class RankSession:
             PeerGoneError: If another rank failed.
 
         """
-        self._wait_for_in_flight()
+        self._background.wait()
         failure = self._take_failure() or self._parted
         if failure is not None:
             raise failure
@@ -138,8 +138,7 @@ class RankSession:
             flush_s: How long to wait for the commit.
 
         """
-        if self._in_flight is not None:
-            wait([self._in_flight], flush_s)
+        self._background.wait(timeout_s=flush_s)
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "failed", detail))
 
     def _bring(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> Brought:
@@ -211,9 +210,9 @@ class RankSession:
             self._parted = exc
             raise
         self._peers.forget(previous)  # that everybody is in this round proves that the one before was read
-        if agreement.ends_background:
-            self._wait_for_in_flight()  # decided on rank 0, so it ends here within a moment
-            self._take_failure()  # raised now, so not again later
+        if agreement.ends_background and self.context.world_rank != 0:
+            self._background.wait_for_failure()  # raised now, so not again later
+            self._forget_failed_step()
         return agreement
 
     def _decide(self, topic: str, intent: Intent, held: "HeldState | None") -> Agreement:
@@ -245,14 +244,12 @@ class RankSession:
 
     def _act(self, agreement: Agreement, brought: Brought, metrics: Metrics, progress: float | None, started_s: float) -> None:
         if agreement.checkpoint_id is not None:
-            job = CommitJob(self._topic(), agreement, brought, metrics, self._parent, started_s)
+            job = CommitJob(self._topic(), agreement, brought, metrics, started_s)
             if agreement.upload == "sync":
                 self._commit(job)
             else:
-                self._before_in_flight = (self._last_checkpoint_step, self._parent)
                 self._commit_in_background(replace(job, stall_s=time.monotonic() - started_s))
             self._last_checkpoint_step = agreement.step
-            self._parent = agreement.checkpoint_id
         self._last_step = agreement.step
         self._reports += 1
         if self.context.world_rank == 0:
@@ -261,7 +258,8 @@ class RankSession:
 
     def _commit(self, job: CommitJob) -> None:
         started_s = time.monotonic()
-        manifest = commit(self.store, self._peers, job)
+        manifest = commit(self.store, self._peers, replace(job, parent=self._parent))
+        self._parent, self._committed_step = job.checkpoint_id, job.agreement.step
         if manifest is not None:
             duration_s = time.monotonic() - started_s
             stall_s = manifest.timings["stall_s"]
@@ -283,31 +281,18 @@ class RankSession:
                 if staged.directory is not None:
                     shutil.rmtree(staged.directory, ignore_errors=True)
 
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, "prefect-torch-commit", _yield_to_training)
-        self._in_flight = self._background.submit(work)
-
-    def _wait_for_in_flight(self) -> None:
-        if self._in_flight is not None:
-            wait([self._in_flight])
+        self._background.submit(job.agreement.step, work)
 
     def _take_failure(self) -> CheckpointError | None:
         """Return the error of a background commit that ended, once."""
-        if self._in_flight is None or not self._in_flight.done():
-            return None
-        failure = self._in_flight.exception()
-        self._in_flight = None
-        if failure is None:
-            return None
-        self._last_checkpoint_step, self._parent = self._before_in_flight  # the step may be reported again
-        return Refusal.of(failure).error()
+        failure = self._background.take_failure()
+        if failure is not None:
+            self._forget_failed_step()
+        return failure
 
-
-def _yield_to_training() -> None:
-    """Let the training have a core that it and this thread, with the threads that it starts, want at once."""
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        with suppress(OSError):  # where it is not permitted, they share evenly
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
+    def _forget_failed_step(self) -> None:
+        """Let the step of a failed commit be reported again."""
+        self._last_checkpoint_step = max(self._committed_step, self._background.newest_step)
 
 
 def _name_from(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:

@@ -135,6 +135,7 @@ def _job(
         max_failures=failure.max_failures,
         max_infrastructure_failures=failure.max_infrastructure_failures,
         max_preemptions=failure.max_preemptions,
+        max_in_flight=checkpoint.max_in_flight,
         grace_s=failure.grace_s,
         hang_timeout_s=failure.hang_timeout_s,
     )

@@ -76,9 +76,15 @@ class CheckpointConfig(_Config):
         default=None, ge=1, description="Keep every checkpoint whose step is a multiple of this, for good."
     )
 
+    max_in_flight: int = Field(
+        default=1,
+        ge=1,
+        description="How many checkpoints of folders may be on their way to the storage in the background; one more waits.",
+    )
+
     def policy(self) -> RetentionPolicy:
         """Return the retention policy that these fields describe."""
-        return RetentionPolicy(**self.model_dump())
+        return RetentionPolicy(**self.model_dump(exclude={"max_in_flight"}))
 
 
 class FailureConfig(_Config):

@@ -28,6 +28,7 @@ class TrainJob:
         max_failures: Restarts after the user's exceptions; -1 without end.
         max_infrastructure_failures: Restarts after lost processes and storage; -1 without end.
         max_preemptions: Restarts after processes were ended from outside; -1 without end.
+        max_in_flight: How many commits a rank may have under way in the background.
         grace_s: How long ranks may still commit when the flow run is ended.
         hang_timeout_s: How long no report may come; None for ever.
 
@@ -47,6 +48,7 @@ class TrainJob:
     max_failures: int
     max_infrastructure_failures: int
     max_preemptions: int
+    max_in_flight: int
     grace_s: float
     hang_timeout_s: float | None
 

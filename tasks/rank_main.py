@@ -104,7 +104,7 @@ def _session(spec: RankSpec, key_value: TcpKeyValue) -> RankSession:
             "every rank needs the same storage (a shared folder or a URL; memory:// lives in one process only)"
         )
     restored = None if spec.restored is None else spec.restored.open()
-    return RankSession(context, store, key_value, restored)
+    return RankSession(context, store, key_value, restored, spec.max_in_flight)
 
 
 def _check_backend(spec: RankSpec) -> str:

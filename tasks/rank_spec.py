@@ -27,6 +27,7 @@ class RankSpec:
         function: What to run.
         use_gpu: Whether it has a GPU.
         backend: The process group's; None chooses nccl with a GPU and gloo without.
+        max_in_flight: How many commits it may have under way in the background.
         flush_s: How long a failing rank waits for its background commit.
 
     """
@@ -44,6 +45,7 @@ class RankSpec:
     function: PackedFunction
     use_gpu: bool
     backend: str | None
+    max_in_flight: int
     flush_s: float
 
     def environment(self) -> dict[str, str]:

@@ -36,6 +36,22 @@ def test_the_programs_run_in_order(tmp_path):
     assert printed["schedule.py"].strip() == "nightly"
 
 
+def test_the_training_with_a_state_resumes_on_another_number_of_ranks(tmp_path):
+    (tmp_path / "my_state_training.py").write_text(dict(PROGRAMS)["my_state_training.py"])
+    program = """
+from prefect_torch.flows import RunConfig, ScalingConfig, train
+for ranks, epochs in [(2, 2), (1, 3), (2, 5)]:
+    config = {"epochs": epochs, "lr": 0.1}
+    result = train("my_state_training:train_fn", config, ScalingConfig(num_workers=ranks), RunConfig(name="run"))
+print([(record.attempt, record.step) for record in result.history])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "[(1, 0), (1, 1), (2, 2), (3, 3), (3, 4)]"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_exist(command):
     program, *arguments = command.split()

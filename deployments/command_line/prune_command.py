@@ -15,7 +15,7 @@ from .parameters import json_option, metric_option, order_option, run_argument, 
 from .ranking import policy_of, rank, settle_ranking
 from .run_state import restored_by
 from .selection import open_run, read_manifests
-from .terminal import note, print_json, print_table, say, show_bytes, show_number
+from .terminal import note, print_json, print_table, say, show_bytes, show_count, show_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,11 @@ def prune(
         return 1
     doomed = {manifest.id for manifest in decided.drop}
     # What came since the question was asked stays: nobody was asked about it.
-    store.prune(policy, in_use=tuple(checkpoint_id for checkpoint_id in store.ids() if checkpoint_id not in doomed))
+    spared = tuple(checkpoint_id for checkpoint_id in store.ids() if checkpoint_id not in doomed)
+    deleted = store.prune(policy, in_use=spared).drop
     if not as_json:
-        say(f"deleted {len(doomed)} checkpoints, {show_bytes(shown['dropped_bytes'])}")
+        freed_bytes = sum(manifest.total_bytes for manifest in deleted)
+        say(f"deleted {show_count(len(deleted), 'checkpoint')}, {show_bytes(freed_bytes)}")
     return 0
 
 
@@ -106,7 +108,7 @@ def _policy(store: CheckpointStore, attempt: Attempt | None, wanted: Wanted) -> 
 def _agrees(decided: Plan[Manifest]) -> bool:
     if not sys.stdin.isatty():
         raise click.UsageError("nobody can be asked here: give --yes to delete, or --dry-run to look")
-    return click.confirm(f"Delete {len(decided.drop)} checkpoints for good?", err=True)
+    return click.confirm(f"Delete {show_count(len(decided.drop), 'checkpoint')} for good?", err=True)
 
 
 def _describe(decided: Plan[Manifest], manifests: dict[str, Manifest], metric: str | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from prefect_torch.ckpt import Checkpoint
 from .parameters import metric_option, order_option, run_argument, storage_argument
 from .progress import progress_bar
 from .selection import find_checkpoint, open_run
-from .terminal import note, say, show_bytes
+from .terminal import note, say, show_bytes, show_count
 
 _LOOK_EVERY_S = 0.1
 _INTERRUPTED = 130
@@ -41,7 +41,8 @@ def pull(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
     store = open_run(storage, run)
     manifest = find_checkpoint(store, chosen[0] if chosen else "latest", metric, order)
     _pull(store.checkpoint(manifest), manifest.total_bytes, target)
-    say(f"{manifest.id}, step {manifest.step}: {len(manifest.files)} files, {show_bytes(manifest.total_bytes)}, in {target}")
+    files = show_count(len(manifest.files), "file")
+    say(f"{manifest.id}, step {manifest.step}: {files}, {show_bytes(manifest.total_bytes)}, in {target}")
 
 
 def _pull(checkpoint: Checkpoint, total_bytes: int, target: Path) -> None:

@@ -15,7 +15,7 @@ from .metric_summaries import MetricSummary, summarize_metrics
 from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
 from .run_state import STYLES, state_of
 from .selection import find_checkpoint, open_run
-from .terminal import print_json, print_table, say, show_bytes, show_number
+from .terminal import print_json, print_table, say, show_bytes, show_count, show_number
 
 
 @click.command
@@ -107,7 +107,10 @@ def _print_run(run: dict[str, Any]) -> None:
         right={"attempt", "ranks"},
     )
     say("")
-    say(f"{run['reports']} reports" + (f" from {run['first_report_at']} to {run['last_report_at']}" if run["reports"] else ""))
+    say(
+        show_count(run["reports"], "report")
+        + (f" from {run['first_report_at']} to {run['last_report_at']}" if run["reports"] else "")
+    )
     if run["metrics"]:
         summaries = [MetricSummary(**fields) for fields in run["metrics"]]
         print_table(
@@ -151,7 +154,7 @@ def _print_checkpoint(checkpoint: dict[str, Any]) -> None:
 def _facts(checkpoint: dict[str, Any]) -> Iterator[tuple[str, object]]:
     for key in ("step", "attempt", "world_size", "parent", "created_at", "pinned"):
         yield key, checkpoint[key]
-    yield "size", f"{show_bytes(checkpoint['bytes'])} in {len(checkpoint['files'])} files"
+    yield "size", f"{show_bytes(checkpoint['bytes'])} in {show_count(len(checkpoint['files']), 'file')}"
     for group in ("metrics", "timings", "metadata"):
         for name, value in flatten_metrics(checkpoint[group]):
             yield f"{group}/{name}", show_number(value)

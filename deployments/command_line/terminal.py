@@ -96,6 +96,11 @@ def show_number(value: MetricValue) -> str:
     return f"{value:.6g}" if isinstance(value, float) else plain(value)
 
 
+def show_count(number: int, noun: str) -> str:
+    """Return how many there are, for people."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def show_bytes(number: int) -> str:
     """Return a size for people."""
     size = float(number)

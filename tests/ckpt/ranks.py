@@ -16,8 +16,9 @@ from prefect_torch.ckpt.session import RankSession
 class Attempt:
     """One attempt of `world_size` ranks on `store`, resumed from its latest checkpoint as a leader would."""
 
-    def __init__(self, store: CheckpointStore, world_size: int = 1) -> None:
+    def __init__(self, store: CheckpointStore, world_size: int = 1, max_in_flight: int = 1) -> None:
         self.store = store
+        self.max_in_flight = max_in_flight
         self.world_size = world_size
         self.number = claim_attempt(store, Owner.current(), world_size=world_size).number
         manifest = choose_checkpoint(store, lineage=1, verify="digest")
@@ -26,7 +27,7 @@ class Attempt:
 
     def session(self, rank: int = 0) -> RankSession:
         context = TrainContext(rank, rank, 0, self.world_size, self.world_size, self.store.run, self.number)
-        return RankSession(context, self.store, self.key_value, self.restored)
+        return RankSession(context, self.store, self.key_value, self.restored, self.max_in_flight)
 
     def run(self, function: Callable[[RankSession, int], Any]) -> list[BaseException | None]:
         """Run `function(session, rank)` on every rank as a rank's process does; return each rank's error."""

@@ -83,7 +83,7 @@ def main(job, rank, world_size, root, key_value_port, group_port):
         extra["step"] += 1
         session.report({"step": extra["step"]}, state=state)
         if action == "kill" and extra["step"] == 2:
-            session._wait_for_in_flight()
+            session._background.wait()
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
     session.finish()

@@ -244,7 +244,7 @@ def test_a_full_disk_fails_that_report_only_leaves_nothing_of_it_and_the_checkpo
         with pytest.raises(StorageFullError, match="No space left on device"):  # noqa: PT012 - an async one fails later
             session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"y" * 600_000}), upload=upload)
             session.report({})
-            session._wait_for_in_flight()
+            session._background.wait()
             session.report({})
         session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"z" * 300_000}), upload=upload)
 
@@ -392,7 +392,7 @@ def test_a_report_that_one_rank_got_wrong_is_none_on_every_rank_and_the_next_one
 def test_a_background_failure_is_told_though_the_report_that_learns_of_it_is_wrong_itself(store, tmp_path):
     def train(session, rank):
         session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")  # different files of one name
-        session._wait_for_in_flight()
+        session._background.wait()
         with pytest.raises(ReportMismatchError, match="rank 0 and rank 1 both reported a file 'm'"):
             session.report({"bad": []})
 
@@ -444,3 +444,60 @@ def test_metadata_that_is_none_is_named(store, tmp_path, content):
     checkpoint = folder(tmp_path / "c", **{".metadata.json": content})
     with pytest.raises(ValueError, match=r"c/\.metadata\.json .*set_metadata"):
         Attempt(store).session().report({}, checkpoint)
+
+
+def test_so_many_commits_may_be_under_way_and_a_further_report_waits(store, tmp_path, monkeypatch):
+    put_file, go_on = LocalStorage.put_file, threading.Event()
+
+    def wait_until_told(self, key, path):
+        assert go_on.wait(30)
+        return put_file(self, key, path)
+
+    monkeypatch.setattr(LocalStorage, "put_file", wait_until_told)
+    returned = []
+
+    def train(session, rank):
+        for epoch in range(3):
+            session.report({"epoch": epoch}, folder(tmp_path / str(rank), **{f"m{rank}": str(epoch)}), upload="async")
+            returned.append(epoch)
+
+    def release_when_two_wait():
+        while returned.count(1) < 2:
+            time.sleep(0.01)
+        assert 2 not in returned
+        go_on.set()
+
+    releaser = threading.Thread(target=release_when_two_wait)
+    releaser.start()
+    assert Attempt(store, 2, max_in_flight=2).run(train) == [None, None]
+    releaser.join()
+    manifests = store.list()
+    assert [manifest.metrics["epoch"] for manifest in manifests] == [0, 1, 2]
+    assert [manifest.parent for manifest in manifests] == [None, manifests[0].id, manifests[1].id]
+
+
+@pytest.mark.parametrize("reports", [2, 5])
+def test_each_of_several_commits_under_way_that_fail_is_raised_once_on_every_rank(store, tmp_path, reports):
+    def train(session, rank):
+        told = []
+        for epoch in range(reports):  # different files of one name, every second time
+            name = "m" if epoch % 2 == 0 else f"m{rank}"
+            try:
+                session.report({"epoch": epoch}, folder(tmp_path / str(rank), **{name: str(rank)}), upload="async")
+            except ReportMismatchError:
+                told.append(epoch)
+        for _ in range(reports):
+            session._background.wait()
+            try:
+                session.report({})
+            except ReportMismatchError:
+                told.append(reports)
+        return told
+
+    attempt = Attempt(store, 2, max_in_flight=3)
+    told = {}
+    assert attempt.run(lambda session, rank: told.update({rank: train(session, rank)})) == [None, None]
+    assert told[0] == told[1]
+    accepted = [epoch for epoch in range(reports) if epoch not in told[0]]
+    assert [manifest.metrics["epoch"] for manifest in store.list()] == [epoch for epoch in accepted if epoch % 2]
+    assert len(told[0]) == len([epoch for epoch in accepted if epoch % 2 == 0])

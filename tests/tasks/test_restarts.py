@@ -29,6 +29,7 @@ def job(store, **budgets):
         verify="digest",
         takeover=True,
         seed=None,
+        max_in_flight=1,
         grace_s=0,
         hang_timeout_s=None,
         **{"max_failures": 0, "max_infrastructure_failures": 0, "max_preemptions": 0, **budgets},
