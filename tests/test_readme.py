@@ -1,5 +1,6 @@
 """The README is true: its programs run in order, its commands exist, its settings are the settings."""
 
+import os
 import re
 import subprocess
 import sys
@@ -34,6 +35,12 @@ def test_the_programs_run_in_order(tmp_path):
     assert printed["look.py"].startswith("1 None [{'loss'")
     assert len(printed["look.py"].splitlines()) in (3, 4)  # the best two, and the latest
     assert printed["schedule.py"].strip() == "nightly"
+    scripts = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for command in COMMANDS:
+        if command.startswith("prefect-torch"):
+            done = subprocess.run(command.split(), cwd=tmp_path, env=scripts, capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stderr) == (0, ""), command
+    assert (tmp_path / "model/state.pt").exists()
 
 
 def test_the_training_with_a_state_resumes_on_another_number_of_ranks(tmp_path):
@@ -57,6 +64,9 @@ def test_the_commands_exist(command):
     program, *arguments = command.split()
     if program == "make":
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
+    elif program == "prefect-torch":
+        script = Path(sys.executable).with_name(program)
+        subprocess.run([script, arguments[0], "--help"], check=True, capture_output=True)
     else:
         assert program == "pip"
         dry = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-build-isolation", "-q"]

@@ -27,8 +27,8 @@ _SHOWN_METRICS = 4
 def ls(storage: str, run: str | None, as_json: bool) -> None:
     """List runs, or the checkpoints of one.
 
-    The runs in STORAGE come by name, the checkpoints of RUN oldest first. Runs are told from a listing of STORAGE, a request
-    per thousand objects, and two small reads each. Checkpoints cost a listing and a small read each, sixteen at once.
+    The runs in STORAGE come by name, the checkpoints of RUN oldest first. Runs cost a listing each, a
+    request per thousand objects, and four small requests. Checkpoints cost a listing and a small read each, sixteen at once.
 
     "kept because" says why the training's own retention policy keeps a checkpoint, and "nothing" where it would drop it.
 

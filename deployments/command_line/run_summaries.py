@@ -1,14 +1,13 @@
 """The runs in a storage, told from its listing: no manifest is read."""
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
 from prefect_torch.ckpt.attempts import Owner
-from prefect_torch.ckpt.layout import Layout, check_run_name, stem
+from prefect_torch.ckpt.layout import Layout, stem
 from prefect_torch.ckpt.manifest import is_id
+from prefect_torch.ckpt.runs import list_runs
 
 from .run_state import State, ending_of, state_of
 from .terminal import note
@@ -38,11 +37,11 @@ class RunSummary:
 
 
 def summarize_runs(storage: Storage) -> Iterator[RunSummary]:
-    """Yield the runs by name; costs a listing of the storage, and two small reads for each run."""
-    for name, infos in _folders(storage):
+    """Yield the runs by name; costs a listing of each, and four small requests."""
+    for name in sorted(list_runs(storage)):
         seen = _Seen(Layout(name))
         try:
-            for info in infos:
+            for info in storage.list(f"{name}/"):
                 seen.add(info)
             if seen.is_run:
                 yield seen.summary(CheckpointStore.open(storage, name))
@@ -98,26 +97,3 @@ class _Seen:
             return state_of(Owner(**claim["owner"]), ending_of(store, self.num_attempts) if ended else None)
         except (KeyError, TypeError):  # written by something else
             return "unknown"
-
-
-def _folders(storage: Storage) -> Iterator[tuple[str, Iterable[ObjectInfo]]]:
-    """Yield what may be a run and what lies in it; on a local disk folders that are none are not walked."""
-    local = storage.local_path("any")
-    if local is None:
-        for name, infos in groupby(storage.list(""), key=lambda info: info.key.partition("/")[0]):
-            if _can_be_run(name):
-                yield name, infos
-        return
-    with os.scandir(local.parent) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and _can_be_run(entry.name))
-    for name in names:
-        if any((local.parent / name / folder).is_dir() for folder in ("attempts", "manifests")):
-            yield name, storage.list(f"{name}/")
-
-
-def _can_be_run(name: str) -> bool:
-    try:
-        check_run_name(name)
-    except ValueError:
-        return False
-    return True

@@ -150,17 +150,18 @@ class Killer:
 
     def _plan(self, now: float) -> None:
         self._kind = self._random.choice(self._kinds)
-        self._at = now + self._random.uniform(0.2, 4.0)
-        self._waits_for_progress = self._random.random() < 0.6
-        self._seen: list[str] | None = None
+        self._at = now + self._random.uniform(0.1, 2.5)
+        self._waits_for_progress = self._random.random() < 0.5
+        self._seen: tuple[str, list[str]] | None = None
 
     def step(self, trainer: Trainer) -> None:
         """Kill if it is time."""
         now = time.monotonic()
         self.bring_server_back(trainer.place, now)
         committed = trainer.place.committed(trainer.run)
-        self._seen = committed if self._seen is None else self._seen
-        if now < self._at or (self._waits_for_progress and committed[-1:] <= self._seen[-1:]):
+        if self._seen is None or self._seen[0] != trainer.run:  # the next training begins with nothing
+            self._seen = (trainer.run, committed)
+        if now < self._at or (self._waits_for_progress and committed[-1:] <= self._seen[1][-1:]):
             return
         if self._kill(trainer, now):
             self.hit[self._kind] += 1

@@ -82,6 +82,9 @@ def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoi
         assert store.latest().metrics["score"] == before[-1]
         assert report(store, tmp_path, [3]) == [None]  # the next attempt goes on
         assert [manifest.metrics["score"] for manifest in check_whole(store)] == [*before, 3]
+        collect_garbage(store, grace_s=0)
+        data = {info.key.split("/")[2] for info in faulty.inner.list("run/checkpoints/")}
+        assert data == {manifest.id for manifest in check_whole(store)}
     assert fired > 10
 
 

@@ -1,0 +1,765 @@
+"""The command `prefect-torch`: in this process, and as one of its own where exit codes, pipes and terminals count."""
+
+import json
+import os
+import pty
+import re
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from conftest import ACCESS_KEY, SECRET_KEY, free_port
+from prefect.filesystems import LocalFileSystem
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    temporary_settings,
+)
+from prefect.testing.utilities import prefect_test_harness
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.metrics import from_json
+from prefect_torch.ckpt.resume import quarantine
+from prefect_torch.deployments.command_line import machine_checks, software_checks, torch_checks
+from prefect_torch.deployments.command_line.program import run
+from ranks import Attempt, folder
+
+SCRIPT = str(Path(sys.executable).with_name("prefect-torch"))
+LOSSES = [0.9, 0.2, float("nan"), 0.4, 0.5]
+
+
+def train(storage, run_name="run", losses=LOSSES, ending="completed"):
+    """Leave a run behind as a training does that keeps its best two by loss."""
+    store = CheckpointStore.open(storage, run_name)
+    attempt = Attempt(store)
+
+    def report(session, rank):
+        for step, loss in enumerate(losses):
+            size = 100_000 * (step + 1)
+            with_files = folder(Path(scratch) / str(step), model=bytes(size), same=b"same")
+            session.report({"loss": loss, "nested": {"step": step}}, with_files)
+
+    scratch = Path(os.environ["PYTEST_SCRATCH"]) / run_name
+    assert attempt.run(report) == [None]
+    history = HistoryWriter(store, attempt.number)
+    for manifest in store.list():
+        history.append(MetricRecord(1, manifest.step, manifest.metrics, manifest.id, manifest.created_at.isoformat()))
+    history.flush()
+    settings = asdict(RetentionPolicy(2, "loss", "min"))
+    last = claim_attempt(store, Owner.current("a-flow-run"), world_size=2, settings=settings)
+    if ending is not None:
+        write_outcome(store, Outcome(last.number, ending, "a-flow-run", "user", "Traceback\nValueError: bad [red]loss"))
+    return store
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture(params=["local", "s3"])
+def storage(request, tmp_path, monkeypatch):
+    if request.param == "local":
+        (tmp_path / "storage").mkdir()
+        return str(tmp_path / "storage")
+    server = request.getfixturevalue("moto")
+    for name, value in server.options().items():
+        monkeypatch.setenv(name.upper(), value)
+    return f"s3://{server.new_bucket()}/folder"
+
+
+@pytest.fixture
+def local(tmp_path):
+    (tmp_path / "storage").mkdir()
+    return str(tmp_path / "storage")
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a command in this process; return its exit code, what it printed, and what it said on stderr."""
+
+    def call(*arguments):
+        code = run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert err.count("\n") <= 1, err
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def as_json(command):
+    def call(name, *arguments):
+        code, out, err = command(name, *arguments, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out, parse_constant=lambda word: pytest.fail(f"{word} is no strict JSON"))
+
+    return call
+
+
+def on_terminal(*arguments, until=b"", typed=b"", signal_number=None, environment=()):
+    """Run the script on a terminal; return what it showed and its exit code."""
+    ours, theirs = pty.openpty()
+    env = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")}
+    command = [SCRIPT, *map(str, arguments)]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**env, "TERM": "xterm-256color", **dict(environment)}
+    )
+    os.close(theirs)
+    shown, told = b"", False
+    while True:
+        if until in shown and not told:
+            told = True
+            os.write(ours, typed)
+            if signal_number is not None:
+                process.send_signal(signal_number)
+        if not select.select([ours], [], [], 5)[0]:
+            if signal_number is not None:  # it came in the moment before the program began to wait for an answer
+                process.send_signal(signal_number)
+            continue
+        try:
+            more = os.read(ours, 65536)
+        except OSError:  # the other side is closed
+            more = b""
+        if not more:
+            break
+        shown += more
+    os.close(ours)
+    return shown.decode(), process.wait(30)
+
+
+def test_runs_are_listed(storage, command, as_json):
+    train(storage, "one")
+    store = train(storage, "two", losses=[1.0], ending=None)
+    CheckpointStore.open(storage, "no-run").put_json("no-run/notes.json", {})
+    code, out, err = command("ls", storage)
+    assert (code, err) == (0, "")
+    header, one, two = out.splitlines()
+    assert header.split() == ["run", "attempts", "latest", "step", "checkpoints", "size", "state"]
+    assert one.split() == ["one", "2", "4", "5", "1.4", "MiB", "completed"]
+    assert two.split() == ["two", "2", "0", "1", "97.7", "KiB", "running"]
+    listed = as_json("ls", storage)
+    assert listed[0] == {
+        "name": "one",
+        "attempts": 2,
+        "latest_step": 4,
+        "checkpoints": 5,
+        "bytes": 1_500_020,
+        "state": "completed",
+    }
+    assert listed[1]["bytes"] == store.latest().total_bytes
+
+
+def test_listing_runs_reads_no_manifest(local, command, monkeypatch):
+    train(local)
+    read = []
+    get_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or get_bytes(path))
+    assert command("ls", local)[0] == 0
+    assert sorted(path.parent.name for path in read) == ["attempts", "outcomes"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "state"),
+    [
+        (Owner("f", "elsewhere/boot", 1, 1), "unknown"),
+        (Owner("f", Owner.current().host, 2**22 - 1, 1), "lost"),
+        (Owner.current("f"), "running"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "owner",
+)
+def test_an_attempt_without_an_outcome_is_told_by_its_process(local, as_json, owner, state):
+    claim_attempt(CheckpointStore.open(local, "run"), owner, world_size=1)
+    assert as_json("ls", local) == [
+        {"name": "run", "attempts": 1, "latest_step": None, "checkpoints": 0, "bytes": 0, "state": state}
+    ]
+
+
+def test_folders_beside_the_runs_are_not_walked(local, command, monkeypatch):
+    train(local)
+    private = Path(local, "lost+found")
+    private.mkdir()
+    Path(local, "other/deep").mkdir(parents=True)
+    walked = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: walked.append(Path(path)) or scan(path))
+    assert command("ls", local)[0] == 0
+    assert Path(local, "run") in walked
+    assert not {private, Path(local, "other"), Path(local, "other/deep")} & set(walked)
+
+
+def test_an_empty_storage_has_no_runs(local, command, as_json):
+    assert command("ls", local) == (0, "", f"no runs in {local}\n")
+    assert as_json("ls", local) == []
+
+
+def test_checkpoints_are_listed_with_why_they_are_kept(storage, command, as_json):
+    store = train(storage)
+    ids = list(store.ids())
+    store.pin(ids[0])
+    listed = as_json("ls", storage, "run")
+    assert [it["id"] for it in listed] == ids
+    assert [it["kept_because"] for it in listed] == [["pinned"], ["best"], [], ["best"], ["latest"]]
+    assert [it["pinned"] for it in listed] == [True, False, False, False, False]
+    assert listed[2]["metrics"] == {"loss": {"__float__": "nan"}, "nested": {"step": 2}}
+    assert str(from_json(listed[2]["metrics"])["loss"]) == "nan"
+    _, out, _ = command("ls", storage, "run")
+    rows = out.splitlines()[1:]
+    assert rows[1].startswith(f"{ids[1]}     1  loss=0.2, nested/step=1")
+    assert [row.rpartition("  ")[2] for row in rows] == ["pinned", "best", "nothing", "best", "latest"]
+
+
+def test_what_a_living_attempt_restores_is_kept(local, as_json, command):
+    store = train(local, ending=None)
+    restored = next(store.ids())
+    attempt = claim_attempt(store, Owner.current("f"), world_size=1, settings=asdict(RetentionPolicy(1)))
+    record_resumed_from(store, attempt, f"{store.path}/checkpoints/{restored}")
+    assert as_json("ls", local, "run")[0]["kept_because"] == ["in use"]
+    assert command("prune", local, "run", "--keep-last", 1, "--yes")[0] == 0
+    assert next(store.ids()) == restored
+
+
+def test_a_damaged_manifest_is_left_out_and_told(local, command):
+    store = train(local)
+    first = next(store.ids())
+    Path(local, "run/manifests", f"{first}.json").write_text("{}")
+    code, out, err = command("ls", local, "run")
+    assert code == 0
+    assert first not in out
+    assert re.fullmatch(rf"left out, damaged: .*{first}\.json is not a manifest: .*\n", err)
+
+
+def test_a_run_is_shown(storage, command, as_json):
+    store = train(storage, ending="failed")
+    quarantine(store, next(store.ids()), "model is short")
+    shown = as_json("show", storage, "run")
+    assert [attempt["state"] for attempt in shown["attempts"]][1] == "failed"
+    assert shown["attempts"][1]["error"] == "Traceback\nValueError: bad [red]loss"
+    assert shown["attempts"][1]["flow_run_id"] == "a-flow-run"
+    assert shown["reports"] == 5
+    loss = next(metric for metric in shown["metrics"] if metric["name"] == "loss")
+    assert loss == {"name": "loss", "reports": 5, "first": 0.9, "last": 0.5, "min": 0.2, "max": 0.9}
+    assert shown["quarantined"][0]["reason"] == "model is short"
+    _, out, _ = command("show", storage, "run")
+    assert "flow run a-flow-run, process" in out
+    assert "user: ValueError: bad [red]loss" in out
+    assert "5 reports from 20" in out
+    assert "set aside as damaged: " in out
+
+
+def test_a_checkpoint_is_shown(storage, command, as_json):
+    store = train(storage)
+    manifest = store.latest()
+    store.checkpoint(manifest).set_metadata({"by": "\x1b[31mme"})
+    shown = as_json("show", storage, "run", "latest")
+    assert shown["files"] == [asdict(entry) for entry in manifest.files]
+    assert (shown["id"], shown["bytes"], shown["pinned"]) == (manifest.id, 500_004, False)
+    assert shown["metadata"] == {"by": "\x1b[31mme"}
+    _, out, _ = command("show", storage, "run", "latest")
+    assert all(entry.digest in out for entry in manifest.files)
+    assert "\x1b" not in out
+
+
+def test_the_best_come_first_by_the_metric_asked_for_or_the_trainings_own(storage, as_json, command):
+    train(storage)
+    asked = as_json("best", storage, "run", "--metric", "loss", "--order", "min", "-k", 3)
+    assert [it["value"] for it in asked] == [0.2, 0.4, 0.5]
+    assert as_json("best", storage, "run", "-k", 3) == asked
+    assert [it["value"] for it in as_json("best", storage, "run", "-k", 9)][3:] == [0.9, {"__float__": "nan"}]
+    assert as_json("best", storage, "run", "--metric", "nested/step", "--order", "max")[0]["step"] == 4
+    assert "0.2" in command("best", storage, "run")[1]
+
+
+def test_a_metric_that_none_has_is_named_with_those_there_are(local, command):
+    train(local)
+    code, _, err = command("best", local, "run", "--metric", "los", "--order", "min")
+    assert code == 1
+    assert err == "prefect-torch: no checkpoint has the metric 'los'; they have loss, nested/step\n"
+    code, _, err = command("best", local, "run", "--metric", "nested/step")
+    assert code == 2
+    assert "give --order min or --order max" in err
+
+
+def test_two_checkpoints_are_compared_also_of_two_runs(storage, as_json, command):
+    train(storage, "one")
+    train(storage, "two", losses=[0.1])
+    difference = as_json("diff", storage, "one", "best", "latest")
+    assert difference["metrics"][0] == {"name": "loss", "from": 0.2, "to": 0.5, "change": pytest.approx(0.3)}
+    assert [(it["path"], it["status"], it["from_bytes"]) for it in difference["files"]] == [
+        ("model", "changed", 200_000),
+        ("same", "same", 4),
+    ]
+    difference = as_json("diff", storage, "one", "latest", "two/latest")
+    assert "/two/checkpoints/" in difference["to"]
+    assert command("diff", storage, "one", "best", "latest")[1].count("changed") == 1
+
+
+@pytest.mark.parametrize("level", ["size", "digest"])
+def test_whole_checkpoints_verify(storage, as_json, level):
+    store = train(storage)
+    verdicts = as_json("verify", storage, "run", "--level", level)
+    assert verdicts == [{"level": level, "id": it, "whole": True, "damage": None} for it in store.ids()]
+    assert len(as_json("verify", storage, "run", "latest")) == 1
+
+
+def test_damage_is_named(local, command):
+    store = train(local)
+    short, changed, _, manifestless, _ = list(store.ids())
+    Path(local, "run/checkpoints", short, "model").write_bytes(b"short")
+    file = Path(local, "run/checkpoints", changed, "same")
+    file.write_bytes(b"SAME")
+    Path(local, "run/manifests", f"{manifestless}.json").write_text("{}")
+    code, out, err = command("verify", local, "run")
+    assert code == 1
+    assert err.startswith(f"prefect-torch: 3 of 5 damaged, {short} first: ")
+    assert f"checkpoints/{short}/model has 5 bytes instead of 100000" in err
+    assert f"checkpoints/{changed}/same differs from what rank 0 committed" in out
+    assert f"{manifestless}.json is not a manifest" in out
+    code, out, _ = command("verify", local, "run", "--level", "size", "--json")
+    assert code == 1
+    assert [it["whole"] for it in json.loads(out)] == [False, True, True, False, True]
+    assert command("verify", local, "run", manifestless)[0] == 1
+
+
+def test_a_prune_without_a_terminal_wants_a_yes(local, command):
+    store = train(local)
+    code, out, err = command("prune", local, "run", "--keep", 1, "--metric", "loss", "--order", "min")
+    assert (code, len(list(store.ids()))) == (2, 5)
+    assert "2 stay, 3 go" in out
+    assert "give --yes to delete, or --dry-run to look" in err
+
+
+def test_a_prune_says_what_stays_and_why_and_what_goes(storage, as_json, command):
+    store = train(storage)
+    ids = list(store.ids())
+    options = ("--keep", 1, "--metric", "loss", "--order", "min", "--keep-last", 2, "--every", 2)
+    planned = as_json("prune", storage, "run", *options, "--dry-run")
+    assert [(it["step"], it["reasons"]) for it in planned["keep"]] == [
+        (0, ["every"]),
+        (1, ["best"]),
+        (2, ["every"]),
+        (3, ["last"]),
+        (4, ["latest", "last", "every"]),
+    ]
+    planned = as_json("prune", storage, "run", "--dry-run")  # what the training itself keeps
+    assert [it["step"] for it in planned["drop"]] == [0, 2]
+    assert planned["dropped_bytes"] == 400_008
+    assert list(store.ids()) == ids
+    code, out, _ = command("prune", storage, "run", "--yes")
+    assert code == 0
+    assert [line.rpartition("  ")[2] for line in out.splitlines()[1:6]] == [
+        "goes",
+        "stays: best",
+        "goes",
+        "stays: best",
+        "stays: latest",
+    ]
+    assert out.splitlines()[-1] == "deleted 2 checkpoints, 390.6 KiB"
+    assert list(store.ids()) == [ids[1], ids[3], ids[4]]
+    assert command("prune", storage, "run")[0] == 0  # nothing goes, so nobody is asked
+
+
+def test_a_prune_spares_what_came_while_it_asked(local, monkeypatch, command):
+    store = train(local)
+
+    def answer(*_args, **_options):
+        Attempt(store).run(lambda session, rank: session.report({"loss": 0.0}, folder(Path(local, "../new"), model=b"new")))
+        return True
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("click.confirm", answer)
+    assert command("prune", local, "run", "--keep", 1)[0] == 0
+    assert [manifest.step for manifest in store.list()] == [1, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--metric", "loss"), ("--keep-last", 1, "--order", "min"), ("--keep", 0), ("--keep", 1, "--metric", "nested/step")],
+)
+def test_a_prune_that_is_not_clear_is_wrong_usage(local, command, options):
+    store = train(local)
+    assert command("prune", local, "run", *options, "--yes")[0] == 2
+    assert len(list(store.ids())) == 5
+
+
+def test_a_prune_by_a_metric_that_none_has_is_refused(local, command):
+    store = train(local)
+    assert command("prune", local, "run", "--keep", 1, "--metric", "los", "--order", "min", "--yes")[0] == 1
+    assert len(list(store.ids())) == 5
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [(b"y\n", 0, 3), (b"n\n", 1, 5), (b"\x04", 1, 5)])
+def test_a_prune_asks_on_a_terminal(local, answer, code, left):
+    store = train(local)
+    shown, exit_code = on_terminal("prune", local, "run", until=b"for good?", typed=answer)
+    assert "Delete 2 checkpoints for good? [y/N]" in shown
+    assert (exit_code, len(list(store.ids()))) == (code, left)
+
+
+def test_ctrl_c_exits_with_130(local):
+    store = train(local)
+    shown, code = on_terminal("prune", local, "run", until=b"for good?", signal_number=signal.SIGINT)
+    assert code == 130
+    assert "prefect-torch: interrupted" in shown
+    assert len(list(store.ids())) == 5
+
+
+def test_pins(storage, command):
+    store = train(storage)
+    first = next(store.ids())
+    assert command("pin", storage, "run", first[:18]) == (0, f"{first} is pinned\n", "")
+    assert store.pinned() == {first}
+    assert command("unpin", storage, "run", first)[0] == 0
+    assert store.pinned() == frozenset()
+
+
+@pytest.mark.parametrize(("chosen", "step"), [((), 4), (("latest",), 4), (("best",), 1)])
+def test_a_pull_is_a_whole_verified_checkpoint(storage, command, tmp_path, chosen, step):
+    store = train(storage)
+    target = tmp_path / "new/target"
+    code, out, _ = command("pull", storage, "run", *chosen, target)
+    assert code == 0
+    assert f"step {step}: 2 files" in out
+    assert sorted(path.name for path in target.iterdir()) == ["model", "same"]
+    assert (target / "model").read_bytes() == bytes(100_000 * (step + 1))
+    assert len(store.list()) == 5
+
+
+def test_a_pull_of_a_damaged_checkpoint_leaves_nothing(storage, command, tmp_path):
+    store = train(storage)
+    store.storage.put_bytes(store.layout.data(store.latest().id, "same"), b"SAME")
+    code, _, err = command("pull", storage, "run", tmp_path / "target")
+    assert code == 1
+    assert "same differs from what rank 0 committed" in err
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_a_pull_into_a_full_directory_wants_force(local, command, tmp_path):
+    train(local)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target/mine").write_text("mine")
+    (tmp_path / "target/same").write_text("other")
+    code, _, err = command("pull", local, "run", tmp_path / "target")
+    assert code == 1
+    assert "is not empty" in err
+    assert command("pull", local, "run", tmp_path / "target", "--force")[0] == 0
+    assert {path.name: path.read_bytes()[:4] for path in (tmp_path / "target").iterdir()} == {
+        "mine": b"mine",
+        "same": b"same",
+        "model": bytes(4),
+    }
+
+
+def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):
+    store = train(local)
+    model = Path(local, "run/checkpoints", store.latest().id, "model")
+    model.unlink()
+    os.mkfifo(model)  # nobody writes to it: the pull waits for ever
+    target = tmp_path / "target"
+    process = subprocess.Popen([SCRIPT, "pull", local, "run", str(target)], stderr=subprocess.PIPE, text=True)
+    while not (target.exists() and list(target.glob(".prefect-torch-pull-*/same"))):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "prefect-torch: interrupted; nothing was pulled\n")
+    assert list(target.iterdir()) == []
+
+
+def test_an_id_may_be_the_beginning_of_one(local, command):
+    store = train(local)
+    ids = list(store.ids())
+    assert ids[1] in command("show", local, "run", ids[1][:16])[1]
+    code, _, err = command("show", local, "run", "000001")
+    assert code == 1
+    assert err.startswith(f"prefect-torch: 5 checkpoints begin with '000001': {ids[0]}, ")
+    code, _, err = command("show", local, "run", "9")
+    assert code == 1
+    assert "no checkpoint that begins with '9'; give an id as ls shows it, latest or best" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("ls", "/nowhere"), 1, "there is no folder /nowhere"),
+        (("ls", "nosuch://x"), 1, "nosuch:// cannot be a storage"),
+        (("ls", "{local}", "../run"), 1, "run name '../run': use"),
+        (("ls", "{local}", "none"), 1, "there is no run 'none' in"),
+        (("ls",), 2, "Missing argument 'STORAGE'; see prefect-torch ls --help"),
+        (("nosuch",), 2, "No such command 'nosuch'"),
+        (("show", "{local}", "run", "--jsn"), 2, "No such option"),
+        (("pull", "{local}", "run"), 2, "give DIRECTORY, or ID and DIRECTORY"),
+        (("best", "{local}", "run", "-k", "0"), 2, "0 is not in the range x>=1"),
+        (("pin", "{local}", "run", "000009-00000001-00000000"), 1, "it was pruned or never committed"),
+        (("best", "{local}", "empty"), 2, "give --metric"),
+        (("show", "{local}", "empty", "latest"), 1, "has no checkpoint yet"),
+    ],
+)
+def test_an_error_is_one_line_that_says_what_to_do(local, command, arguments, code, said):
+    train(local)
+    claim_attempt(CheckpointStore.open(local, "empty"), Owner.current(), world_size=1)
+    got, out, err = command(*(argument.format(local=local) for argument in arguments))
+    assert (got, out) == (code, "")
+    assert err.startswith("prefect-torch: ")
+    assert said in err
+
+
+def test_a_storage_that_refuses_is_one_line(moto, monkeypatch, command):
+    for name, value in moto.options().items():
+        monkeypatch.setenv(name.upper(), value)
+    code, _, err = command("ls", "s3://no-such-bucket-here/x")
+    assert code == 1
+    assert "no-such-bucket-here" in err
+
+
+def test_a_block_names_a_storage(command, local):
+    train(local)
+    with prefect_test_harness(server_startup_timeout=60):
+        LocalFileSystem(basepath=local).save("of-a-test")
+        assert command("ls", "local-file-system/of-a-test")[1].splitlines()[1].startswith("run ")
+        code, _, err = command("ls", "local-file-system/none")
+    assert code == 1
+    assert "none" in err
+
+
+def test_a_block_whose_server_is_away_is_one_line(command):
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
+        code, _, err = command("ls", "s3-bucket/none")
+    assert code == 1
+    assert "is PREFECT_API_URL the server that has it?" in err
+
+
+def test_every_key_of_json_is_named_in_the_help(local, as_json, command):
+    train(local)
+    for arguments in [
+        ("ls", local),
+        ("ls", local, "run"),
+        ("show", local, "run"),
+        ("show", local, "run", "latest"),
+        ("best", local, "run"),
+        ("diff", local, "run", "best", "latest"),
+        ("verify", local, "run"),
+        ("prune", local, "run", "--dry-run"),
+    ]:
+        words = set(re.findall(r"\w+", command(arguments[0], "--help")[1]))
+        printed = as_json(*arguments)
+        levels = [printed] if isinstance(printed, dict) else printed
+        levels += [it for level in levels for value in level.values() if isinstance(value, list) for it in value]
+        keys = {key for level in levels if isinstance(level, dict) for key in level}
+        assert keys <= words, arguments
+
+
+def test_every_command_has_help_and_none_means_help(command):
+    code, out, _ = command()
+    assert code == 0
+    assert command("--help")[1] == out
+    for name in re.findall(r"^  (\w+)  ", out.partition("Commands:")[2], re.MULTILINE):
+        assert f"Usage: prefect-torch {name}" in command(name, "--help")[1]
+    assert re.fullmatch(r"prefect-torch, version \d.*\n", command("--version")[1])
+
+
+def test_a_local_listing_takes_less_than_half_a_second_of_cpu(local):
+    train(local)
+    seconds = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([SCRIPT, "ls", local], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_reader_that_has_seen_enough_is_no_error(local, options):
+    store = train(local)
+    manifest = store.latest()
+    for number in range(2000):  # more than a pipe holds
+        other = manifest.id.replace("00000004", f"{number + 5:08d}")
+        encoded = type(manifest)(**{field: getattr(manifest, field) for field in manifest.__slots__} | {"id": other}).encode()
+        Path(local, "run/manifests", f"{other}.json").write_bytes(encoded)
+    process = subprocess.Popen([SCRIPT, "ls", local, "run", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_colours_are_for_terminals(local):
+    train(local)
+    shown, code = on_terminal("ls", local)
+    assert code == 0
+    assert "\x1b[32mcompleted" in shown
+    plain, _ = on_terminal("ls", local, environment=[("NO_COLOR", "1")])
+    assert "\x1b[32m" not in plain
+    piped = subprocess.run([SCRIPT, "ls", local], check=True, capture_output=True, text=True).stdout
+    assert "\x1b" not in piped
+
+
+def test_bars_are_for_terminals(local, tmp_path):
+    train(local)
+    shown, code = on_terminal("pull", local, "run", tmp_path / "one")
+    assert code == 0
+    assert re.search(r"pulling.*━.*488\.3/488\.3 KiB", shown)
+    assert "5/5" in on_terminal("verify", local, "run")[0]
+    piped = subprocess.run([SCRIPT, "pull", local, "run", str(tmp_path / "two")], check=True, capture_output=True, text=True)
+    assert piped.stderr == ""
+
+
+def test_a_narrow_terminal_folds_and_cuts_nothing(local):
+    store = train(local)
+    shown, _ = on_terminal("ls", local, "run", environment=[("COLUMNS", "64")])
+    words = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert "…" not in words
+    assert all(f"{checkpoint_id} " in words for checkpoint_id in store.ids())
+
+
+@contextmanager
+def prefect_api(status):
+    """Answer whatever is asked with `status` and an empty list."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"[]")
+
+        do_POST = do_GET  # noqa: N815 - as http.server names it
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        api = f"http://127.0.0.1:{http.server_port}/api"
+        with temporary_settings(
+            {PREFECT_API_URL: api, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 0}
+        ):
+            yield
+        http.shutdown()
+
+
+def test_the_doctor_finds_nothing_wrong_here(storage, as_json):
+    with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}):
+        findings = {it["check"]: it for it in as_json("doctor", storage)}
+    assert {"python", "prefect", "fastapi", "prefect api", "torch", "gpus", "backends", "loopback", "storage"} <= set(findings)
+    assert [it["found"] for it in findings.values() if it["status"] == "wrong"] == []
+    assert findings["storage"]["found"].startswith(f"{storage}: wrote, listed, read and deleted in ")
+    assert list(CheckpointStore.open(storage, "x").storage.list("")) == []
+
+
+def test_the_doctor_leaves_no_folder_behind_where_there_was_none(as_json, tmp_path):
+    findings = as_json("doctor", tmp_path / "new/storage")
+    assert findings[-1]["status"] == "ok"
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_the_doctor_finds_wrong_ends_with_1_and_says_what_to_do(command, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    code, out, _ = command("doctor", tmp_path / "file")
+    assert code == 1
+    assert re.search(r"^wrong +storage +.*/file does not write: .* -> let this user write there", out, re.MULTILINE)
+
+
+def test_a_storage_that_forgets_to_delete_is_wrong(command, local, monkeypatch):
+    monkeypatch.setattr("prefect_torch.ckpt.local_storage.LocalStorage.delete", lambda storage, keys: None)
+    code, out, _ = command("doctor", local)
+    assert code == 1
+    assert "does not forget: it still lists ['prefect-torch-doctor-" in out
+    shutil.rmtree(local)
+
+
+@pytest.mark.parametrize(
+    ("fastapi", "prefect", "url", "status"),
+    [
+        ("0.145.0", "3.8.8", None, "ok"),
+        ("0.154.0", "3.8.8", None, "wrong"),
+        ("0.155.1", "3.6.0", "http://there/api", "warning"),
+        ("0.155.1", "3.9.0", None, "ok"),
+    ],
+)
+def test_a_fastapi_that_prefects_server_cannot_use_is_found(monkeypatch, fastapi, prefect, url, status):
+    monkeypatch.setattr(software_checks, "version", {"fastapi": fastapi, "prefect": prefect}.__getitem__)
+    with temporary_settings({PREFECT_API_URL: url}):
+        (finding,) = software_checks.check_fastapi()
+    assert finding.status == status
+    assert ("pip install" in finding.advice) == (status != "ok")
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, "ok"), (401, "wrong"), (500, "wrong")])
+def test_prefects_api_is_asked(status, expected):
+    with prefect_api(status):
+        (finding,) = software_checks.check_api()
+    assert finding.status == expected, finding
+
+
+def test_an_api_that_is_away_is_wrong():
+    with temporary_settings({PREFECT_API_URL: f"http://user:secret@127.0.0.1:{free_port()}/api"}):
+        (finding,) = software_checks.check_api()
+    assert finding.status == "wrong"
+    assert "prefect server start" in finding.advice
+    assert "secret" not in finding.found
+
+
+def test_no_api_and_none_allowed_is_wrong():
+    with temporary_settings({PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
+        (finding,) = software_checks.check_api()
+    assert (finding.status, finding.advice) == ("wrong", "set PREFECT_API_URL")
+
+
+def test_a_torch_with_gpus_and_without_nccl_is_wrong(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    (finding,) = torch_checks.check_backends()
+    assert (finding.status, finding.found) == ("wrong", "gloo; nccl is missing")
+
+
+def test_gpus_are_named(monkeypatch):
+    class Properties:
+        name = "H200"
+        total_memory = 139 * 2**30
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: Properties)
+    _, finding = torch_checks.check_torch()
+    assert finding.found.startswith("2: H200 (139.0 GiB), H200 (139.0 GiB); CUDA ")
+
+
+def test_little_shared_memory_and_few_files_are_warnings(monkeypatch, tmp_path):
+    (missing,) = machine_checks.check_shared_memory(tmp_path / "none")
+    assert (missing.status, missing.found) == ("warning", "missing")
+    few = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda folder: few)
+    (little,) = machine_checks.check_shared_memory(tmp_path)
+    assert (little.status, little.found) == ("warning", "64.0 MiB, 64.0 MiB free")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
+    (files,) = machine_checks.check_open_files()
+    assert (files.status, files.found) == ("warning", "256, at most 4096")
+
+
+def test_keys_of_the_s3_server_are_never_shown(moto, monkeypatch, command):
+    for name, value in moto.options().items():
+        monkeypatch.setenv(name.upper(), value)
+    storage = f"s3://{moto.new_bucket()}/folder"
+    train(storage)
+    for arguments in (("ls", storage), ("show", storage, "run"), ("show", storage, "run", "latest", "--json")):
+        _, out, err = command(*arguments)
+        assert ACCESS_KEY not in out + err
+        assert SECRET_KEY not in out + err
