@@ -5,9 +5,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -23,6 +23,7 @@ from .history import MetricRecord
 from .key_value import KeyValue
 from .manifest import MAX_STEP
 from .metrics import Metrics, clean_metrics
+from .pace import CheckpointPace
 from .peers import Peers, RankEnd
 from .refusal import Refusal
 from .staging import scan_files, take_over
@@ -33,6 +34,20 @@ if TYPE_CHECKING:
     from .state_save import HeldState
 
 
+@dataclass(frozen=True, slots=True)
+class ReportSettings:
+    """How a training checkpoints.
+
+    Attributes:
+        max_in_flight: How many commits may be under way in the background.
+        target_overhead: Which share of its time the training may be held up, for `should_checkpoint`; None for no such wish.
+
+    """
+
+    max_in_flight: int = 1
+    target_overhead: float | None = None
+
+
 class RankSession:
     """The reports of one rank in one attempt.
 
@@ -41,7 +56,8 @@ class RankSession:
         store: The run.
         key_value: What the ranks and the leader share.
         restored: The checkpoint that this attempt begins from.
-        max_in_flight: How many commits may be under way in the background.
+        settings: How the training checkpoints.
+        ends_soon: Says whether the training is about to be ended from outside.
 
     """
 
@@ -51,9 +67,10 @@ class RankSession:
         store: CheckpointStore,
         key_value: KeyValue,
         restored: Checkpoint | None = None,
-        max_in_flight: int = 1,
-    ) -> None:
-        self.context = context
+        settings: ReportSettings = ReportSettings(),
+        ends_soon: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self.context = replace(context, _decide=self._should_checkpoint)
         self.store = store
         self.restored = restored
         self._peers = Peers(key_value, context.world_rank, context.world_size)
@@ -65,7 +82,11 @@ class RankSession:
         self._parent = None if restored is None else _name_from(store, restored)
         self._one_report = threading.Lock()
         self._background = BackgroundCommits()
-        self._max_in_flight = max_in_flight
+        self._max_in_flight = settings.max_in_flight
+        self._pace = CheckpointPace(settings.target_overhead)
+        self._ends_soon = ends_soon
+        self._asked = 0
+        self._forgotten = 0
         self._committed_step = self._last_step
         self._parted: CheckpointError | None = None
         self._state_reports: StateReports | None = None
@@ -141,6 +162,15 @@ class RankSession:
         self._background.wait(timeout_s=flush_s)
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "failed", detail))
 
+    def _should_checkpoint(self) -> bool:
+        topic = f"checkpoint now {self._asked}"
+        self._asked += 1
+        if self.context.world_rank != 0:
+            return self._peers.decision(topic) == b"yes"
+        is_due = self._ends_soon() or self._pace.is_due()
+        self._peers.decide(topic, b"yes" if is_due else b"no")
+        return is_due
+
     def _bring(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> Brought:
         if checkpoint is None:
             return Brought()
@@ -210,10 +240,17 @@ class RankSession:
             self._parted = exc
             raise
         self._peers.forget(previous)  # that everybody is in this round proves that the one before was read
+        self._forget_answers()
         if agreement.ends_background and self.context.world_rank != 0:
             self._background.wait_for_failure()  # raised now, so not again later
             self._forget_failed_step()
         return agreement
+
+    def _forget_answers(self) -> None:
+        if self.context.world_rank == 0 and self.context.world_size > 1:
+            for number in range(self._forgotten, self._asked):  # read, since everybody has come to this report
+                self._peers.forget(f"checkpoint now {number}")
+        self._forgotten = self._asked
 
     def _decide(self, topic: str, intent: Intent, held: "HeldState | None") -> Agreement:
         def stage() -> None:
@@ -245,6 +282,7 @@ class RankSession:
     def _act(self, agreement: Agreement, brought: Brought, metrics: Metrics, progress: float | None, started_s: float) -> None:
         if agreement.checkpoint_id is not None:
             job = CommitJob(self._topic(), agreement, brought, metrics, started_s)
+            self._pace.begin()
             if agreement.upload == "sync":
                 self._commit(job)
             else:
@@ -258,7 +296,12 @@ class RankSession:
 
     def _commit(self, job: CommitJob) -> None:
         started_s = time.monotonic()
-        manifest = commit(self.store, self._peers, replace(job, parent=self._parent))
+        stall_s: float | None = None
+        try:
+            manifest = commit(self.store, self._peers, replace(job, parent=self._parent))
+            stall_s = None if manifest is None else manifest.timings["stall_s"]
+        finally:
+            self._pace.end(stall_s)
         self._parent, self._committed_step = job.checkpoint_id, job.agreement.step
         if manifest is not None:
             duration_s = time.monotonic() - started_s

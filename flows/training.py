@@ -14,6 +14,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.layout import check_run_name
 from prefect_torch.ckpt.manifest import is_id
+from prefect_torch.ckpt.session import ReportSettings
 from prefect_torch.tasks import (
     CheckpointConfig,
     FailureConfig,
@@ -135,7 +136,7 @@ def _job(
         max_failures=failure.max_failures,
         max_infrastructure_failures=failure.max_infrastructure_failures,
         max_preemptions=failure.max_preemptions,
-        max_in_flight=checkpoint.max_in_flight,
+        reports=ReportSettings(checkpoint.max_in_flight, checkpoint.target_overhead),
         grace_s=failure.grace_s,
         hang_timeout_s=failure.hang_timeout_s,
     )

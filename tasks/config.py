@@ -81,10 +81,17 @@ class CheckpointConfig(_Config):
         ge=1,
         description="How many checkpoints of folders may be on their way to the storage in the background; one more waits.",
     )
+    target_overhead: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Which share of the training's time checkpoints may hold it up: get_context().should_checkpoint() is true "
+        "as often as that allows.",
+    )
 
     def policy(self) -> RetentionPolicy:
         """Return the retention policy that these fields describe."""
-        return RetentionPolicy(**self.model_dump(exclude={"max_in_flight"}))
+        return RetentionPolicy(**self.model_dump(exclude={"max_in_flight", "target_overhead"}))
 
 
 class FailureConfig(_Config):

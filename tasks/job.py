@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageSpec
+from prefect_torch.ckpt.session import ReportSettings
 
 from .checkpoint_ref import CheckpointRef
 from .function import PackedFunction
@@ -28,7 +29,7 @@ class TrainJob:
         max_failures: Restarts after the user's exceptions; -1 without end.
         max_infrastructure_failures: Restarts after lost processes and storage; -1 without end.
         max_preemptions: Restarts after processes were ended from outside; -1 without end.
-        max_in_flight: How many commits a rank may have under way in the background.
+        reports: How the training checkpoints.
         grace_s: How long ranks may still commit when the flow run is ended.
         hang_timeout_s: How long no report may come; None for ever.
 
@@ -48,7 +49,7 @@ class TrainJob:
     max_failures: int
     max_infrastructure_failures: int
     max_preemptions: int
-    max_in_flight: int
+    reports: ReportSettings
     grace_s: float
     hang_timeout_s: float | None
 

@@ -95,7 +95,6 @@ def _session(spec: RankSpec, key_value: TcpKeyValue) -> RankSession:
         local_world_size=spec.local_world_size,
         run_name=spec.run,
         attempt=spec.attempt,
-        _ends_soon=lambda: key_value.check(ENDS_SOON_KEY),
     )
     store = CheckpointStore.open(spec.storage, spec.run)
     if next(store.storage.list(store.layout.attempts), None) is None:
@@ -104,7 +103,7 @@ def _session(spec: RankSpec, key_value: TcpKeyValue) -> RankSession:
             "every rank needs the same storage (a shared folder or a URL; memory:// lives in one process only)"
         )
     restored = None if spec.restored is None else spec.restored.open()
-    return RankSession(context, store, key_value, restored, spec.max_in_flight)
+    return RankSession(context, store, key_value, restored, spec.reports, lambda: key_value.check(ENDS_SOON_KEY))
 
 
 def _check_backend(spec: RankSpec) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.session import ReportSettings
 
 from .checkpoint_ref import CheckpointRef
 from .function import PackedFunction
@@ -27,7 +28,7 @@ class RankSpec:
         function: What to run.
         use_gpu: Whether it has a GPU.
         backend: The process group's; None chooses nccl with a GPU and gloo without.
-        max_in_flight: How many commits it may have under way in the background.
+        reports: How the training checkpoints.
         flush_s: How long a failing rank waits for its background commit.
 
     """
@@ -45,7 +46,7 @@ class RankSpec:
     function: PackedFunction
     use_gpu: bool
     backend: str | None
-    max_in_flight: int
+    reports: ReportSettings
     flush_s: float
 
     def environment(self) -> dict[str, str]:

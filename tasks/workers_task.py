@@ -116,7 +116,7 @@ def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvo
             function=job.function,
             use_gpu=job.use_gpu,
             backend=job.backend,
-            max_in_flight=job.max_in_flight,
+            reports=job.reports,
             flush_s=_FLUSH_S,
         )
         for rank in range(job.num_workers)

@@ -10,15 +10,16 @@ from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.events import EventReceiver
 from prefect_torch.ckpt.key_value import MemoryKeyValue
 from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.session import RankSession
+from prefect_torch.ckpt.session import RankSession, ReportSettings
 
 
 class Attempt:
     """One attempt of `world_size` ranks on `store`, resumed from its latest checkpoint as a leader would."""
 
-    def __init__(self, store: CheckpointStore, world_size: int = 1, max_in_flight: int = 1) -> None:
+    def __init__(self, store: CheckpointStore, world_size: int = 1, **settings: Any) -> None:
         self.store = store
-        self.max_in_flight = max_in_flight
+        self.settings = ReportSettings(**settings)
+        self.ends_soon = False
         self.world_size = world_size
         self.number = claim_attempt(store, Owner.current(), world_size=world_size).number
         manifest = choose_checkpoint(store, lineage=1, verify="digest")
@@ -27,7 +28,7 @@ class Attempt:
 
     def session(self, rank: int = 0) -> RankSession:
         context = TrainContext(rank, rank, 0, self.world_size, self.world_size, self.store.run, self.number)
-        return RankSession(context, self.store, self.key_value, self.restored, self.max_in_flight)
+        return RankSession(context, self.store, self.key_value, self.restored, self.settings, lambda: self.ends_soon)
 
     def run(self, function: Callable[[RankSession, int], Any]) -> list[BaseException | None]:
         """Run `function(session, rank)` on every rank as a rank's process does; return each rank's error."""

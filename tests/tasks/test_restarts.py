@@ -4,6 +4,7 @@ import httpx
 import pytest
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, RunBusyError, StorageError
 from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.session import ReportSettings
 from prefect_torch.tasks.attempt import claim
 from prefect_torch.tasks.errors import PreemptedTooOftenError, RankFailedError
 from prefect_torch.tasks.function import pack_function
@@ -29,7 +30,7 @@ def job(store, **budgets):
         verify="digest",
         takeover=True,
         seed=None,
-        max_in_flight=1,
+        reports=ReportSettings(),
         grace_s=0,
         hang_timeout_s=None,
         **{"max_failures": 0, "max_infrastructure_failures": 0, "max_preemptions": 0, **budgets},

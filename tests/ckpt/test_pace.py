@@ -1,0 +1,94 @@
+import threading
+
+import pytest
+from prefect_torch.ckpt import CheckpointError, CheckpointStore
+from prefect_torch.ckpt.pace import CheckpointPace
+from ranks import Attempt, folder
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def test_without_a_target_none_is_ever_due():
+    assert not CheckpointPace(None).is_due()
+
+
+def test_stalls_take_the_share_of_time_that_was_asked_for():
+    clock = Clock()
+    pace = CheckpointPace(0.01, clock)
+    stalled_s = 0.0
+    while clock.now_s < 2000:
+        if pace.is_due():
+            pace.begin()
+            clock.now_s += 0.3
+            stalled_s += 0.3
+            pace.end(0.3)
+        clock.now_s += 0.1
+    assert 0.009 < stalled_s / 1000 <= 0.0103
+
+
+def test_the_next_waits_for_the_one_under_way_and_a_failed_one_tells_nothing():
+    clock = Clock()
+    pace = CheckpointPace(0.5, clock)
+    pace.begin()
+    clock.now_s += 100
+    assert not pace.is_due()
+    pace.end(None)
+    assert pace.is_due()
+
+
+def test_every_rank_gets_the_same_answers_and_they_leave_nothing_behind(store, tmp_path):
+    answers = {}
+    attempt = Attempt(store, 3, target_overhead=0.5)
+
+    def train(session, rank):
+        answers[rank] = []
+        for step in range(200):
+            answers[rank].append(session.context.should_checkpoint())
+            if answers[rank][-1]:
+                session.report({"step": step}, folder(tmp_path / str(rank), **{f"m{rank}": str(step)}), upload="async")
+        session.report({})
+
+    assert attempt.run(train) == [None] * 3
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0][0]
+    assert len(store.list()) == sum(answers[0])
+    assert not [key for key in attempt.key_value._values if key.startswith("checkpoint now")]
+
+
+def test_the_end_from_outside_is_seen_in_the_same_call_on_every_rank(store):
+    attempt = Attempt(store, 2)
+    calls = {}
+
+    def train(session, rank):
+        calls[rank] = 1
+        while not session.context.should_checkpoint():
+            calls[rank] += 1
+            attempt.ends_soon |= calls[0] > 50
+
+    assert attempt.run(train) == [None, None]
+    assert calls[0] == calls[1] > 50
+
+
+def test_a_rank_that_asks_after_rank_0_has_left_is_told(store):
+    left = threading.Event()
+
+    def train(session, rank):
+        if rank == 0:
+            left.set()
+            raise ZeroDivisionError
+        assert left.wait(10)
+        session.context.should_checkpoint()
+
+    errors = Attempt(store, 2).run(train)
+    assert isinstance(errors[1], CheckpointError)
