@@ -1,6 +1,5 @@
 """One rank's side of a training: every report of it, from the ranks' agreement to the manifest."""
 
-import operator
 import shutil
 import tempfile
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from .agreement import Agreement, Intent, Upload, agree
+from .arguments import check_progress, check_step, check_upload
 from .background import BackgroundCommits
 from .checkpoint import Checkpoint
 from .commit import Brought, CommitJob, commit
@@ -21,10 +21,10 @@ from .errors import CheckpointError, PeerGoneError, ReportMismatchError
 from .events import CommitEvent, EventSender, ReportEvent
 from .history import MetricRecord
 from .key_value import KeyValue
-from .manifest import MAX_STEP
 from .metrics import Metrics, clean_metrics
 from .pace import CheckpointPace
 from .peers import Peers, RankEnd
+from .prompts import CheckpointPrompts
 from .refusal import Refusal
 from .staging import scan_files, take_over
 from .store import CheckpointStore
@@ -70,7 +70,6 @@ class RankSession:
         settings: ReportSettings = ReportSettings(),
         ends_soon: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        self.context = replace(context, _decide=self._should_checkpoint)
         self.store = store
         self.restored = restored
         self._peers = Peers(key_value, context.world_rank, context.world_size)
@@ -84,9 +83,8 @@ class RankSession:
         self._background = BackgroundCommits()
         self._max_in_flight = settings.max_in_flight
         self._pace = CheckpointPace(settings.target_overhead)
-        self._ends_soon = ends_soon
-        self._asked = 0
-        self._forgotten = 0
+        self._prompts = CheckpointPrompts(self._peers, self._pace, ends_soon)
+        self.context = replace(context, _decide=self._prompts.ask)
         self._committed_step = self._last_step
         self._parted: CheckpointError | None = None
         self._state_reports: StateReports | None = None
@@ -106,12 +104,12 @@ class RankSession:
         with self._one_report, ExitStack() as cleanup:
             try:
                 cleaned = clean_metrics(metrics)
-                _check_progress(progress)
-                way = _checked_way(upload)
+                check_progress(progress)
+                upload = check_upload(upload, checkpoint, state)
                 brought = self._bring(checkpoint, cleanup)
                 held = None if state is None else self._states().hold(_without_files_of_ours(state, brought))
-                upload = _way_to_upload(way, checkpoint, state)
-                step = self._choose_step(step, upload)
+                after = None if upload is None else self._last_checkpoint_step
+                step = check_step(step, following=self._last_step + 1, after=after)
             except Exception as exc:
                 self._withdraw(exc)
                 raise
@@ -162,15 +160,6 @@ class RankSession:
         self._background.wait(timeout_s=flush_s)
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "failed", detail))
 
-    def _should_checkpoint(self) -> bool:
-        topic = f"checkpoint now {self._asked}"
-        self._asked += 1
-        if self.context.world_rank != 0:
-            return self._peers.decision(topic) == b"yes"
-        is_due = self._ends_soon() or self._pace.is_due()
-        self._peers.decide(topic, b"yes" if is_due else b"no")
-        return is_due
-
     def _bring(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> Brought:
         if checkpoint is None:
             return Brought()
@@ -201,22 +190,6 @@ class RankSession:
         except Exception as exc:  # noqa: BLE001 - the other ranks already wait for this one's part: they must hear of it
             return replace(brought, problem=exc)
 
-    def _choose_step(self, step: SupportsIndex | None, upload: Upload | None) -> int:
-        if isinstance(step, bool):
-            raise ValueError("step must be a whole number, not a bool")  # noqa: TRY004 - one error for a bad step
-        try:
-            chosen = self._last_step + 1 if step is None else operator.index(step)
-        except TypeError as exc:
-            raise ValueError(f"step={step!r}: give a whole number") from exc
-        if not 0 <= chosen <= MAX_STEP:
-            raise ValueError(f"step={chosen}: give a number from 0 to {MAX_STEP}")
-        if upload is not None and chosen <= self._last_checkpoint_step:
-            raise ValueError(
-                f"step={chosen} does not come after the last checkpoint's step {self._last_checkpoint_step}; "
-                "steps must grow from checkpoint to checkpoint, also after a resume"
-            )
-        return chosen
-
     def _withdraw(self, error: Exception) -> None:
         """Take part in the round without a report, or this rank's next one would be paired with this one of the others."""
         intent = Intent(self.context.world_rank, self._last_step, error=f"{type(error).__name__}: {error}")
@@ -240,17 +213,11 @@ class RankSession:
             self._parted = exc
             raise
         self._peers.forget(previous)  # that everybody is in this round proves that the one before was read
-        self._forget_answers()
+        self._prompts.forget()
         if agreement.ends_background and self.context.world_rank != 0:
             self._background.wait_for_failure()  # raised now, so not again later
             self._forget_failed_step()
         return agreement
-
-    def _forget_answers(self) -> None:
-        if self.context.world_rank == 0 and self.context.world_size > 1:
-            for number in range(self._forgotten, self._asked):  # read, since everybody has come to this report
-                self._peers.forget(f"checkpoint now {number}")
-        self._forgotten = self._asked
 
     def _decide(self, topic: str, intent: Intent, held: "HeldState | None") -> Agreement:
         def stage() -> None:
@@ -344,29 +311,12 @@ def _name_from(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
     return checkpoint.id if own else checkpoint.path
 
 
-def _checked_way(upload: Upload | None) -> Upload | None:
-    if upload not in (None, "sync", "async"):
-        raise ValueError(f"upload={upload!r}: give 'sync' or 'async'")
-    return upload
-
-
-def _way_to_upload(way: Upload | None, checkpoint: Checkpoint | None, state: Mapping[str, Any] | None) -> Upload | None:
-    if checkpoint is None and state is None:
-        return None
-    return way or ("sync" if state is None else "async")
-
-
 def _without_files_of_ours(state: Mapping[str, Any], brought: Brought) -> Mapping[str, Any]:
     from .state_index import is_own_file  # noqa: PLC0415 - for states only
 
     for path in filter(is_own_file, brought.files):
         raise ValueError(f"the folder reported beside a state holds {path!r}, as which the state is stored: rename that file")
     return state
-
-
-def _check_progress(progress: float | None) -> None:
-    if progress is not None and not (isinstance(progress, (int, float)) and 0 <= progress <= 1):
-        raise ValueError(f"progress={progress!r}: give a share of the training from 0 to 1")
 
 
 def _now() -> str:
