@@ -26,9 +26,10 @@ from prefect_torch.ckpt.attempts import (
     write_outcome,
 )
 from prefect_torch.ckpt.events import CommitEvent, EventReceiver
-from prefect_torch.ckpt.history import HistoryWriter
+from prefect_torch.ckpt.history import HistoryWriter, lost_records
 from prefect_torch.ckpt.pruning import collect_garbage
 from prefect_torch.ckpt.resume import choose_checkpoint
+from prefect_torch.ckpt.session import ReportSettings
 from prefect_torch.tasks import rank_main
 from prefect_torch.tasks.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.function import pack_function
@@ -169,15 +170,22 @@ def _spec(training, store, attempt, restored, address, rank) -> RankSpec:
         function=pack_function(training.train_fn, config),
         use_gpu=False,
         backend=None,
+        reports=ReportSettings(),
         flush_s=5.0,
     )
 
 
 def _keep_books(training, store, attempt, restored, key_value, ranks) -> None:
     """Take what rank 0 tells, as the leader's journal and its prune task do, until all ranks have ended."""
-    history, receiver = HistoryWriter(store, attempt), EventReceiver(key_value)
+    known = store.list()
+    lost = lost_records(store, known, attempt)
+    newest = max((manifest.id for manifest in known), default=None)
+    history, receiver = HistoryWriter(store, attempt, None if lost else newest), EventReceiver(key_value)
+    for record in lost:
+        history.append(record)
+    history.flush()
     in_use = () if restored is None else (restored.id,)
-    _prune(store, in_use)
+    _prune(store, in_use, history.recorded)
     running = set(ranks)
     while running:
         for pid in tuple(running):
@@ -188,15 +196,15 @@ def _keep_books(training, store, attempt, restored, key_value, ranks) -> None:
         for event in tuple(receiver.drain()):
             if isinstance(event, CommitEvent):
                 store.hint_latest(event.id)
-                _prune(store, in_use)
             else:
                 history.append(event.record)
                 history.flush()
+                _prune(store, in_use, history.recorded)
                 (training.folder / "pruned" / str(event.record.metrics["epoch"])).touch()
         time.sleep(0.001)
-    _prune(store, ())
+    _prune(store, (), history.recorded)
 
 
-def _prune(store, in_use) -> None:
-    store.prune(POLICY, in_use=in_use)
+def _prune(store, in_use, recorded) -> None:
+    store.prune(POLICY, in_use=in_use, up_to=recorded)
     collect_garbage(store)
