@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import ReportMismatchError
+from .state_index import rank_of
 from .state_plan import Piece, Write, plan_writes
 
 
@@ -14,7 +16,7 @@ class StateDecision:
 
     Attributes:
         plan: The number of the plan of who writes what; a new number is followed by a word to each rank.
-        own: The values that differ between ranks, which each of them stores under a name of its own.
+        own: The values that differ between ranks, or that only some have, which each stores under a name of its own.
         writers: Who stores a value that is equal on all ranks that have it, where that is not rank 0.
 
     """
@@ -32,6 +34,7 @@ class StatePlanner:
         self._described = 0
         self._planned_for: tuple[Any, ...] | None = None
         self._plan = 0
+        self._checked: tuple[Any, ...] | None = None
         self.writes: list[list[Write]] = []
 
     def hear(self, rank: int, told: Mapping[str, Any]) -> None:
@@ -57,17 +60,51 @@ class StatePlanner:
             self.writes = plan_writes(pieces)
             self._planned_for = wanted
             self._plan += 1
-        return self._decide_values(told)
+        self._check_shapes(told, bringing)
+        return self._decide_values(told, bringing)
 
-    def _decide_values(self, told: Sequence[Mapping[str, Any] | None]) -> StateDecision:
+    def _check_shapes(self, told: Sequence[Mapping[str, Any] | None], bringing: Sequence[int]) -> None:
+        """Refuse a name that is a value on one rank and a tensor or a container on another: no index could tell them apart."""
+        values = {rank: tuple((told[rank] or {}).get("values", {})) for rank in bringing}
+        if (checked := (self._planned_for, values)) == self._checked:
+            return
+        kinds: dict[str, dict[int, str]] = defaultdict(dict)
+        for rank in bringing:
+            for piece in self._pieces[rank]:
+                kinds[piece.name][rank] = "a tensor"
+            for name in values[rank]:
+                kinds[name][rank] = "a value"
+        for name in [name for name in kinds if rank_of(name) is None]:
+            above = name
+            while above:
+                above = above.rpartition(".")[0]
+                if above in kinds and kinds[above].keys().isdisjoint(kinds[name]):
+                    raise _mismatch(above, kinds[above], next(iter(kinds[name])), "a container")
+            if len(set(kinds[name].values())) > 1:
+                rank = next(rank for rank, kind in kinds[name].items() if kind == "a tensor")
+                raise _mismatch(name, {r: kind for r, kind in kinds[name].items() if kind == "a value"}, rank, "a tensor")
+        self._checked = checked
+
+    def _decide_values(self, told: Sequence[Mapping[str, Any] | None], bringing: Sequence[int]) -> StateDecision:
         digests: dict[str, dict[int, str]] = defaultdict(dict)
         for rank, of_rank in enumerate(told):
             for name, digest in (of_rank or {}).get("values", {}).items():
                 digests[name][rank] = digest
         decision = StateDecision(self._plan)
         for name, by_rank in digests.items():
-            if len(set(by_rank.values())) > 1:
+            is_partial = (
+                len(by_rank) < len(bringing) and rank_of(name) is None
+            )  # the others must not get what they did not have
+            if len(set(by_rank.values())) > 1 or is_partial:
                 decision.own.append(name)
             elif 0 not in by_rank:
                 decision.writers[name] = min(by_rank)
         return decision
+
+
+def _mismatch(name: str, kinds: Mapping[int, str], other: int, other_kind: str) -> ReportMismatchError:
+    rank, kind = next(iter(kinds.items()))
+    return ReportMismatchError(
+        f"the state's {name!r} is {kind} on rank {rank} and {other_kind} on rank {other}: give it one form on every rank, or "
+        "mark it with RankLocal"
+    )

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .rank_local import RankLocal
-from .state_index import rank_name, rank_of
+from .state_index import DTYPE_BYTES, rank_name, rank_of
 from .state_plan import Piece, Step
 
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and activation checkpointing
@@ -220,6 +221,10 @@ def _check_tensor(name: str, value: torch.Tensor) -> None:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         what = "quantized" if value.is_quantized else "without data (meta)" if value.is_meta else str(value.layout)
         raise ValueError(f"the tensor {name!r} is {what}, which cannot be stored: make it a dense tensor")
+    if is_traceable_wrapper_subclass(value) and not is_dtensor(value):
+        raise ValueError(f"the tensor {name!r} is a {type(value).__name__}, which wraps others: store those, by a state_dict")
+    if str(value.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+        raise ValueError(f"the tensor {name!r} is {value.dtype}, which cannot be stored: view it as uint8")
 
 
 def is_dtensor(value: object) -> bool:
@@ -270,7 +275,8 @@ class Describer:
         dtype = _DTYPE_NAMES.get(local.dtype) or _DTYPE_NAMES.setdefault(local.dtype, str(local.dtype).removeprefix("torch."))
         shape, sizes = tuple(leaf.value.shape), tuple(local.shape)
         known = self._known.get(leaf.name)
-        if known is None or (known.dtype, known.shape, known.offsets, known.sizes) != (dtype, shape, offsets, sizes):
+        told = (leaf.path, dtype, shape, offsets, sizes, leaf.by_first)
+        if known is None or (known.path, known.dtype, known.shape, known.offsets, known.sizes, known.by_first) != told:
             known = Piece(leaf.name, leaf.path, dtype, local.element_size(), shape, offsets, sizes, leaf.by_first)
             self._known[leaf.name] = known
         return known, local

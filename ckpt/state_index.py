@@ -16,7 +16,7 @@ METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own
 FORMAT_VERSION = 1
 _OWN = re.compile(r"@rank(?P<rank>[0-9]+)$")
 _RANK_FILE = re.compile(r"__[0-9]+_[01]\.distcp")
-_DTYPE_BYTES = {
+DTYPE_BYTES = {
     **dict.fromkeys(("float64", "int64", "complex64", "uint64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
@@ -84,7 +84,7 @@ class TensorEntry:
     @property
     def item_bytes(self) -> int:
         """The size of one element."""
-        return _DTYPE_BYTES[self.dtype]
+        return DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
 
 
 def _tensor(told: Mapping[str, Any]) -> TensorEntry:
-    if told["dtype"] not in _DTYPE_BYTES:
+    if told["dtype"] not in DTYPE_BYTES:
         raise ValueError(f"the dtype {told['dtype']!r} is not known")
     return TensorEntry(
         _path(told["path"]), told["dtype"], _counts(told["shape"]), tuple(_chunk(chunk) for chunk in told["chunks"])
@@ -253,7 +253,7 @@ def _chunk(told: Mapping[str, Any]) -> Chunk:
 
 def _value(told: Mapping[str, Any]) -> ValueEntry:
     tensor = told["tensor"]
-    if tensor is not None and tensor[0] not in _DTYPE_BYTES:
+    if tensor is not None and tensor[0] not in DTYPE_BYTES:
         raise ValueError(f"the dtype {tensor[0]!r} is not known")
     return ValueEntry(
         *(_path(told["path"]), check_key(told["file"]), _count(told["start"]), _count(told["bytes"]), _text(told["digest"])),

@@ -139,7 +139,7 @@ class Restore:
         for key in target:
             self._restore_item(target, key, node, path)
         for key in node.children.keys() - target.keys():  # such as the averages that a fresh process has not begun yet
-            if self._is_for_this_rank(node.children[key]):
+            if self._has_any(node.children[key]):
                 self.finish.append(_assigns(target, key, self._build(node.children[key], (*path, key), {})))
 
     def _restore_tensor(self, target: torch.Tensor, node: Node, path: Path) -> None:
@@ -228,13 +228,15 @@ class Restore:
     def _build(self, node: Node, path: Path, like: Mapping[Path, torch.Tensor]) -> Get:
         """Plan to read everything at `node` into new memory, shaped as `like` has it at the same path."""
         if not node.names:
-            parts = {step: self._build(child, (*path, _step(step)), like) for step, child in node.children.items()}
+            as_many = self._index.world_size == self._world_size
+            children = {step: child for step, child in node.children.items() if not as_many or self._has_any(child)}
+            parts = {step: self._build(child, (*path, _step(step)), like) for step, child in children.items()}
             if parts and all(isinstance(step, tuple) for step in parts):
                 return lambda: [parts[step]() for step in sorted(parts)]
             return lambda: {step: get() for step, get in parts.items()}
         name = self._name(node, path)
         if name is not None:
-            return self._value(name) if name in self._index.values else self._tensor(name, like.get(path))
+            return self._value(name) if name in self._index.values else self._tensor(name, like.get(_key(path)))
         if self._redistribute is None or self._is_refused(node):
             return lambda: None  # a problem is noted
         redistribute, everybody = (
@@ -257,12 +259,12 @@ class Restore:
             self._of_ranks.append(path_name(path))
         return None
 
-    def _is_for_this_rank(self, node: Node) -> bool:
-        """Say whether everything at `node` can be given to this rank."""
+    def _has_any(self, node: Node) -> bool:
+        """Say whether anything at `node` can be given to this rank: others may have had more in a container than it had."""
         if node.names:
             own = self._rank in node.names if self._index.world_size == self._world_size else self._redistribute is not None
             return None in node.names or own
-        return all(self._is_for_this_rank(child) for child in node.children.values())
+        return any(self._has_any(child) for child in node.children.values())
 
     def _is_refused(self, node: Node) -> bool:
         """Say whether `_name` noted a problem when it returned None."""
@@ -288,6 +290,10 @@ class Restore:
             self.blocks.extend(tensor_blocks(entry, self._index.block_bytes, part[1], part[0]))
 
     def _fits(self, target: torch.Tensor, dtype: str, shape: Sequence[int], name: str) -> bool:
+        if target.is_meta or target.is_conj() or target.is_neg():
+            what = "on the meta device" if target.is_meta else "a view that conjugates or negates"
+            self._problems.append(f"{name!r} is to be loaded into a tensor that is {what}: make it one with memory of its own")
+            return False
         mine = str(target.dtype).removeprefix("torch.")
         if (mine, tuple(target.shape)) == (dtype, tuple(shape)):
             return True
@@ -301,6 +307,8 @@ def _undo_casts(state: MutableMapping[str, Any], stored: Mapping[str, Any]) -> N
         now = state.get(key)
         if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
             state[key] = value.to(now.device)
+        elif isinstance(value, Mapping) and isinstance(now, MutableMapping):
+            _undo_casts(now, value)
 
 
 def _state_like(
@@ -310,7 +318,7 @@ def _state_like(
     like = _tensors_in(optimizer.state.get(parameter, {}), path)
     for step, child in node.children.items():
         entry: TensorEntry | ValueEntry | None = next((index.tensors.get(name) for name in child.names.values()), None)
-        at = (*path, _step(step))
+        at = _key((*path, _step(step)))
         if isinstance(entry, TensorEntry) and at not in like and entry.shape == tuple(parameter.shape):
             like[at] = torch.empty_like(parameter.detach(), dtype=getattr(torch, entry.dtype))
     return like
@@ -318,11 +326,14 @@ def _state_like(
 
 def _tensors_in(value: Any, path: Path) -> dict[Path, torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return {path: value.detach()}
+        return {_key(path): value.detach()}
     found: dict[Path, torch.Tensor] = {}
     if isinstance(value, Mapping):
         for key, item in value.items():
             found.update(_tensors_in(item, (*path, key)))
+    if isinstance(value, list):
+        for place, item in enumerate(value):
+            found.update(_tensors_in(item, (*path, [place])))
     return found
 
 
@@ -355,6 +366,11 @@ def _copies(target: torch.Tensor, get: Get) -> Callable[[], None]:
 
 def _assigns(target: MutableMapping[Any, Any], key: Any, get: Get) -> Callable[[], None]:
     return lambda: target.__setitem__(key, get())
+
+
+def _key(path: Path) -> Path:
+    """Return `path` so that a dict can hold it."""
+    return tuple(_hashable(step) for step in path)
 
 
 def _hashable(step: Step) -> Any:

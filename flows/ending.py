@@ -3,10 +3,10 @@
 from typing import Any
 from uuid import UUID
 
-from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
+from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Crashed
 from prefect_torch.ckpt.attempts import read_outcomes
 from prefect_torch.tasks.job import TrainJob
@@ -32,10 +32,9 @@ def note_ending(job: TrainJob, flow_run_id: str) -> None:
 
 def tell_ending(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Give a crashed flow run's state the message that `note_ending` took note of."""
-    del flow
     message = _ended.pop(str(flow_run.id), None)
     if message is None:
         return
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run.id, Crashed(message=f"{state.message} {message}"), force=True)
-    get_run_logger().warning("%s", message)
+    flow_run_logger(flow_run, flow).warning("%s", message)

@@ -1,4 +1,4 @@
-"""Prefect tasks that start, watch and prune a training.
+"""Prefect tasks that start, watch and prune a training, and what prepares a rank's model and data.
 
 Lazy for one reason: a rank's process runs a module of this folder, and must not wait seconds for prefect, which it never uses.
 """
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from .errors import RankFailedError
+    from .prepare import get_device, prepare_data_loader, prepare_model
     from .prune_task import prune_checkpoints
     from .rank_task import train_rank
     from .workers_task import train_workers
@@ -18,6 +19,9 @@ _MODULES = {
     "RankFailedError": "errors",
     "RunConfig": "config",
     "ScalingConfig": "config",
+    "get_device": "prepare",
+    "prepare_data_loader": "prepare",
+    "prepare_model": "prepare",
     "prune_checkpoints": "prune_task",
     "train_rank": "rank_task",
     "train_workers": "workers_task",
@@ -29,6 +33,9 @@ __all__ = [
     "RankFailedError",
     "RunConfig",
     "ScalingConfig",
+    "get_device",
+    "prepare_data_loader",
+    "prepare_model",
     "prune_checkpoints",
     "train_rank",
     "train_workers",

@@ -26,7 +26,14 @@ PUBLIC = {
         "Storage",
     ],
     "prefect_torch.flows": ["train", "RunConfig", "ScalingConfig", "CheckpointConfig", "FailureConfig", "Result"],
-    "prefect_torch.tasks": ["train_workers", "train_rank", "prune_checkpoints"],
+    "prefect_torch.tasks": [
+        "train_workers",
+        "train_rank",
+        "prune_checkpoints",
+        "prepare_model",
+        "prepare_data_loader",
+        "get_device",
+    ],
     "prefect_torch.deployments": ["make_deployment", "serve"],
 }
 

@@ -43,6 +43,21 @@ def test_the_programs_run_in_order(tmp_path):
     assert (tmp_path / "model/state.pt").exists()
 
 
+@pytest.mark.parametrize("name", ["my_lightning_training", "my_prepared_training"])
+def test_the_other_trainings_run_on_two_ranks(tmp_path, name):
+    (tmp_path / f"{name}.py").write_text(dict(PROGRAMS)[f"{name}.py"])
+    program = f"""
+from prefect_torch.flows import RunConfig, ScalingConfig, train
+result = train("{name}:train_fn", {{"epochs": 2}}, ScalingConfig(num_workers=2), RunConfig(name="run"))
+print(len(result.history), "loss" in result.metrics)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "2 True"
+
+
 def test_the_training_with_a_state_resumes_on_another_number_of_ranks(tmp_path):
     (tmp_path / "my_state_training.py").write_text(dict(PROGRAMS)["my_state_training.py"])
     program = """

@@ -26,7 +26,7 @@ from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.peers import Peers
 from prefect_torch.ckpt.state_flatten import flatten
 from prefect_torch.ckpt.state_image import Image
-from prefect_torch.ckpt.state_index import _DTYPE_BYTES
+from prefect_torch.ckpt.state_index import DTYPE_BYTES
 from ranks import Attempt, folder, read_files
 from states import check_equal, make_state, make_training, take_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -530,13 +530,13 @@ def test_torch_of_another_make_is_stored_by_its_own_save(store, monkeypatch, tmp
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in _DTYPE_BYTES])
+@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPE_BYTES])
 def test_every_dtype_comes_back(store, dtype):
     value = torch.arange(40_000 * dtype.itemsize).remainder(2).to(torch.uint8).view(dtype)
     Attempt(store).run(lambda session, _: session.report({}, state={"large": value, "small": value[:3]}))
     loaded = load(newest(store), {"large": torch.empty_like(value), "small": torch.empty_like(value[:3])})
     check_equal(loaded, {"large": value, "small": value[:3]})
-    assert dtype.itemsize == _DTYPE_BYTES[str(dtype).removeprefix("torch.")]
+    assert dtype.itemsize == DTYPE_BYTES[str(dtype).removeprefix("torch.")]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux")

@@ -118,10 +118,12 @@ def test_a_plan_is_made_anew_only_when_a_structure_changes():
     assert report(silent, silent) == 4
 
 
-def test_values_are_common_when_all_that_have_them_agree():
+def test_values_are_common_when_all_ranks_that_bring_a_state_have_them_alike():
     planner = StatePlanner()
     told = [{"pieces": [], "values": {"a": "1", "b": "1"}}, {"pieces": [], "values": {"a": "1", "b": "2", "c": "3"}}]
     for rank, of_rank in enumerate(told):
         planner.hear(rank, of_rank)
     decision = planner.decide(told)
-    assert (decision.own, decision.writers) == (["b"], {"c": 1})
+    assert (decision.own, decision.writers) == (["b", "c"], {})
+    decision = planner.decide([None, told[1]])
+    assert (decision.own, decision.writers) == ([], {"a": 1, "b": 1, "c": 1})

@@ -1,0 +1,228 @@
+"""Lightning's own Trainer with the callback, one rank in this process."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning_models import BATCHES, Regression, make_trainer
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, resume_path
+from prefect_torch.ckpt.reporting import start_session
+from ranks import Attempt, folder, read_files
+
+# Lightning's advice about workers, intervals and dataloaders that cannot resume.
+pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def fit(attempt, callback=None, model=None, **arguments):
+    """Train as a rank's function would, and return the model and the Trainer."""
+    model = model or Regression()
+    trainer = make_trainer(callbacks=[callback or ReportCallback()], **arguments)
+    session = attempt.session()
+    start_session(session)
+    try:
+        with resume_path() as path:
+            trainer.fit(model, ckpt_path=path)
+        session.finish()
+    except ValueError as exc:
+        session.fail(str(exc), flush_s=30)
+        raise
+    finally:
+        start_session(None)
+    return model, trainer
+
+
+def committed(store):
+    return [(manifest.step, manifest.metrics["epoch"]) for manifest in store.list()]
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"every_n_epochs": 1, "every_n_train_steps": 5},
+        {"every_n_epochs": 1, "on_validation_end": True},
+        {"every_n_train_steps": 5, "on_validation_end": True},
+        {"every_n_epochs": 0},
+        {"every_n_train_steps": -1},
+        {"every_n_epochs": True},
+        {"upload": "later"},
+    ],
+)
+def test_arguments_that_contradict_are_refused(arguments):
+    with pytest.raises(ValueError, match=r"contradict each other|give a whole number|give 'sync' or 'async'"):
+        ReportCallback(**arguments)
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_a_training_that_raised_continues_to_the_very_weights_of_an_undisturbed_one(store, tmp_path, upload):
+    undisturbed, _ = fit(Attempt(CheckpointStore.open(tmp_path / "other", "run")))
+    with pytest.raises(ValueError, match="boom from the training"):
+        fit(Attempt(store), ReportCallback(upload=upload), Regression(raise_at=2))
+    resumed, trainer = fit(Attempt(store), ReportCallback(upload=upload))
+    assert torch.equal(weights(resumed), weights(undisturbed))
+    assert trainer.current_epoch == 4
+    assert committed(store) == [(BATCHES * (epoch + 1), epoch) for epoch in range(4)]
+    assert [manifest.attempt for manifest in store.list()] == [1, 1, 2, 2]
+
+
+def test_what_was_logged_is_reported_as_numbers_with_epoch_and_step(store):
+    _, trainer = fit(Attempt(store), max_epochs=2)
+    metrics = store.latest().metrics
+    assert metrics["step"] == 2 * BATCHES
+    assert metrics["late"] == metrics["epoch"] == 1  # "late" is logged in the module's own on_train_epoch_end
+    assert {"train/loss", "train/loss_epoch", "train/loss_step", "val_loss"} <= metrics.keys()
+    assert metrics["train/loss"] == pytest.approx(trainer.callback_metrics["train/loss"].item())
+    assert {type(value) for value in metrics.values()} == {int, float}
+
+
+def test_the_checkpoint_is_lightnings_own(store):
+    model, _ = fit(Attempt(store), max_epochs=1)
+    files = read_files(store.checkpoint(store.latest()))
+    assert list(files) == ["checkpoint.ckpt"]
+    with store.checkpoint(store.latest()).as_directory() as directory:
+        loaded = Regression.load_from_checkpoint(f"{directory}/checkpoint.ckpt")
+    assert torch.equal(weights(loaded), weights(model))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({"every_n_epochs": 2}, [(8, 1), (16, 3)]),
+        ({"every_n_train_steps": 3}, [(3, 0), (6, 1), (9, 2), (12, 2), (15, 3)]),
+        ({"on_validation_end": True}, [(8, 1), (16, 3)]),
+    ],
+)
+def test_reports_come_at_the_chosen_moments_and_never_in_a_sanity_check(store, chosen, expected):
+    fit(Attempt(store), ReportCallback(**chosen), check_val_every_n_epoch=2, num_sanity_val_steps=2)
+    assert committed(store) == expected
+
+
+def test_the_sanity_check_of_a_second_fit_reports_nothing(store):
+    attempt, model = Attempt(store), Regression()
+    trainer = make_trainer(callbacks=[ReportCallback(on_validation_end=True)], check_val_every_n_epoch=2, max_epochs=3)
+    start_session(attempt.session())
+    try:
+        trainer.fit(model)
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(model)
+    finally:
+        start_session(None)
+    assert committed(store) == [(8, 1), (16, 3)]
+
+
+def test_batches_without_an_optimizer_step_report_nothing_twice(store):
+    fit(Attempt(store), ReportCallback(every_n_train_steps=1), accumulate_grad_batches=2, max_epochs=2)
+    assert committed(store) == [(1, 0), (2, 0), (3, 1), (4, 1)]
+
+
+def test_validating_alone_reports_nothing(store):
+    attempt = Attempt(store)
+    start_session(attempt.session())
+    try:
+        make_trainer(callbacks=[ReportCallback(on_validation_end=True)]).validate(Regression(), verbose=False)
+    finally:
+        start_session(None)
+    assert attempt.events() == []
+
+
+def test_a_fast_dev_run_reports_metrics_alone(store):
+    attempt = Attempt(store)
+    fit(attempt, fast_dev_run=True)
+    assert [event.record.metrics["step"] for event in attempt.events()] == [1]
+    assert store.list() == []
+
+
+def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store):
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    _, trainer = fit(attempt, model=Regression(at_step=BATCHES + 1, then=end_soon))
+    assert trainer.should_stop
+    assert committed(store) == [(BATCHES, 0), (BATCHES + 2, 1)]  # the batch after which it heard of it
+    _, trainer = fit(Attempt(store))
+    assert trainer.current_epoch == 4
+    assert committed(store)[-1] == (4 * BATCHES, 3)
+
+
+def test_a_pace_asks_for_checkpoints_and_stops_nothing(store):
+    _, trainer = fit(Attempt(store, target_overhead=0.5), ReportCallback(every_n_epochs=9))
+    assert trainer.global_step == 4 * BATCHES
+    assert committed(store)[0] == (1, 0)  # the first is due at once
+
+
+def test_other_callbacks_are_stored_as_they_are_at_the_end_of_the_epoch(store):
+    stopping = EarlyStopping("late", mode="max", patience=9)
+    attempt = Attempt(store)
+    start_session(attempt.session())
+    try:
+        make_trainer(callbacks=[ReportCallback(), stopping], max_epochs=2, limit_val_batches=0).fit(Regression())
+    finally:
+        start_session(None)
+    with store.checkpoint(store.latest()).as_directory() as directory:
+        stored = torch.load(f"{directory}/checkpoint.ckpt", weights_only=False)
+    assert [state["best_score"] for key, state in stored["callbacks"].items() if "EarlyStopping" in key] == [1.0]
+
+
+def test_a_sigterm_is_left_to_end_the_process(store):
+    """Lightning's handler turns it into a SystemExit without a code, which looks like a finished training."""
+    handlers = []
+    fit(Attempt(store), model=Regression(at_step=1, then=lambda: handlers.append(signal.getsignal(signal.SIGTERM))))
+    assert handlers == [signal.getsignal(signal.SIGTERM)] == [signal.SIG_DFL]
+
+
+def test_outside_of_a_training_the_callback_only_warns():
+    with pytest.warns(UserWarning, match="ReportCallback reports nothing"), resume_path() as path:
+        make_trainer(callbacks=[ReportCallback()], max_epochs=1).fit(Regression(), ckpt_path=path)
+    assert path is None
+    assert not PrefectEnvironment.detect()
+
+
+def test_a_resume_that_was_forgotten_is_refused(store):
+    fit(Attempt(store), max_epochs=1)
+    start_session(Attempt(store).session())
+    try:
+        with pytest.raises(ValueError, match=r"begins with step 0; give trainer\.fit\(\) the ckpt_path"):
+            make_trainer(callbacks=[ReportCallback()]).fit(Regression())
+    finally:
+        start_session(None)
+
+
+def test_a_checkpoint_of_another_kind_is_refused(store, tmp_path):
+    attempt = Attempt(store)
+    attempt.run(lambda session, rank: session.report({}, folder(tmp_path / "folder", model=b"x")))
+    start_session(Attempt(store).session())
+    try:
+        with pytest.raises(CheckpointNotFoundError, match="ReportCallback did not report it"), resume_path():
+            pass
+    finally:
+        start_session(None)
+
+
+def test_a_trainer_that_does_not_use_the_ranks_is_refused(store):
+    start_session(Attempt(store, world_size=2).session())
+    try:
+        with pytest.raises(ValueError, match='counts 1 ranks but the training has 2; give it strategy="ddp", devices=2'):
+            make_trainer(callbacks=[ReportCallback()]).fit(Regression())
+        with pytest.raises(ValueError, match="counts 3 ranks"):
+            PrefectEnvironment().validate_settings(num_devices=3, num_nodes=1)
+    finally:
+        start_session(None)
+
+
+def test_importing_ckpt_does_not_import_lightning():
+    program = "import sys, prefect_torch.ckpt; assert 'lightning' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,132 @@
+"""States whose ranks differ in what they hold, and tensors that cannot be stored or loaded into."""
+
+import pytest
+import torch
+from prefect_torch.ckpt import CheckpointStore, RankLocal, RankLocalStateError, ReportMismatchError, StateMismatchError
+from ranks import Attempt
+from torch.testing._internal.two_tensor import TwoTensor
+
+
+class Loader:
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def report(store, make, ranks=2):
+    def train(session, rank):
+        session.report({}, state=make(rank), upload="sync")
+
+    return Attempt(store, ranks).run(train)
+
+
+def load(store, state, rank=0, world_size=2, **options):
+    store.checkpoint(store.latest()).load_state(state, rank=rank, world_size=world_size, **options)
+    return state
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, RankLocal])
+@pytest.mark.parametrize(
+    "states",
+    [
+        [{"offsets": {"shard-a": 5}}, {"offsets": {"shard-b": 7}}],
+        [{"w": [{"p": 1}, {"p": 2}]}, {"w": [{"p": 4}]}],
+        [{"step": 1, "bucket": "x"}, {"step": 1}],
+    ],
+)
+def test_each_rank_gets_what_it_had_and_nothing_of_another(store, states, wrap):
+    assert report(store, lambda rank: {"loader": wrap(Loader(states[rank]))}) == [None, None]
+    for rank in range(2):
+        loader = Loader({})
+        load(store, {"loader": wrap(loader)}, rank)
+        assert loader.state == states[rank]
+    with pytest.raises(RankLocalStateError):
+        load(store, {"loader": wrap(Loader({}))}, world_size=1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [{"w": torch.ones(3)}, None],
+        [[], [{"x": 1}]],
+        [torch.zeros(100), torch.zeros(100_000)],
+        [None, torch.zeros(100_000)],
+    ],
+)
+def test_a_name_that_is_one_thing_here_and_another_there_is_refused_on_every_rank(store, values):
+    errors = report(store, lambda rank: {"it": values[rank]})
+    assert [type(error) for error in errors] == [ReportMismatchError] * 2
+    assert "the state's 'it' is a" in str(errors[0])
+    assert store.list() == []
+    assert report(store, lambda rank: {"it": RankLocal(values[rank])}) == [None, None]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW with a tensor", "LBFGS"])
+def test_lists_of_tensors_in_an_optimizer_come_back(store, optimizer):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(300, 300)
+        if optimizer == "LBFGS":
+            chosen = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        else:
+            chosen = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+
+        def closure():
+            chosen.zero_grad()
+            loss = model(torch.ones(2, 300)).square().mean()
+            loss.backward()
+            return loss
+
+        return {"model": model, "optimizer": chosen}, closure
+
+    state, closure = make(0)
+    for _ in range(3):
+        state["optimizer"].step(closure)
+    assert report(store, lambda _: state, ranks=1) == [None]
+    other, other_closure = make(1)
+    load(store, other, world_size=1)
+    state["optimizer"].step(closure)
+    other["optimizer"].step(other_closure)
+    assert torch.equal(state["model"].weight, other["model"].weight)
+
+
+@pytest.mark.parametrize("target", [torch.empty(3, device="meta"), torch.ones(3, dtype=torch.complex64).conj()])
+def test_a_target_without_memory_of_its_own_is_refused(store, target):
+    report(store, lambda _: {"t": torch.ones(3, dtype=target.dtype)}, ranks=1)
+    with pytest.raises(StateMismatchError, match="make it one with memory of its own"):
+        load(store, {"t": target}, world_size=1)
+
+
+def test_a_tensor_that_wraps_others_is_refused(store):
+    (error,) = report(store, lambda _: {"t": TwoTensor(torch.ones(3), torch.ones(3))}, ranks=1)
+    assert isinstance(error, ValueError)
+    assert "the tensor 't' is a TwoTensor" in str(error)
+
+
+def test_a_parameter_that_becomes_a_buffer_is_rank_0s(store):
+    def train(session, rank):
+        module = torch.nn.Module()
+        module.w = torch.nn.Parameter(torch.full((100_000,), float(rank)))
+        session.report({}, state={"m": module}, upload="sync")
+        del module.w
+        module.register_buffer("w", torch.full((100_000,), float(rank)))
+        session.report({}, state={"m": module}, upload="sync")
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert load(store, {"m": _buffer()})["m"].w.unique().tolist() == [0.0]
+
+
+def _buffer():
+    module = torch.nn.Module()
+    module.register_buffer("w", torch.ones(100_000))
+    return module

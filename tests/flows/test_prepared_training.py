@@ -1,0 +1,51 @@
+"""Two real ranks with prepare_model and prepare_data_loader, and with Lightning."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.flows import RunConfig, ScalingConfig, train
+
+TWO = ScalingConfig(num_workers=2)
+EXAMPLE = Path(__file__).parents[2] / "examples/lightning_digits.py"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunConfig(name="run", storage=str(tmp_path / "store"))
+
+
+def test_prepared_models_and_loaders_train_as_one_process_would(run):
+    told = train("prepared_trainings:prepare_everything", {}, TWO, run).return_value
+    assert told == {"share": True, "device": "cpu", "ddp": True, "fsdp": True, "prefect": False}
+
+
+def test_a_killed_lightning_training_of_two_ranks_continues_to_the_same_weights(run):
+    killed = train("prepared_trainings:train_with_lightning", {"kill": True}, TWO, run)
+    assert killed.attempts == 2
+    assert killed.return_value["resumed"]
+    assert killed.return_value["ranks"] == (2, 0)
+    undisturbed = train(
+        "prepared_trainings:train_with_lightning", {"kill": False}, TWO, run.model_copy(update={"name": "undisturbed"})
+    )
+    assert killed.return_value["weights"] == undisturbed.return_value["weights"]
+    frame = killed.metrics_dataframe
+    assert list(zip(frame["attempt"], frame["step"], strict=True)) == [(1, 2), (1, 4), (2, 6), (2, 8)]
+    for manifest in CheckpointStore.open(run.storage, "run").list():
+        assert [(entry.path, entry.rank) for entry in manifest.files] == [("checkpoint.ckpt", 0)]
+
+
+def test_the_example_learns_the_digits(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--storage", str(tmp_path / "store"), "--epochs", "3"],
+        env={**os.environ, "PREFECT_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "epochs trained: [0, 1, 2]" in done.stdout
