@@ -25,6 +25,7 @@ class Intent:
         metadata: The user's metadata of its part.
         state: What it tells of the state that it brings, or None.
         error: Why it cannot take part in this report, or None.
+        asked: How often it has called should_checkpoint() so far.
 
     """
 
@@ -35,6 +36,7 @@ class Intent:
     metadata: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] | None = None
     error: str | None = None
+    asked: int = 0
 
     def encode(self) -> bytes:
         """Return JSON."""
@@ -140,6 +142,11 @@ def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
 def _mismatch(intents: Sequence[Intent], bringing: Sequence[Intent]) -> str | None:
     first = intents[0]
     for intent in intents:
+        if intent.asked not in (0, first.asked):  # who never asks waits for no answer
+            return (
+                f"rank {intent.rank} called should_checkpoint() {intent.asked} times but rank {first.rank} "
+                f"{first.asked} times; call it equally often on every rank"
+            )
         if intent.step != first.step:
             return (
                 f"rank {intent.rank} reported step {intent.step} but rank {first.rank} reported step {first.step}; "

@@ -74,9 +74,15 @@ class Peers:
             self._key_value.set(topic, decision)
         return decision
 
-    def decision(self, topic: str) -> bytes:
-        """Return what rank 0 decided."""
-        return self._wait([topic], topic)[0]
+    def decision(self, topic: str, *, unless: str | None = None) -> bytes:
+        """Return what rank 0 decided.
+
+        Args:
+            topic: About what.
+            unless: What rank 0 would say instead of deciding; then this raises ReportMismatchError.
+
+        """
+        return self._wait([topic], topic, unless)[0]
 
     def scatter(self, topic: str, parts: Sequence[bytes]) -> None:
         """As rank 0, leave each rank its own word, this one included."""
@@ -107,12 +113,16 @@ class Peers:
             if any(end.ending != "returned" for end in known):
                 return known
 
-    def _wait(self, keys: Sequence[str], topic: str) -> list[bytes]:
+    def _wait(self, keys: Sequence[str], topic: str, unless: str | None = None) -> list[bytes]:
         if not keys:
             return []
         while True:
             if (values := self._try_get(keys, _POLL_S)) is not None:
                 return values
+            if unless is not None and self._key_value.check(unless) and (values := self._try_get(keys, 0.0)) is None:
+                raise ReportMismatchError(
+                    f"rank {self.rank} asks should_checkpoint() while rank 0 reports; call both equally often on every rank"
+                )
             if ends := [end for end in read_ends(self._key_value, self.world_size) if end.rank != self.rank]:
                 if (values := self._try_get(keys, 0.0)) is not None:  # what a peer said before it left still counts
                     return values

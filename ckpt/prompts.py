@@ -20,25 +20,42 @@ class CheckpointPrompts:
         self._peers = peers
         self._pace = pace
         self._ends_soon = ends_soon
-        self._asked = 0
+        self.asked = 0  # how often
         self._forgotten = 0
+        self._reports = 0
 
     def ask(self) -> bool:
-        """Return what rank 0 says in its call of the same number; on the others this waits for it."""
-        topic = _topic(self._asked)
-        self._asked += 1
+        """Return what rank 0 says in its call of the same number; on the others this waits for it.
+
+        Raises:
+            ReportMismatchError: If rank 0 reports instead of asking.
+
+        """
+        topic = _topic(self.asked)
+        self.asked += 1
         if self._peers.rank != 0:
-            return self._peers.decision(topic) == b"yes"
+            return self._peers.decision(topic, unless=_report(self._reports)) == b"yes"
         is_due = self._ends_soon() or self._pace.is_due()
         self._peers.decide(topic, b"yes" if is_due else b"no")
         return is_due
 
-    def forget(self) -> None:
-        """Drop the answers so far, which every rank has read that has come as far as this one."""
+    def begin_report(self) -> None:
+        """As rank 0, tell who waits for an answer that none will come before this report."""
+        if self._peers.rank == 0:
+            self._peers.decide(_report(self._reports), b"")
+
+    def end_report(self) -> None:
+        """Drop the answers so far, which every rank has read, since all have come to this report."""
         if self._peers.rank == 0 and self._peers.world_size > 1:
-            for number in range(self._forgotten, self._asked):
+            self._peers.forget(_report(self._reports))
+            for number in range(self._forgotten, self.asked):
                 self._peers.forget(_topic(number))
-        self._forgotten = self._asked
+        self._forgotten = self.asked
+        self._reports += 1
+
+
+def _report(number: int) -> str:
+    return f"no answer before report {number}"
 
 
 def _topic(number: int) -> str:

@@ -114,7 +114,8 @@ class RankSession:
                 self._withdraw(exc)
                 raise
             told = None if held is None else self._states().tell(held)
-            intent = Intent(self.context.world_rank, step, upload, list(brought.files), brought.metadata, told)
+            asked = self._prompts.asked
+            intent = Intent(self.context.world_rank, step, upload, list(brought.files), brought.metadata, told, asked=asked)
             if upload is not None:
                 # A state's buffers are used again, and a sync commit comes after those before it.
                 one_more = upload == "async" and state is None
@@ -207,13 +208,14 @@ class RankSession:
         """Return what rank 0 decides about this round; every rank goes through all rounds, whatever it reports."""
         previous = self._topic()
         self._rounds += 1
+        self._prompts.begin_report()
         try:
             agreement = self._decide(self._topic(), intent, held)
         except CheckpointError as exc:
             self._parted = exc
             raise
         self._peers.forget(previous)  # that everybody is in this round proves that the one before was read
-        self._prompts.forget()
+        self._prompts.end_report()
         if agreement.ends_background and self.context.world_rank != 0:
             self._background.wait_for_failure()  # raised now, so not again later
             self._forget_failed_step()

@@ -100,7 +100,8 @@ class FailureConfig(_Config):
     max_failures: Budget = Field(default=0, description="Restarts after an exception of the training function.")
     max_infrastructure_failures: Budget = Field(default=3, description="Restarts after a lost process, storage or network.")
     max_preemptions: Budget = Field(
-        default=-1, description="Restarts after the flow's process or a rank's was ended or killed from outside."
+        default=-1,
+        description="Restarts after the flow's process was ended or killed from outside, or a rank's ended (SIGTERM).",
     )
     retry_delay_s: list[Seconds] = Field(
         default=[],

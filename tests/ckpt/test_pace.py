@@ -92,3 +92,26 @@ def test_a_rank_that_asks_after_rank_0_has_left_is_told(store):
 
     errors = Attempt(store, 2).run(train)
     assert isinstance(errors[1], CheckpointError)
+
+
+@pytest.mark.parametrize("asks_less", [0, 1])
+def test_ranks_that_do_not_ask_equally_often_are_told_instead_of_waiting_for_ever(store, asks_less):
+    def train(session, rank):
+        for step in range(3):
+            if rank != asks_less or step != 1:
+                session.context.should_checkpoint()
+            session.report({}, step=step)
+
+    errors = Attempt(store, 2).run(train)
+    assert all(isinstance(error, CheckpointError) for error in errors), errors
+    assert any("equally often on every rank" in str(error) for error in errors)
+
+
+def test_rank_0_may_ask_alone(store):
+    def train(session, rank):
+        for _ in range(3):
+            if rank == 0:
+                session.context.should_checkpoint()
+            session.report({})
+
+    assert Attempt(store, 2).run(train) == [None, None]
