@@ -192,10 +192,13 @@ class _Walk:
         for key, value in module.state_dict().items():
             name = clean_name(key)
             of_module = _At(f"{at.name}.{name}", (*at.path, name), of_model=True, rank_local=at.rank_local)
-            if not isinstance(value, torch.Tensor) and not is_plain(value):
+            if isinstance(value, torch.Tensor) or is_plain(value):
+                self._take(value, of_module, by_first=key in buffers)
+            elif isinstance(value, (Mapping, list)):  # what get_extra_state() gives
+                self.visit(value, of_module)
+            else:
                 kind = type(value).__name__
                 raise ValueError(f"{of_module.name!r} in the module's state_dict() is a {kind}, neither a tensor nor plain")
-            self._take(value, of_module, by_first=key in buffers)
 
     def _take(self, value: Any, at: _At, *, by_first: bool = False) -> None:
         if "@rank" in at.name and rank_of(at.name) is not None:

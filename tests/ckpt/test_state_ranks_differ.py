@@ -130,3 +130,27 @@ def _buffer():
     module = torch.nn.Module()
     module.register_buffer("w", torch.ones(100_000))
     return module
+
+
+class Counting(torch.nn.Linear):
+    """A module with a state beside its tensors."""
+
+    def __init__(self, counts):
+        super().__init__(2, 2)
+        self.counts = counts
+
+    def get_extra_state(self):
+        return self.counts
+
+    def set_extra_state(self, state):
+        self.counts = dict(state)
+
+
+def test_what_a_module_has_beside_its_tensors_comes_back(store):
+    module = Counting({"seen": 7, "histogram": torch.arange(3.0), "by": {"a": [1, 2]}})
+    assert report(store, lambda _: {"m": module}) == [None, None]
+    other = Counting({"seen": 0, "histogram": torch.zeros(3), "by": {"a": [0, 0]}})
+    load(store, {"m": other})
+    assert (other.counts["seen"], other.counts["by"]) == (7, {"a": [1, 2]})
+    assert torch.equal(other.counts["histogram"], torch.arange(3.0))
+    assert torch.equal(other.weight, module.weight)
