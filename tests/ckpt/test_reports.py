@@ -81,6 +81,19 @@ def test_steps_of_checkpoints_grow(store, tmp_path):
     assert [manifest.step for manifest in store.list()] == [5, 6]
 
 
+@pytest.fixture
+def uploads_may_go_on(monkeypatch):
+    """An event that every upload waits for."""
+    put_file, go_on = LocalStorage.put_file, threading.Event()
+
+    def wait_until_told(self, key, path):
+        assert go_on.wait(30)
+        return put_file(self, key, path)
+
+    monkeypatch.setattr(LocalStorage, "put_file", wait_until_told)
+    return go_on
+
+
 def test_ranks_that_disagree_on_the_step_all_raise(store, tmp_path):
     errors = Attempt(store, 2).run(lambda session, rank: session.report({}, folder(tmp_path / "c", m="x"), step=rank))
     assert [type(error) for error in errors] == [ReportMismatchError] * 2
@@ -399,20 +412,12 @@ def test_a_background_failure_is_told_though_the_report_that_learns_of_it_is_wro
     assert Attempt(store, 2).run(train) == [None, None]
 
 
-def test_a_mismatch_does_not_hide_how_the_commit_in_the_background_ends(store, tmp_path, monkeypatch):
-    put_file, told = LocalStorage.put_file, threading.Event()
-
-    def wait_until_told(self, key, path):
-        assert told.wait(30)
-        return put_file(self, key, path)
-
-    monkeypatch.setattr(LocalStorage, "put_file", wait_until_told)
-
+def test_a_mismatch_does_not_hide_how_the_commit_in_the_background_ends(store, tmp_path, uploads_may_go_on):
     def train(session, rank):
         session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")  # different files of one name
         with pytest.raises(ReportMismatchError, match="reported step 1"):
             session.report({}, step=rank)
-        told.set()
+        uploads_may_go_on.set()
 
     errors = Attempt(store, 2).run(train)
     assert ["both reported a file 'm'" in str(error) for error in errors] == [True, True]
@@ -446,14 +451,7 @@ def test_metadata_that_is_none_is_named(store, tmp_path, content):
         Attempt(store).session().report({}, checkpoint)
 
 
-def test_so_many_commits_may_be_under_way_and_a_further_report_waits(store, tmp_path, monkeypatch):
-    put_file, go_on = LocalStorage.put_file, threading.Event()
-
-    def wait_until_told(self, key, path):
-        assert go_on.wait(30)
-        return put_file(self, key, path)
-
-    monkeypatch.setattr(LocalStorage, "put_file", wait_until_told)
+def test_so_many_commits_may_be_under_way_and_a_further_report_waits(store, tmp_path, uploads_may_go_on):
     returned = []
 
     def train(session, rank):
@@ -465,7 +463,7 @@ def test_so_many_commits_may_be_under_way_and_a_further_report_waits(store, tmp_
         while returned.count(1) < 2:
             time.sleep(0.01)
         assert 2 not in returned
-        go_on.set()
+        uploads_may_go_on.set()
 
     releaser = threading.Thread(target=release_when_two_wait)
     releaser.start()
