@@ -192,10 +192,13 @@ class Restore:
             states[name if number is None else number] = self._build(of_parameter, where, like)
         places = [self._build(groups[place], (*path, "param_groups", [place[0]]), {}) for place in sorted(groups)]
 
+        known = ("state", "param_groups")
+        more = {key: self._build(child, (*path, key), {}) for key, child in node.children.items() if key not in known}
+
         def load() -> None:
             restored = {number: get() for number, get in states.items()}
             loaded = [{**get(), "params": group["params"]} for get, group in zip(places, _numbered(optimizer), strict=True)]
-            optimizer.load_state_dict({"state": restored, "param_groups": loaded})
+            optimizer.load_state_dict({**{key: get() for key, get in more.items()}, "state": restored, "param_groups": loaded})
             for number, parameter in enumerate(parameters):
                 _undo_casts(optimizer.state.get(parameter, {}), restored.get(number, {}))
 

@@ -154,3 +154,26 @@ def test_what_a_module_has_beside_its_tensors_comes_back(store):
     assert (other.counts["seen"], other.counts["by"]) == (7, {"a": [1, 2]})
     assert torch.equal(other.counts["histogram"], torch.arange(3.0))
     assert torch.equal(other.weight, module.weight)
+
+
+class CountingSGD(torch.optim.SGD):
+    """An optimizer with a state beside what all have."""
+
+    counter = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "counter": self.counter}
+
+    def load_state_dict(self, state_dict):
+        self.counter = state_dict["counter"]
+        super().load_state_dict(state_dict)
+
+
+def test_what_an_optimizer_has_beside_what_all_have_comes_back(store):
+    model = torch.nn.Linear(2, 2)
+    optimizer = CountingSGD(model.parameters(), lr=0.1)
+    optimizer.counter = 7
+    assert report(store, lambda _: {"model": model, "optimizer": optimizer}) == [None, None]
+    other = CountingSGD(model.parameters(), lr=0.2)
+    load(store, {"model": model, "optimizer": other})
+    assert (other.counter, other.param_groups[0]["lr"]) == (7, 0.1)
