@@ -6,10 +6,10 @@ import socket
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from .clock import utc_now
 from .errors import FencedError
 from .layout import stem
 from .manifest import FORMAT_VERSION
@@ -126,7 +126,7 @@ def claim_attempt(
     """
     number = _newest_number(store) + 1
     if number == 1:
-        run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": _now(), "created_by": owner.host}
+        run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": utc_now(), "created_by": owner.host}
         store.put_json(store.layout.run_info, run_info)
     while True:
         attempt = Attempt(
@@ -136,7 +136,7 @@ def claim_attempt(
             world_size=world_size,
             resumed_from=None,
             lineage=number if lineage is None else lineage,
-            claimed_at=_now(),
+            claimed_at=utc_now(),
             settings=settings or {},
         )
         key = store.layout.attempt(attempt.number, attempt.token)
@@ -182,8 +182,18 @@ def write_outcome(store: CheckpointStore, outcome: Outcome) -> None:
 
 def read_outcomes(store: CheckpointStore) -> list[Outcome]:
     """Return every recorded ending, oldest first; an attempt whose leader was killed has none."""
-    records = (store.get_json(info.key) for info in store.storage.list(store.layout.outcomes))
-    return [Outcome(**from_json(record)) for record in records if record is not None]  # type: ignore[arg-type]  # a dict stays one
+    outcomes = (_read_outcome(store, info.key) for info in store.storage.list(store.layout.outcomes))
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def read_outcome(store: CheckpointStore, attempt: int) -> Outcome | None:
+    """Return how one attempt ended, by one small read; None while it runs, or if its leader was killed."""
+    return _read_outcome(store, store.layout.outcome(attempt))
+
+
+def _read_outcome(store: CheckpointStore, key: str) -> Outcome | None:
+    record = store.get_json(key)
+    return None if record is None else Outcome(**from_json(record))  # type: ignore[arg-type]  # a dict stays one
 
 
 def _newest_number(store: CheckpointStore) -> int:
@@ -217,7 +227,3 @@ def _exists(pid: int) -> bool:
     except PermissionError:  # somebody else's
         return True
     return True
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from .attempts import read_outcomes
+from .attempts import read_outcome
 from .manifest import Manifest
 from .metrics import Metrics, from_json, to_json
 from .store import CheckpointStore
@@ -109,11 +109,11 @@ def read_history(store: CheckpointStore) -> list[MetricRecord]:
 def lost_records(store: CheckpointStore, manifests: Sequence[Manifest], attempt: int) -> list[MetricRecord]:
     """Return the reports of `manifests` that leaders before `attempt` were killed too early to store.
 
-    Who leads `attempt` stores them before anything is pruned: then a manifest is all that remembers them. Costs a listing and
-    a read for each attempt that left no outcome.
+    Who leads `attempt` stores them before anything is pruned: then a manifest is all that remembers them. Costs a small read
+    for each attempt that `manifests` are of, and a listing and a read for each of those that left no outcome.
     """
-    ended = {outcome.attempt for outcome in read_outcomes(store)}
-    killed = {manifest.attempt for manifest in manifests if manifest.attempt < attempt} - ended
+    before = {manifest.attempt for manifest in manifests if manifest.attempt < attempt}
+    killed = {number for number in before if read_outcome(store, number) is None}
     recorded = {number: newest_recorded(store, number) for number in killed}
     return [
         _record_of(manifest)

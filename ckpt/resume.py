@@ -1,8 +1,8 @@
 """Which checkpoint a new attempt begins from: chosen once, proven whole, handed to all ranks."""
 
 import logging
-from datetime import datetime, timezone
 
+from .clock import utc_now
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
 from .layout import stem
 from .manifest import Manifest, attempt_of
@@ -61,7 +61,7 @@ def quarantine(store: CheckpointStore, checkpoint_id: str, reason: str) -> bool:
     except FileNotFoundError:
         return False
     _logger.warning("checkpoint %s of run %r is damaged and set aside: %s", checkpoint_id, store.run, reason)
-    note = {"reason": reason, "manifest": manifest, "quarantined_at": datetime.now(timezone.utc).isoformat()}
+    note = {"reason": reason, "manifest": manifest, "quarantined_at": utc_now()}
     store.put_json(store.layout.quarantine(checkpoint_id), note)
     store.storage.delete([manifest_key])
     return True

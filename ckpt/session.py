@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -15,6 +14,7 @@ from .agreement import Agreement, Intent, Upload, agree
 from .arguments import check_progress, check_step, check_upload
 from .background import BackgroundCommits
 from .checkpoint import Checkpoint
+from .clock import utc_now
 from .commit import Brought, CommitJob, commit
 from .context import TrainContext
 from .errors import CheckpointError, PeerGoneError, ReportMismatchError
@@ -260,7 +260,7 @@ class RankSession:
         self._last_step = agreement.step
         self._reports += 1
         if self.context.world_rank == 0:
-            record = MetricRecord(self.context.attempt, agreement.step, metrics, agreement.checkpoint_id, _now())
+            record = MetricRecord(self.context.attempt, agreement.step, metrics, agreement.checkpoint_id, utc_now())
             self._events.send(ReportEvent(record, progress))
 
     def _commit(self, job: CommitJob) -> None:
@@ -319,7 +319,3 @@ def _without_files_of_ours(state: Mapping[str, Any], brought: Brought) -> Mappin
     for path in filter(is_own_file, brought.files):
         raise ValueError(f"the folder reported beside a state holds {path!r}, as which the state is stored: rename that file")
     return state
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat()

@@ -5,9 +5,9 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from .clock import utc_now
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
 from .layout import Layout, check_run_name, stem
 from .manifest import Manifest, is_id
@@ -180,7 +180,7 @@ class CheckpointStore:
 
         """
         self.get(checkpoint_id)
-        self.put_json(self.layout.pin(checkpoint_id), {"pinned_at": _now()})
+        self.put_json(self.layout.pin(checkpoint_id), {"pinned_at": utc_now()})
 
     def unpin(self, checkpoint_id: str) -> None:
         """Leave `checkpoint_id` to the retention policy again; harmless when it was not pinned."""
@@ -226,7 +226,3 @@ class CheckpointStore:
         except CheckpointCorruptError as exc:
             _logger.warning("checkpoint %s of run %r is left out: %s", checkpoint_id, self.run, exc)
             return None
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat()

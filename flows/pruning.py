@@ -5,7 +5,7 @@ from typing import Annotated
 from prefect import flow, get_run_logger
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
-from prefect_torch.ckpt.attempts import newest_attempt, read_outcomes
+from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
 from prefect_torch.ckpt.blocks import StorageBlock
 from prefect_torch.ckpt.history import newest_recorded
 from prefect_torch.ckpt.manifest import Manifest, is_id
@@ -63,7 +63,7 @@ def _submit(
         raise FileNotFoundError(f"there is no run {run!r} in {spec.url}")
     policy = RetentionPolicy(**attempt.settings) if checkpoint is None else checkpoint.policy()
     restored = (attempt.resumed_from or "").rpartition("/")[2]
-    if any(outcome.attempt == attempt.number for outcome in read_outcomes(store)):
+    if read_outcome(store, attempt.number) is not None:
         return prune_checkpoints.submit(spec, run, policy, dry_run=dry_run)
     in_use = (restored,) if is_id(restored) else ()
     return prune_checkpoints.submit(spec, run, policy, in_use, up_to=newest_recorded(store), dry_run=dry_run)

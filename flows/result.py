@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointStore
-from prefect_torch.ckpt.attempts import newest_attempt, read_outcomes
+from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
 from prefect_torch.ckpt.history import MetricRecord, read_history
 from prefect_torch.ckpt.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.opening import StorageLike
@@ -91,7 +91,7 @@ class Result:
         attempt = newest_attempt(store)
         if attempt is None:
             raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}")
-        outcome = next((known for known in read_outcomes(store) if known.attempt == attempt.number), None)
+        outcome = read_outcome(store, attempt.number)
         history = read_history(store)
         manifests = store.list()
         policy = RetentionPolicy(**attempt.settings)

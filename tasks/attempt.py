@@ -12,7 +12,7 @@ from prefect_torch.ckpt.attempts import (
     Owner,
     claim_attempt,
     newest_attempt,
-    read_outcomes,
+    read_outcome,
     record_resumed_from,
 )
 from prefect_torch.ckpt.resume import choose_checkpoint
@@ -90,7 +90,7 @@ def _refuse_if_alive(store: CheckpointStore, previous: Attempt, flow_run_id: str
     owner = previous.owner
     if flow_run_id is not None and owner.flow_run_id == flow_run_id:
         return  # this flow run's own earlier try
-    if any(outcome.attempt == previous.number for outcome in read_outcomes(store)) or owner.is_dead():
+    if read_outcome(store, previous.number) is not None or owner.is_dead():
         return
     if owner.flow_run_id is not None and _has_ended(owner.flow_run_id):
         return

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import datetime, timezone
 from functools import partial
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageError
+from prefect_torch.ckpt.clock import utc_now
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records
 
@@ -68,7 +68,7 @@ class Journal:
     def close(self) -> None:
         """Return once everything is stored and pruned."""
         for event in self._unrecorded.values():  # rank 0 died between the commit and its word of the report
-            self._history.append(MetricRecord(self._attempt, event.step, event.metrics, event.id, _now()))
+            self._history.append(MetricRecord(self._attempt, event.step, event.metrics, event.id, utc_now()))
         self._submit(self._history.flush, "the metric history")
         self._writer.shutdown()
         self._retention.finish(self._history.recorded)
@@ -81,7 +81,3 @@ class Journal:
                 self._logger.warning("%s could not be written, and is tried again with the next: %s", what, exc)
 
         return self._writer.submit(write_or_warn)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat()
