@@ -1,6 +1,7 @@
 """Which checkpoint a new attempt begins from: chosen once, proven whole, handed to all ranks."""
 
 import logging
+from collections.abc import Callable
 
 from .clock import utc_now
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
@@ -11,10 +12,22 @@ from .store import CheckpointStore, VerifyLevel
 _logger = logging.getLogger(__name__)
 
 
-def choose_checkpoint(store: CheckpointStore, *, lineage: int, verify: VerifyLevel) -> Manifest | None:
+def choose_checkpoint(
+    store: CheckpointStore,
+    *,
+    lineage: int,
+    verify: VerifyLevel,
+    on_quarantine: Callable[[str, str], None] | None = None,
+) -> Manifest | None:
     """Return the newest whole checkpoint since attempt `lineage`; None if there never was one.
 
     A damaged one is quarantined with a warning, and the one before is tried.
+
+    Args:
+        store: The run.
+        lineage: The first attempt whose checkpoints count.
+        verify: How a checkpoint is proven whole.
+        on_quarantine: Called with the id of each damaged one and what is wrong with it.
 
     Raises:
         CheckpointCorruptError: If there were some and all are damaged, now or at an earlier start; it lists what was tried.
@@ -29,7 +42,10 @@ def choose_checkpoint(store: CheckpointStore, *, lineage: int, verify: VerifyLev
             except CheckpointNotFoundError:
                 was_pruned = True
             except CheckpointCorruptError as exc:
-                was_pruned |= not quarantine(store, checkpoint_id, str(exc))
+                if not quarantine(store, checkpoint_id, str(exc)):
+                    was_pruned = True
+                elif on_quarantine is not None:
+                    on_quarantine(checkpoint_id, str(exc))
             else:
                 return manifest
         if not was_pruned:

@@ -23,6 +23,7 @@ from prefect_torch.tasks import (
     train_workers,
 )
 from prefect_torch.tasks.api_outage import outlast_api_outages
+from prefect_torch.tasks.audience import Audience
 from prefect_torch.tasks.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.function import pack_function
@@ -100,12 +101,15 @@ def train(
         retry_jitter_factor=failure.retry_jitter_factor or 0.0,
         retry_condition_fn=is_worth_another_attempt,
     )
+    audience = Audience([])
     try:
         with outlast_api_outages():
-            return_value = led(job)
+            return_value = led(job, audience)
     except (TerminationSignal, KeyboardInterrupt):
         note_ending(job, flow_run_id)
         raise
+    finally:
+        audience.close()
     return replace(Result.from_storage(job.storage, job.run), return_value=return_value)
 
 

@@ -17,6 +17,7 @@ from prefect_torch.ckpt.attempts import (
 )
 from prefect_torch.ckpt.resume import choose_checkpoint
 
+from .audience import Audience, CheckpointQuarantined
 from .checkpoint_ref import CheckpointRef
 from .errors import PreemptedTooOftenError
 from .job import TrainJob
@@ -45,7 +46,7 @@ def claim(store: CheckpointStore, job: TrainJob, flow_run_id: str | None) -> Att
     )
 
 
-def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt) -> CheckpointRef | None:
+def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, audience: Audience) -> CheckpointRef | None:
     """Return the checkpoint that every rank of a claimed attempt restores, or None on a fresh start.
 
     After the claim, so that nothing which an overtaken process still commits can be missed.
@@ -55,7 +56,7 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt) -> Che
         CheckpointCorruptError: If there are checkpoints and none is whole.
 
     """
-    chosen = _choose(store, job, attempt.lineage)
+    chosen = _choose(store, job, attempt.lineage, audience)
     if chosen is None:
         get_run_logger().info("attempt %d: starting from the beginning", attempt.number)
         return None
@@ -72,8 +73,13 @@ def _lineage(previous: Attempt | None, job: TrainJob, flow_run_id: str | None) -
     return None if begins_anew else previous.lineage
 
 
-def _choose(store: CheckpointStore, job: TrainJob, lineage: int) -> CheckpointRef | None:
-    manifest = choose_checkpoint(store, lineage=lineage, verify=job.verify)
+def _choose(store: CheckpointStore, job: TrainJob, lineage: int, audience: Audience) -> CheckpointRef | None:
+    manifest = choose_checkpoint(
+        store,
+        lineage=lineage,
+        verify=job.verify,
+        on_quarantine=lambda checkpoint_id, reason: audience.tell(CheckpointQuarantined(checkpoint_id, reason)),
+    )
     if manifest is not None:
         return CheckpointRef(job.storage, job.run, manifest.id)
     if job.seed is not None:

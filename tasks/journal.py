@@ -10,6 +10,7 @@ from prefect_torch.ckpt.clock import utc_now
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records
 
+from .audience import Audience
 from .job import TrainJob
 from .retention_schedule import RetentionSchedule
 
@@ -25,12 +26,14 @@ class Journal:
         job: The training.
         attempt: The attempt's number.
         restored: The id that the ranks restore, or None.
+        audience: Who is told all of it.
 
     """
 
-    def __init__(self, store: CheckpointStore, job: TrainJob, attempt: int, restored: str | None) -> None:
+    def __init__(self, store: CheckpointStore, job: TrainJob, attempt: int, restored: str | None, audience: Audience) -> None:
         self._store = store
         self._attempt = attempt
+        self._audience = audience
         self._unrecorded: dict[str, CommitEvent] = {}
         self._reported: set[str] = set()
         known = store.list()
@@ -39,13 +42,14 @@ class Journal:
         self._history = HistoryWriter(store, attempt, recorded=None if lost else newest)
         for record in lost:
             self._history.append(record)
-        self._retention = RetentionSchedule(job, attempt, known, restored)
+        self._retention = RetentionSchedule(job, attempt, known, restored, audience)
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-journal")
         self._flushing: Future[None] | None = None
 
     def take(self, event: ReportEvent | CommitEvent) -> None:
         """Enter one event."""
+        self._audience.tell(event)
         if isinstance(event, CommitEvent):
             self._submit(partial(self._store.hint_latest, event.id), "the hint to the latest checkpoint")
             self._retention.committed(event)

@@ -9,6 +9,7 @@ from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.metrics import find_metric
 from prefect_torch.ckpt.retention import Committed, plan
 
+from .audience import Audience, CheckpointsPruned
 from .job import TrainJob
 from .prune_task import prune_checkpoints
 
@@ -21,12 +22,16 @@ class RetentionSchedule:
         attempt: The attempt's number.
         known: What was committed before.
         restored: The id that the ranks restore, which must stay.
+        audience: Who is told what was pruned.
 
     """
 
-    def __init__(self, job: TrainJob, attempt: int, known: Sequence[Committed], restored: str | None) -> None:
+    def __init__(
+        self, job: TrainJob, attempt: int, known: Sequence[Committed], restored: str | None, audience: Audience
+    ) -> None:
         self._job = job
         self._attempt = attempt
+        self._audience = audience
         self._known: list[Committed] = list(known)
         self._in_use: tuple[str, ...] = () if restored is None else (restored,)
         self._running: PrefectFuture[Any] | None = None
@@ -51,11 +56,11 @@ class RetentionSchedule:
         """
         if recorded != self._recorded:
             self._recorded, self._changed = recorded, True
-        if not self._changed or recorded is None or (self._running is not None and not self._done):
+        if self._running is not None and self._done:
+            self._take_result(self._running)
+        if not self._changed or recorded is None or self._running is not None:
             return
         self._changed = False
-        if self._running is not None:
-            self._take_result(self._running)
         if plan(self._known, self._job.policy, in_use=self._in_use, up_to=recorded).drop:
             self._done = False
             self._running = prune_checkpoints.submit(
@@ -84,6 +89,7 @@ class RetentionSchedule:
         self._running = None
         decided = prune.result(raise_on_failure=False)
         if not isinstance(decided, BaseException):
+            self._audience.tell(CheckpointsPruned(decided))
             dropped = {manifest.id for manifest in decided.drop}
             self._known = [checkpoint for checkpoint in self._known if checkpoint.id not in dropped]
 

@@ -13,6 +13,7 @@ from prefect_torch.ckpt.attempts import Outcome, write_outcome
 from prefect_torch.ckpt.metrics import from_json, to_json
 
 from .attempt import choose_start, claim
+from .audience import AttemptEnded, AttemptStarted, Audience
 from .checkpoint_ref import CheckpointRef
 from .errors import RankFailedError
 from .gang import Gang
@@ -28,11 +29,15 @@ _MAX_RETURN_BYTES = 1 << 20
 
 
 @task(name="train_workers", task_run_name="train-{job.run}", cache_policy=NO_CACHE, persist_result=False)
-def train_workers(job: TrainJob) -> Any:
+def train_workers(job: TrainJob, audience: Audience) -> Any:
     """Run one attempt of all ranks to its end and return rank 0's return value.
 
     A failed attempt is recorded in the run's storage before it is raised. No rank's process outlives this call, however it
     ends.
+
+    Args:
+        job: The training.
+        audience: Who is told what happens.
 
     Raises:
         Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
@@ -44,32 +49,38 @@ def train_workers(job: TrainJob) -> Any:
     store = job.open_store()
     claimed = claim(store, job, flow_run_id)
     attempt = claimed.number
+
+    def record(outcome: Outcome) -> None:
+        _record(store, outcome)
+        audience.tell(AttemptEnded(outcome))
+
     try:
         with library_logs_in_run():
-            restored = choose_start(store, job, claimed)
+            restored = choose_start(store, job, claimed, audience)
+        audience.tell(AttemptStarted(claimed, None if restored is None else restored.open().path))
         # Else Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
         with transaction(commit_mode=CommitMode.EAGER):
-            value = _lead(store, job, attempt, restored)
+            value = _lead(store, job, attempt, restored, audience)
     except RankFailedError as exc:
         errors = {} if exc.rank is None else {str(exc.rank): str(exc)}
-        _record(store, Outcome(attempt, "failed", flow_run_id, failure_kind(exc), str(exc), errors))
+        record(Outcome(attempt, "failed", flow_run_id, failure_kind(exc), str(exc), errors))
         if exc.original is not None:
             raise exc.original from exc
         raise
     except (TerminationSignal, KeyboardInterrupt) as exc:
         message = f"ended from outside ({type(exc).__name__}); {_what_is_safe(store)}"
-        _record(store, Outcome(attempt, "preempted", flow_run_id, "preemption", message))
+        record(Outcome(attempt, "preempted", flow_run_id, "preemption", message))
         get_run_logger().warning("attempt %d: %s", attempt, message)
         raise
     except Exception as exc:
-        _record(store, Outcome(attempt, "failed", flow_run_id, failure_kind(exc), repr(exc)))
+        record(Outcome(attempt, "failed", flow_run_id, failure_kind(exc), repr(exc)))
         raise
-    _record(store, Outcome(attempt, "completed", flow_run_id, return_value=_as_json(value)))
+    record(Outcome(attempt, "completed", flow_run_id, return_value=_as_json(value)))
     return value
 
 
-def _lead(store: CheckpointStore, job: TrainJob, attempt: int, restored: CheckpointRef | None) -> Any:
-    journal = Journal(store, job, attempt, None if restored is None else restored.checkpoint_id)
+def _lead(store: CheckpointStore, job: TrainJob, attempt: int, restored: CheckpointRef | None, audience: Audience) -> Any:
+    journal = Journal(store, job, attempt, None if restored is None else restored.checkpoint_id, audience)
     rendezvous = Rendezvous()
     gang = Gang(_specs(job, attempt, restored, rendezvous.address), job.hang_timeout_s)
     try:

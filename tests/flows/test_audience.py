@@ -1,0 +1,87 @@
+"""Observers see everything in order, and can neither stop nor hold up what they look at."""
+
+import threading
+
+from prefect import flow
+from prefect_torch.ckpt.attempts import Outcome
+from prefect_torch.tasks import audience as module
+from prefect_torch.tasks.audience import AttemptEnded, Audience
+
+LATER = AttemptEnded(Outcome(2, "completed"))
+FIRST = AttemptEnded(Outcome(1, "failed"))
+
+
+class Recorder:
+    def __init__(self):
+        self.seen = []
+        self.refreshed = threading.Event()
+
+    def observe(self, happening):
+        self.seen.append(happening)
+
+    def refresh(self, *, final):
+        self.seen.append("last" if final else "refreshed")
+        self.refreshed.set()
+
+
+class Broken(Recorder):
+    def observe(self, happening):
+        raise ValueError("no such page")
+
+    def refresh(self, *, final):
+        raise ValueError("no such page")
+
+
+def test_all_see_everything_in_order_and_a_refresh_at_the_end():
+    observers = [Recorder(), Recorder()]
+    audience = Audience(observers)
+    audience.tell(FIRST)
+    audience.tell(LATER)
+    audience.close()
+    for observer in observers:
+        assert [it for it in observer.seen if it != "refreshed"] == [FIRST, LATER, "last"]
+
+
+def test_news_is_shown_about_every_second_and_nothing_without_news(monkeypatch):
+    monkeypatch.setattr(module, "REFRESH_S", 0.01)
+    observer = Recorder()
+    audience = Audience([observer])
+    audience.tell(FIRST)
+    assert observer.refreshed.wait(10)
+    observer.refreshed.clear()
+    assert not observer.refreshed.wait(0.1)
+    audience.close()
+    assert observer.seen == [FIRST, "refreshed", "last"]
+
+
+def test_an_observer_that_raises_is_logged_once_and_the_others_go_on(caplog):
+    seen = Recorder()
+
+    @flow
+    def training():
+        audience = Audience([Broken(), seen])
+        audience.tell(FIRST)
+        audience.tell(LATER)
+        audience.close()
+
+    training()
+    assert seen.seen[-1] == "last"
+    assert caplog.text.count("Broken cannot be shown: ValueError('no such page')") == 1
+
+
+def test_an_observer_that_hangs_holds_the_end_up_no_longer_than_told(caplog):
+    ends = threading.Event()
+
+    class Hanging(Recorder):
+        def observe(self, happening):
+            ends.wait(60)
+
+    @flow
+    def training():
+        audience = Audience([Hanging()])
+        audience.tell(FIRST)
+        audience.close(longest_s=0.01)
+
+    training()
+    assert "may lack its end" in caplog.text
+    ends.set()
