@@ -36,11 +36,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "injected")]
 
-from file_faults import VARIABLE, Fault, Plan  # noqa: E402 - found by the line above
+from file_faults import VARIABLE, Fault, Plan, name_of  # noqa: E402 - found by the line above
 
 EPOCHS, BATCHES = 3, 3
 RECORDINGS = 3
-MOST_TRIES = 6  # a run may still have an event or two less than the recorded ones
+MOST_TRIES = 6  # a run may still lack an event of the recorded ones: it is left to a race
 QUICK_POINTS = 24
 TRAIN_FN = f"{HERE / 'exact_training.py'}:train_exactly"
 PROBLEMS = ("hard", "silent", "lost", "kept")
@@ -54,7 +54,6 @@ class Point:
     world_size: int
     begins: str
     step: str
-    what: str
     fault: Fault
 
 
@@ -92,13 +91,12 @@ class Referee:
     def record(self, world_size: int, template: Path | None = None) -> list[dict]:
         """Return every file event of an undisturbed run, from scratch or from what `template` holds.
 
-        Threads of a rank race for making a folder, which costs the loser a few events more: of some runs, the shortest counts
-        for each process, since the others have those events as well.
+        Threads of a rank race for making a folder, which costs the loser a few events more: of some runs, those events count
+        that all of them have.
         """
         runs = [self._record(world_size, template) for _ in range(RECORDINGS)]
-        roles = sorted({event["role"] for event in runs[0]})
-        by_role = [[[event for event in events if event["role"] == role] for events in runs] for role in roles]
-        return [event for recorded in by_role for event in min(recorded, key=len)]
+        in_all = set.intersection(*({fault_at(event) for event in events} for events in runs))
+        return [event for event in runs[0] if fault_at(event) in in_all]
 
     def _record(self, world_size: int, template: Path | None) -> list[dict]:
         from forked_gang import run_attempt
@@ -196,15 +194,20 @@ def dying(training, fault: Fault, *, whole_group: bool):
 
 
 def read_events(record: Path) -> list[dict]:
-    """Return the recorded events, numbered per process."""
+    """Return the recorded events, numbered per process and name."""
     events = [json.loads(line) for line in record.read_text().splitlines()]
     unseen = [event for event in events if event["kind"].startswith("unseen")]
     assert not unseen, f"file events that the injector cannot die at: {unseen}"
     counted: Counter = Counter()
     for event in events:
-        counted[event["role"]] += 1
-        event["number"] = counted[event["role"]]
+        event["name"] = name_of(event["kind"], event["path"])
+        counted[event["role"], event["name"]] += 1
+        event["number"] = counted[event["role"], event["name"]]
     return events
+
+
+def fault_at(event: dict, how: str = "before") -> Fault:
+    return Fault(event["role"], event["name"], event["number"], how)
 
 
 def points_of(events: list[dict], path: str, world_size: int, begins: str) -> Iterator[Point]:
@@ -216,8 +219,7 @@ def points_of(events: list[dict], path: str, world_size: int, begins: str) -> It
         if event["unsynced"]:
             ways += ["half"]
         for how in ways:
-            what = f"{event['kind']} {event['path']}"
-            yield Point(path, world_size, begins, event["step"], what, Fault(event["role"], event["number"], how))
+            yield Point(path, world_size, begins, event["step"], fault_at(event, how))
 
 
 def spread(points: list[Point], count: int) -> list[Point]:
@@ -230,11 +232,11 @@ def leave_half_a_save(referee: Referee, world_size: int, events: list[dict]) -> 
     """Return a storage folder of a training that died after a prune, while it wrote the data of its last checkpoint."""
     from forked_gang import run_attempt
 
-    *_, number, _ = (event["number"] for event in events if event["role"] == "rank 0" and event["kind"] == "rename")
+    *_, last_but_one, _ = (event for event in events if event["role"] == "rank 0" and event["kind"] == "rename")
     for _ in range(MOST_TRIES):
         training = referee.training(world_size, f"half-{world_size}")
         fired = training.folder / "fired"
-        run_attempt(training, dying(training, Fault("rank 0", number, "before"), whole_group=True))
+        run_attempt(training, dying(training, fault_at(last_but_one), whole_group=True))
         if fired.exists() and len(json.loads(fired.read_text())["committed"]) < EPOCHS:
             return training.storage
     raise AssertionError("no training died in its last save")
@@ -364,7 +366,7 @@ def flow_sample(flows: Flows, forked: list[Point], count: int, *, quick: bool) -
             usable = by_role[role] if not quick else by_role[role][: len(by_role[role]) // 2]
             for point in spread(usable, max(1, count // len(roles))):
                 flows.judge(point)
-                print(f"flow: {point.fault} {point.what}", flush=True)
+                print(f"flow: {point.fault}", flush=True)
 
 
 def main() -> int:

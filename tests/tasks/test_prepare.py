@@ -109,9 +109,22 @@ def test_every_argument_of_the_loader_is_kept(places):
     assert isinstance(loader.sampler, SequentialSampler)  # the caller's is as it was
 
 
-def test_workers_load_the_share(places):
-    loader = prepare_data_loader(DataLoader(DATA, batch_size=2, num_workers=1, persistent_workers=True, collate_fn=collate))
-    assert items(loader) == items(loader) == [0, 2, 4, 6, 8]
+WITH_WORKERS = """
+import torch
+from prefect_torch.tasks import prepare, prepare_data_loader
+from torch.utils.data import DataLoader, TensorDataset
+prepare._place = lambda: (0, 2)
+data = TensorDataset(torch.arange(10))
+loader = prepare_data_loader(DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True))
+for epoch in range(2):
+    print([int(item) for batch, in loader for item in batch])
+"""
+
+
+def test_workers_load_the_share():
+    """In a process of its own, as a rank is one: a worker is a fork, and this process may hold a whole server's threads."""
+    ran = subprocess.run([sys.executable, "-c", WITH_WORKERS], capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines() == ["[0, 2, 4, 6, 8]"] * 2, ran.stderr
 
 
 def test_the_seed_of_the_generator_is_that_of_the_order(places, monkeypatch):

@@ -17,10 +17,12 @@ import builtins
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 VARIABLE = "FILE_FAULTS"
@@ -38,16 +40,26 @@ _BY_PATH = {  # functions whose first argument is what they act on
 }
 _AUDITED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "os.scandir", "os.listdir"}
 _REAL = {name: getattr(os, name) for name in ("open", "fsync", "replace", "unlink", "mkdir", "rmdir", "link", "scandir")}
+_RANDOM = re.compile(r"[0-9a-f]{8,}(?=$|[/.])")
 _real_open = builtins.open
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Which process dies where: the event is counted from 1 in that process."""
+    """Which process dies where: at the `number`th (from 1) of its events that are named `event`, as `name_of` names them.
+
+    By name, since threads of a process race for making a folder: who counts all its events would die somewhere else each time.
+    """
 
     role: str
+    event: str
     number: int
     how: str
+
+
+def name_of(kind, path):
+    """Return what an event is called in every run alike: its path has "*" in place of what is drawn at random."""
+    return f"{kind} {_RANDOM.sub('*', path)}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,7 @@ class Watch:
         self.plan = plan
         self.role = role
         self.count = 0
+        self.seen = Counter()
         self.unsynced_names: list = []  # (folder, how to undo it), in order
         self.unsynced_files: set = set()
         self.lock = threading.RLock()
@@ -109,7 +122,9 @@ class Watch:
             if kind == "fsync" and os.path.isdir(f"{self.plan.folder}/{path}"):
                 kind = "fsync folder"
             self._note(kind, path)
-            fires = self.fault is not None and self.count == self.fault.number
+            name = name_of(kind, path)
+            self.seen[name] += 1
+            fires = self.fault is not None and (name, self.seen[name]) == (self.fault.event, self.fault.number)
             if fires and self.fault.how != "after":
                 self._lose_what_is_unsynced()
                 self.die(kind, path)
