@@ -8,8 +8,9 @@ from typing import Any
 class RankLocal:
     """Says that every rank has its own of `value` in a state: `state={"rng": RankLocal(torch.get_rng_state())}`.
 
-    Without it, tensors of one name and shape are taken for equal on all ranks unless they are small (< 64 KiB) and differ.
-    Each rank stores its own; a load into `RankLocal(...)` gives it back to the same rank of as many ranks.
+    Without it, ranks compare what is in no module, optimizer or DTensor at each report, and each stores its own of what
+    differs; a module's tensors count as equal on all ranks. Each rank stores its own of what is marked, compared or not; a load
+    into `RankLocal(...)` gives it back to the same rank of as many ranks.
 
     Attributes:
         value: A tensor, a plain value, a container of them, or an object with `state_dict`.

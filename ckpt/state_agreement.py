@@ -1,12 +1,12 @@
 """What rank 0 decides about the states of a report: who writes what, and which values are each rank's own."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import ReportMismatchError
-from .state_index import rank_of
+from .state_index import rank_name, rank_of
 from .state_plan import Piece, Write, plan_writes
 
 
@@ -16,7 +16,8 @@ class StateDecision:
 
     Attributes:
         plan: The number of the plan of who writes what; a new number is followed by a word to each rank.
-        own: The values that differ between ranks, or that only some have, which each stores under a name of its own.
+        own: The values and loose tensors that differ between ranks, or that only some have, which each stores under a name
+            of its own.
         writers: Who stores a value that is equal on all ranks that have it, where that is not rank 0.
 
     """
@@ -54,19 +55,27 @@ class StatePlanner:
 
         """
         bringing = [rank for rank, of_rank in enumerate(told) if of_rank is not None]
-        wanted = (self._described, *bringing)
+        self._check_shapes(told, bringing)
+        _, own_tensors = _compare(told, "tensors")
+        values, own_values = _compare(told, "values")
+        wanted = (self._described, tuple(own_tensors), *bringing)
         if wanted != self._planned_for:
-            pieces = [self._pieces[rank] if rank in bringing else [] for rank in range(len(told))]
-            self.writes = plan_writes(pieces)
+            self.writes = plan_writes(
+                [self._stored_by(rank, set(own_tensors)) if rank in bringing else [] for rank in range(len(told))]
+            )
             self._planned_for = wanted
             self._plan += 1
-        self._check_shapes(told, bringing)
-        return self._decide_values(told, bringing)
+        writers = {name: min(by_rank) for name, by_rank in values.items() if 0 not in by_rank and name not in own_values}
+        return StateDecision(self._plan, [*own_tensors, *own_values], writers)
+
+    def _stored_by(self, rank: int, own: Collection[str]) -> list[Piece]:
+        pieces = self._pieces[rank]
+        return [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in pieces]
 
     def _check_shapes(self, told: Sequence[Mapping[str, Any] | None], bringing: Sequence[int]) -> None:
         """Refuse a name that is a value on one rank and a tensor or a container on another: no index could tell them apart."""
         values = {rank: tuple((told[rank] or {}).get("values", {})) for rank in bringing}
-        if (checked := (self._planned_for, values)) == self._checked:
+        if (checked := (self._described, values)) == self._checked:
             return
         kinds: dict[str, dict[int, str]] = defaultdict(dict)
         for rank in bringing:
@@ -85,21 +94,23 @@ class StatePlanner:
                 raise _mismatch(name, {r: kind for r, kind in kinds[name].items() if kind == "a value"}, rank, "a tensor")
         self._checked = checked
 
-    def _decide_values(self, told: Sequence[Mapping[str, Any] | None], bringing: Sequence[int]) -> StateDecision:
-        digests: dict[str, dict[int, str]] = defaultdict(dict)
-        for rank, of_rank in enumerate(told):
-            for name, digest in (of_rank or {}).get("values", {}).items():
-                digests[name][rank] = digest
-        decision = StateDecision(self._plan)
-        for name, by_rank in digests.items():
-            is_partial = (
-                len(by_rank) < len(bringing) and rank_of(name) is None
-            )  # the others must not get what they did not have
-            if len(set(by_rank.values())) > 1 or is_partial:
-                decision.own.append(name)
-            elif 0 not in by_rank:
-                decision.writers[name] = min(by_rank)
-        return decision
+
+def _compare(told: Sequence[Mapping[str, Any] | None], what: str) -> tuple[dict[str, dict[int, str]], list[str]]:
+    """Return the digests of each name by rank, and the names that are each rank's own.
+
+    Those differ, or only some ranks have them: the others must not get what they did not have.
+    """
+    digests: dict[str, dict[int, str]] = defaultdict(dict)
+    for rank, of_rank in enumerate(told):
+        for name, digest in (of_rank or {}).get(what, {}).items():
+            digests[name][rank] = digest
+    bringing = sum(of_rank is not None for of_rank in told)
+    own = [
+        name
+        for name, by_rank in digests.items()
+        if len(set(by_rank.values())) > 1 or (len(by_rank) < bringing and rank_of(name) is None)
+    ]
+    return digests, own
 
 
 def _mismatch(name: str, kinds: Mapping[int, str], other: int, other_kind: str) -> ReportMismatchError:

@@ -257,10 +257,14 @@ def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | No
     return tuple(offsets), local
 
 
-def is_compared(leaf: Leaf) -> bool:
-    """Say whether a tensor is small and loose enough to be compared between ranks, and stored as a value."""
-    value = leaf.value
-    return not leaf.of_model and not is_dtensor(value) and value.numel() * value.element_size() < SMALL_BYTES
+def is_loose(leaf: Leaf) -> bool:
+    """Say whether ranks may have different tensors there: no module, optimizer or DTensor keeps them equal or sharded."""
+    return not leaf.of_model and not is_dtensor(leaf.value)
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Say whether a loose tensor is stored like a plain value."""
+    return tensor.numel() * tensor.element_size() < SMALL_BYTES
 
 
 class Describer:

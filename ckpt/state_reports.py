@@ -23,7 +23,7 @@ class StateReports:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._planner = StatePlanner()
-        self._saver = StateSaver(peers.rank)
+        self._saver = StateSaver(peers.rank, peers.world_size)
         self._plan = 0
 
     def hold(self, state: Mapping[str, Any]) -> HeldState:

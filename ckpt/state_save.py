@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ import xxhash
 
 from .manifest import FileEntry
 from .state_agreement import StateDecision
-from .state_flatten import Describer, flatten, is_compared
+from .state_flatten import Describer, flatten, is_loose, is_small
 from .state_image import Image
-from .state_index import Chunk, ValueEntry, fields_of, rank_name
+from .state_index import Chunk, ValueEntry, fields_of, rank_name, rank_of
 from .state_plan import Piece, Write
-from .state_values import Value, hold_value
+from .state_values import Value, digest_tensor, hold_value
 from .storage import Transfer
 
 BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: what a load must read to trust any byte of it
@@ -30,12 +30,14 @@ class HeldState:
         pieces: What this rank has of each tensor.
         tensors: The same tensors' memory.
         values: The plain values, as they are now.
+        digests: Of the tensors that other ranks may have different ones of.
 
     """
 
     pieces: list[Piece]
     tensors: list[torch.Tensor]
     values: list[Value]
+    digests: dict[str, str]
 
 
 class StateSaver:
@@ -43,11 +45,13 @@ class StateSaver:
 
     Args:
         rank: This rank.
+        world_size: The number of ranks.
 
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
+        self._world_size = world_size
         self._describer = Describer()
         self._told: list[Piece] | None = None
         self._writes: list[Write] = []
@@ -56,17 +60,21 @@ class StateSaver:
         self._staged: HeldState | None = None
 
     def hold(self, state: Mapping[str, Any]) -> HeldState:
-        """Look at `state` and copy its plain values.
+        """Look at `state` and copy its plain values; of several ranks, each reads its large loose tensors once.
 
         Raises:
             ValueError: If something in it cannot be stored, naming it.
 
         """
-        held = HeldState([], [], [])
+        held = HeldState([], [], [], {})
         for leaf in flatten(state, self._rank):
-            if not isinstance(leaf.value, torch.Tensor) or is_compared(leaf):
+            loose = not isinstance(leaf.value, torch.Tensor) or is_loose(leaf)
+            if loose and (not isinstance(leaf.value, torch.Tensor) or is_small(leaf.value)):
                 held.values.append(hold_value(leaf))
-            elif (described := self._describer.describe(leaf)) is not None:
+                continue
+            if loose and self._world_size > 1 and rank_of(leaf.name) is None:
+                held.digests[leaf.name] = digest_tensor(leaf.value)
+            if (described := self._describer.describe(leaf)) is not None:
                 held.pieces.append(described[0])
                 held.tensors.append(described[1])
         return held
@@ -75,7 +83,8 @@ class StateSaver:
         """Return what rank 0 must know of `held`, its structure only where it changed."""
         pieces = None if held.pieces == self._told else [piece.encode() for piece in held.pieces]
         self._told = held.pieces
-        return {"pieces": pieces, "values": {value.name: value.digest for value in held.values}}
+        values = {value.name: value.digest for value in held.values}
+        return {"pieces": pieces, "tensors": held.digests, "values": values}
 
     def stage_early(self, held: HeldState) -> None:
         """Stage by the plan of the report before, while the ranks agree; `settle` sees whether it still holds."""
@@ -90,8 +99,9 @@ class StateSaver:
         own, rank = set(decision.own), self._rank
         values = {rank_name(value.name, rank) if value.name in own else value.name: value for value in held.values}
         kept = {name: value for name, value in values.items() if name != value.name or decision.writers.get(name, 0) == rank}
+        pieces = [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in held.pieces]
         assert self._image is not None
-        return StagedState(rank, held.pieces, self._writes, self._image, kept)
+        return StagedState(rank, pieces, self._writes, self._image, kept)
 
     def follow(self, writes: list[Write]) -> None:
         """Take over a new plan; whatever was staged was staged by another one."""
@@ -116,7 +126,7 @@ class StagedState:
 
     Attributes:
         rank: This rank.
-        pieces: What it has of each tensor.
+        pieces: What it has of each tensor, by the name to store it under.
         writes: What of it it stores.
         image: The bytes of its file of tensors, in the order of `writes`.
         values: The values that it stores, by the name to store each under.

@@ -61,10 +61,17 @@ def read_value(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """Return what is equal on two ranks if dtype, shape and all bytes of their tensors are; reads it once."""
+    there = tensor.detach().to("cpu").contiguous()
+    digest = xxhash.xxh3_64(f"{there.dtype} {tuple(there.shape)}".encode())
+    digest.update(memory_of(there))
+    return digest.hexdigest()
+
+
 def _hold_tensor(leaf: Leaf, kept: torch.Tensor) -> Value:
     dtype, shape = str(kept.dtype).removeprefix("torch."), tuple(kept.shape)
-    digest = _digest(f"{dtype} {shape}".encode() + bytes(memory_of(kept)))
-    return Value(leaf.name, leaf.path, digest, lambda: _saved(kept), (dtype, shape))
+    return Value(leaf.name, leaf.path, digest_tensor(kept), lambda: _saved(kept), (dtype, shape))
 
 
 def _is_marshalled(value: Any) -> bool:

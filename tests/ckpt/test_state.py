@@ -219,17 +219,22 @@ def test_memory_is_allocated_once_while_the_structure_stays(store, monkeypatch):
     check_equal(load(newest(store), make_state(9, 1), 1, 2), make_state(7, 1))
 
 
+def parameters(**tensors):
+    return torch.nn.ParameterDict({name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()})
+
+
 def test_a_new_structure_on_one_rank_is_planned_anew_on_all(store):
     def states(epoch, rank):
         more = {"late": torch.full((300, 300), float(epoch))} if epoch >= rank else {}
-        return {"w": torch.full((600, 600), float(epoch)), **more}
+        return {"model": parameters(w=torch.full((600, 600), float(epoch)), **more)}
 
     report_states(store, states, 3)
     for manifest in store.list():
-        epoch = manifest.step
-        state = load(store.checkpoint(manifest), {"w": torch.zeros(600, 600), "late": torch.zeros(300, 300)})
-        assert torch.equal(state["w"], torch.full((600, 600), float(epoch)))
-        assert torch.equal(state["late"], torch.full((300, 300), float(epoch)))
+        epoch = float(manifest.step)
+        fresh = parameters(w=torch.zeros(600, 600), late=torch.zeros(300, 300))
+        model = load(store.checkpoint(manifest), {"model": fresh})["model"]
+        assert torch.equal(model.w, torch.full((600, 600), epoch))
+        assert torch.equal(model.late, torch.full((300, 300), epoch))
 
 
 @pytest.mark.parametrize("bringer", [0, 1])
@@ -307,9 +312,9 @@ def test_a_state_that_cannot_be_stored_is_refused_by_name_on_all_ranks_and_the_n
 def test_ranks_whose_tensors_cannot_be_one_all_raise_and_the_next_report_pairs(store):
     def train(session, rank):
         with pytest.raises(
-            ReportMismatchError, match=r"rank 1 has 'w' as float32 \[400, 100\] but rank 0 as float32 \[300, 100\]"
+            ReportMismatchError, match=r"rank 1 has 'm.w' as float32 \[400, 100\] but rank 0 as float32 \[300, 100\]"
         ):
-            session.report({}, state={"w": torch.ones(300 + 100 * rank, 100)})
+            session.report({}, state={"m": parameters(w=torch.ones(300 + 100 * rank, 100))})
         session.report({}, state={"w": torch.ones(300, 100)})
         session.report({}, state={"w": RankLocal(torch.ones(300 + rank, 100))})
 

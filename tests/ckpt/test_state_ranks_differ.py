@@ -177,3 +177,46 @@ def test_what_an_optimizer_has_beside_what_all_have_comes_back(store):
     other = CountingSGD(model.parameters(), lr=0.2)
     load(store, {"model": model, "optimizer": other})
     assert (other.counter, other.param_groups[0]["lr"]) == (7, 0.1)
+
+
+def big(fill, size=50_000):
+    return torch.full((size,), float(fill))
+
+
+@pytest.mark.parametrize("make", [lambda rank: {"t": big(rank)}, lambda rank: {"t": Loader({"inner": [big(rank)]})}])
+def test_large_tensors_that_differ_are_each_ranks_own(store, make):
+    assert report(store, make) == [None, None]
+    for rank in range(2):
+        state = load(store, make(5), rank)
+        tensor = state["t"] if isinstance(state["t"], torch.Tensor) else state["t"].state["inner"][0]
+        assert torch.equal(tensor, big(rank))
+    with pytest.raises(RankLocalStateError):
+        load(store, make(5), world_size=1)
+
+
+def test_a_large_tensor_is_one_while_it_is_equal_and_two_from_when_it_differs(store):
+    """As of error feedback, which begins with zeros everywhere."""
+
+    def train(session, rank):
+        session.report({}, state={"t": big(0)}, upload="sync")
+        session.report({}, state={"t": big(rank)}, upload="sync")
+        session.report({}, state={"t": big(9)}, upload="sync")
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    equal, differing, again = store.list()
+    assert equal.total_bytes < big(0).nbytes + 20_000 > again.total_bytes
+    assert differing.total_bytes > 2 * big(0).nbytes
+    for rank in range(2):
+        loaded = {"t": big(5)}
+        store.checkpoint(differing).load_state(loaded, rank=rank, world_size=2)
+        assert torch.equal(loaded["t"], big(rank))
+        store.checkpoint(again).load_state(loaded, rank=rank, world_size=2)
+        assert torch.equal(loaded["t"], big(9))
+
+
+def test_large_tensors_of_other_shapes_or_on_one_rank_only_are_each_ranks_own(store):
+    held = [{"t": big(0, 50_000), "more": {"a": big(1), "b": 1}}, {"t": big(1, 60_000), "more": {"b": 1}}]
+    assert report(store, lambda rank: held[rank]) == [None, None]
+    assert torch.equal(load(store, {"t": big(5, 60_000)}, 1)["t"], held[1]["t"])
+    with pytest.raises(StateMismatchError, match=r"'more.a' is not in the checkpoint for this rank"):
+        load(store, {"more": {"a": big(5)}}, 1)
