@@ -11,7 +11,7 @@ demo: install
 	$(BIN)/python examples/digits.py
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadfile
 
 lint: install
 	$(BIN)/ruff check .

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL
+from prefect.testing.utilities import prefect_test_harness
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 ROOT = Path(__file__).parents[1]
@@ -19,18 +21,24 @@ COMMANDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def server():
+    """Yield an environment with one Prefect server for several programs: else each begins one of its own."""
+    with prefect_test_harness(server_startup_timeout=120):
+        yield {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
+
+
 def test_every_block_is_a_program_or_commands():
     blocks = re.findall(r"^```(\w+)$", README, re.MULTILINE)
     assert len(blocks) == len(PROGRAMS) + README.count("```console")
 
 
 def test_the_programs_run_in_order(tmp_path):
-    printed = {}
+    """With nothing but Prefect's embedded server, as on a machine that never saw Prefect."""
+    printed, environment = {}, {**os.environ, "PREFECT_HOME": str(tmp_path / "home")}
     for name, program in PROGRAMS:
         (tmp_path / name).write_text(program.replace("serve(nightly)", "print(nightly.name)"))
-        done = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        printed[name] = done.stdout
+        printed[name] = run_program([name], tmp_path, environment)
     assert "'loss'" in printed["run.py"]
     assert printed["look.py"].startswith("1 None [{'loss'")
     assert len(printed["look.py"].splitlines()) in (3, 4)  # the best two, and the latest
@@ -43,22 +51,26 @@ def test_the_programs_run_in_order(tmp_path):
     assert (tmp_path / "model/state.pt").exists()
 
 
+def run_program(arguments, folder, environment):
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize("name", ["my_lightning_training", "my_prepared_training"])
-def test_the_other_trainings_run_on_two_ranks(tmp_path, name):
+def test_the_other_trainings_run_on_two_ranks(tmp_path, server, name):
     (tmp_path / f"{name}.py").write_text(dict(PROGRAMS)[f"{name}.py"])
     program = f"""
 from prefect_torch.flows import RunConfig, ScalingConfig, train
 result = train("{name}:train_fn", {{"epochs": 2}}, ScalingConfig(num_workers=2), RunConfig(name="run"))
 print(len(result.history), "loss" in result.metrics)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines()[-1] == "2 True"
+    assert run_program(["-c", program], tmp_path, server).splitlines()[-1] == "2 True"
 
 
-def test_the_training_with_a_state_resumes_on_another_number_of_ranks(tmp_path):
+def test_the_training_with_a_state_resumes_on_another_number_of_ranks(tmp_path, server):
     (tmp_path / "my_state_training.py").write_text(dict(PROGRAMS)["my_state_training.py"])
     program = """
 from prefect_torch.flows import RunConfig, ScalingConfig, train
@@ -67,11 +79,7 @@ for ranks, epochs in [(2, 2), (1, 3), (2, 5)]:
     result = train("my_state_training:train_fn", config, ScalingConfig(num_workers=ranks), RunConfig(name="run"))
 print([(record.attempt, record.step) for record in result.history])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines()[-1] == "[(1, 0), (1, 1), (2, 2), (3, 3), (3, 4)]"
+    assert run_program(["-c", program], tmp_path, server).splitlines()[-1] == "[(1, 0), (1, 1), (2, 2), (3, 3), (3, 4)]"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -215,9 +215,13 @@ def flow_run_state(storage):
 
 @pytest.mark.parametrize("kill_at", ["start", "first checkpoint", "restart"])
 def test_the_demo_killed_at_any_moment_continues_and_finishes(tmp_path, kill_at):
-    """With Prefect's embedded server, which must not be left behind either."""
+    """Once with Prefect's embedded server, which must not be left behind either."""
     arguments = (str(EXAMPLES / "digits.py"), "--storage", str(tmp_path / "demo"))
-    environment = {"PREFECT_HOME": str(tmp_path / "home"), "PREFECT_API_URL": ""}
+    environment = (
+        {"PREFECT_HOME": str(tmp_path / "home"), "PREFECT_API_URL": ""}
+        if kill_at == "first checkpoint"
+        else {"PREFECT_API_URL": PREFECT_API_URL.value()}
+    )
     attempts = tmp_path / "demo/digits/attempts"
     manifests = tmp_path / "demo/digits/manifests"
     moments = {
