@@ -16,6 +16,8 @@ from .state_plan import Piece, Step
 
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and activation checkpointing
 _PLAIN = {type(None), bool, int, float, str}
+_USUAL = {torch.Tensor, torch.nn.Parameter}
+_DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES if hasattr(torch, name)}
 SMALL_BYTES = 64 * 2**10
 
 
@@ -168,8 +170,11 @@ class _Walk:
 
     def visit(self, value: Any, at: _At) -> None:
         """Collect the leaves in `value`, which lies at `at`."""
-        if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, torch.Tensor):
             self._take(value, at)
+        elif kind is dict and not is_plain(value):  # before the questions that only objects answer: most are dicts
+            self._visit_items(value, at)
         elif isinstance(value, torch.nn.Module):
             self._visit_module(unwrap(value), at)
         elif isinstance(value, torch.optim.Optimizer):
@@ -181,11 +186,14 @@ class _Walk:
         elif is_plain(value):
             self._take(value, at)
         elif isinstance(value, Mapping):
-            for key, item in value.items():
-                self.visit(item, at.below(_checked_key(key, at.path), key))
+            self._visit_items(value, at)
         else:
             for place, item in enumerate(value):
                 self.visit(item, at.below(place, [place]))
+
+    def _visit_items(self, value: Mapping[Any, Any], at: _At) -> None:
+        for key, item in value.items():
+            self.visit(item, at.below(_checked_key(key, at.path), key))
 
     def _visit_module(self, module: torch.nn.Module, at: _At) -> None:
         buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
@@ -206,7 +214,8 @@ class _Walk:
         name = rank_name(at.name, self._rank) if at.rank_local else at.name
         if isinstance(value, torch.Tensor):
             _check_tensor(name, value)
-            value = value.detach()
+            if value.requires_grad:
+                value = value.detach()
         self.leaves.append(Leaf(name, at.path, value, at.of_model, by_first))
 
 
@@ -221,12 +230,15 @@ def _checked_key(key: object, path: tuple[Step, ...]) -> Step:
 
 
 def _check_tensor(name: str, value: torch.Tensor) -> None:
+    is_usual = type(value) in _USUAL and value.dtype in _DTYPE_NAMES and value.layout is torch.strided
+    if is_usual and not value.is_quantized and not value.is_meta:
+        return
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         what = "quantized" if value.is_quantized else "without data (meta)" if value.is_meta else str(value.layout)
         raise ValueError(f"the tensor {name!r} is {what}, which cannot be stored: make it a dense tensor")
     if is_traceable_wrapper_subclass(value) and not is_dtensor(value):
         raise ValueError(f"the tensor {name!r} is a {type(value).__name__}, which wraps others: store those, by a state_dict")
-    if str(value.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+    if value.dtype not in _DTYPE_NAMES:
         raise ValueError(f"the tensor {name!r} is {value.dtype}, which cannot be stored: view it as uint8")
 
 
@@ -275,18 +287,14 @@ class Describer:
 
     def describe(self, leaf: Leaf) -> tuple[Piece, torch.Tensor] | None:
         """Return this rank's part of a tensor leaf as the plan needs it, and its memory; None where this rank has none."""
-        part = local_part(leaf.value)
+        value, known = leaf.value, self._known.get(leaf.name)
+        part = local_part(value)
         if part is None:
             return None
         offsets, local = part
-        dtype = _DTYPE_NAMES.get(local.dtype) or _DTYPE_NAMES.setdefault(local.dtype, str(local.dtype).removeprefix("torch."))
-        shape, sizes = tuple(leaf.value.shape), tuple(local.shape)
-        known = self._known.get(leaf.name)
+        dtype, shape, sizes = _DTYPE_NAMES[local.dtype], value.shape, local.shape
         told = (leaf.path, dtype, shape, offsets, sizes, leaf.by_first)
         if known is None or (known.path, known.dtype, known.shape, known.offsets, known.sizes, known.by_first) != told:
-            known = Piece(leaf.name, leaf.path, dtype, local.element_size(), shape, offsets, sizes, leaf.by_first)
+            known = Piece(leaf.name, leaf.path, dtype, local.element_size(), tuple(shape), offsets, tuple(sizes), leaf.by_first)
             self._known[leaf.name] = known
         return known, local
-
-
-_DTYPE_NAMES: dict[torch.dtype, str] = {}
