@@ -4,6 +4,8 @@ PYTHON ?= python3
 # saves gigabytes.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+# Prefect gives its embedded server 20 s, which a busy laptop may exceed.
+export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 
 .PHONY: demo test lint bench chaos soak install
 

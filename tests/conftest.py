@@ -131,14 +131,15 @@ def rclone_command(port: int, folder: Path, secret: str = SECRET_KEY) -> list[st
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_credentials_of_this_machine() -> Iterator[None]:
-    """Let no test find the developer's AWS profile, or ask a cloud's metadata service beyond loopback."""
+def nothing_of_this_machine() -> Iterator[None]:
+    """Let no test find the developer's AWS profile, ask a cloud's metadata service beyond loopback, or fail since it is slow."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             patch.delenv(name)
         patch.setenv("AWS_CONFIG_FILE", os.devnull)
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
         yield
 
 
