@@ -1,6 +1,7 @@
 """Prefect blocks as storage: configuration and credentials, never the data path."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
 import cloudpickle
@@ -8,9 +9,10 @@ from prefect.blocks.core import Block
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
-from pydantic import Field, field_validator
+from pydantic import Field, HttpUrl, field_validator
 
-from .opening import is_block_slug, parse_storage
+from .opening import is_block_slug, open_storage, parse_storage
+from .probe import PATIENCE, StorageProbe, probe_storage
 from .storage import StorageSpec
 
 
@@ -18,22 +20,33 @@ class CheckpointStorage(Block):
     """Configure where the checkpoints of trainings go.
 
     Example:
-        Save one, and give it to a training:
+        Load a saved one, see that it does what trainings need, and give it to a training:
+        ```python
+        from prefect_torch.ckpt.blocks import CheckpointStorage
+        from prefect_torch.flows import RunConfig, train
 
-            CheckpointStorage(location="s3://bucket/prefix").save("NAME")
-            train("my_training:train_fn", run=RunConfig(storage="checkpoint-storage/NAME"))
+        storage = CheckpointStorage.load("NAME")
+        storage.check()
+        train("my_training:train_fn", run=RunConfig(storage=storage))
+        ```
 
     """
 
     _block_type_name = "Checkpoint Storage"
     _block_type_slug = "checkpoint-storage"
+    _description = "Where trainings keep their checkpoints: a folder, a bucket, or a place below another block."
+    _documentation_url = cast("HttpUrl", "https://docs.prefect.io/v3/concepts/blocks")
+    # Prefect takes no data: URL; this one is pinned to a commit, and every server that shows its own file systems shows it.
+    _logo_url = cast("HttpUrl", LocalFileSystem._logo_url)  # noqa: SLF001 - Prefect has no public name for it
 
     location: str = Field(
         default="",
-        description="A local path or a URL such as s3://bucket/prefix; below the file system's own place when one is chosen.",
+        title="Location",
+        description="A local path or a URL such as s3://bucket/prefix; a folder below the file system's own place when one is "
+        "chosen.",
     )
     file_system: LocalFileSystem | RemoteFileSystem | S3Bucket | None = Field(
-        default=None, description="The block that holds the place and the credentials."
+        default=None, title="File system", description="The block that holds the place and the credentials, if any is needed."
     )
 
     @field_validator("file_system", mode="before")
@@ -45,6 +58,18 @@ class CheckpointStorage(Block):
         if "bucket_name" in value:
             return S3Bucket.model_validate(value)
         return (RemoteFileSystem if "settings" in value else LocalFileSystem).model_validate(value)
+
+    def check(self) -> StorageProbe:
+        """Write, list, read and delete a small object there, which does not stay; return what was tried and how long it took.
+
+        Costs five requests; a storage that does not answer is given up after about twenty seconds.
+
+        Raises:
+            StorageUnfitError: If one of them fails; it says which, why, and what to do.
+            ValueError: If the location cannot be one.
+
+        """
+        return probe_storage(open_storage(replace(parse_storage(self), retry=PATIENCE)))
 
     def spec(self) -> StorageSpec:
         """Return what a process needs to open this storage."""

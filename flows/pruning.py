@@ -6,27 +6,35 @@ from prefect import flow, get_run_logger
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
-from prefect_torch.ckpt.blocks import StorageBlock
 from prefect_torch.ckpt.history import newest_recorded
 from prefect_torch.ckpt.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs import list_runs
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
+from prefect_torch.tasks.run_form import shown_as
 from prefect_torch.tasks.settings import configured_storage
+from prefect_torch.tasks.storage_choice import StorageChoice
 from pydantic import Field
 
 
 @flow(name="prune", persist_result=False)
 def prune(
     storage: Annotated[
-        str | StorageBlock,
-        Field(description="Where the runs lie: a local path, a URL, 'block-type-slug/block-name', or a saved block."),
+        StorageChoice,
+        shown_as(
+            "Storage",
+            "Where the runs lie: a local path, a URL such as s3://bucket/prefix, 'block-type-slug/block-name', or a saved "
+            "block.",
+        ),
     ],
-    runs: Annotated[list[str] | None, Field(description="Which runs to prune; all in the storage when empty.")] = None,
-    checkpoint: Annotated[
-        CheckpointConfig | None,
-        Field(description="Which checkpoints are kept; when empty, what each run's own training was told last."),
+    runs: Annotated[
+        Annotated[list[str], Field(title="These")] | Annotated[None, Field(title="All")],
+        shown_as("Runs", "Which runs to prune, by name; all in the storage otherwise."),
     ] = None,
-    dry_run: Annotated[bool, Field(description="Only say in the log what would be deleted.")] = False,
+    checkpoint: Annotated[
+        Annotated[CheckpointConfig, Field(title="This")] | Annotated[None, Field(title="Each run's own")],
+        shown_as("Policy", "Which checkpoints are kept; otherwise, what each run's own training was told last."),
+    ] = None,
+    dry_run: Annotated[bool, shown_as("Dry run", "Only say in the log what would be deleted.")] = False,
 ) -> dict[str, list[str]]:
     """Delete the checkpoints that are not to be kept, and what nobody committed; return the ids deleted, by run.
 

@@ -4,25 +4,35 @@ from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from prefect_torch.ckpt import RetentionPolicy
-from prefect_torch.ckpt.blocks import StorageBlock
 from prefect_torch.ckpt.layout import check_run_name
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+
+from .run_form import show_what_may_be_empty
+from .storage_choice import StorageChoice
 
 Budget = Annotated[int, Field(ge=-1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
 
 
 class _Config(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=show_what_may_be_empty)
+
+    @model_serializer(mode="wrap")
+    def _leave_out_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return what deployments are given: a form shows each of these, and takes no null where there is a choice."""
+        return {name: value for name, value in handler(self).items() if value is not None}
 
 
 class ScalingConfig(_Config):
     """How many ranks, and on what."""
 
-    num_workers: int = Field(default=1, ge=1, description="How many ranks (processes) train together.")
-    use_gpu: bool = Field(default=False, description="Give each rank a GPU of its own.")
-    backend: str | None = Field(
-        default=None, description="The process group's backend; nccl with GPUs and gloo without when empty."
+    num_workers: int = Field(default=1, ge=1, title="Ranks", description="How many processes train together.")
+    use_gpu: bool = Field(default=False, title="GPUs", description="Give each rank a GPU of its own.")
+    backend: Backend | None = Field(
+        default=None,
+        title="Backend",
+        description="How the ranks exchange tensors. When nothing is chosen, nccl with GPUs and gloo without.",
     )
 
 
@@ -31,29 +41,39 @@ class RunConfig(_Config):
 
     name: str | None = Field(
         default=None,
-        description="The run's name in the storage. An explicit name continues across flow runs; without one, each flow "
-        "run has its own run, which its retries continue.",
+        title="Run name",
+        description="The run's name in the storage. A name continues across flow runs; when empty, each flow run has a run of "
+        "its own, which its retries continue.",
+        json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"},  # for forms; check_run_name says it in words
     )
-    storage: str | StorageBlock = Field(
+    storage: StorageChoice = Field(
         default="./checkpoints",
-        description="Where checkpoints go: a local path, a URL (s3://bucket/prefix), 'block-type-slug/block-name', or a "
+        title="Storage",
+        description="Where checkpoints go: a local path, a URL such as s3://bucket/prefix, 'block-type-slug/block-name', or a "
         "saved block.",
     )
     resume: Literal["auto", "never", "must"] = Field(
         default="auto",
+        title="Resume",
         description="auto: continue from the latest checkpoint if there is one. never: begin anew. must: fail if there is "
         "none.",
     )
     takeover: bool = Field(
-        default=False, description="Take the run over from a flow run that is still alive; that one is fenced off."
+        default=False,
+        title="Take over",
+        description="Take the run from a flow run that is still alive; that one is stopped at its next commit.",
     )
     storage_deadline_s: Seconds | None = Field(
         default=None,
-        description="After how many seconds a storage that does not answer is given up; when empty, the setting "
-        "PREFECT_INTEGRATIONS_TORCH_STORAGE_DEADLINE_S (120).",
+        title="Storage deadline (seconds)",
+        description="After how long a storage that does not answer is given up. When empty, what the setting "
+        "PREFECT_INTEGRATIONS_TORCH_STORAGE_DEADLINE_S says (120).",
     )
     verify: Literal["digest", "size", "none"] = Field(
-        default="digest", description="How a checkpoint is proven whole before a training resumes from it."
+        default="digest",
+        title="Verify",
+        description="How a checkpoint is proven whole before a training resumes from it. digest: every byte. size: every file "
+        "is there in its full size. none: not at all.",
     )
 
     @field_validator("name")
@@ -65,28 +85,49 @@ class RunConfig(_Config):
 class CheckpointConfig(_Config):
     """Which checkpoints are kept; the latest always is."""
 
-    num_to_keep: int | None = Field(default=None, ge=1, description="How many of the best to keep; all when empty.")
+    num_to_keep: int | None = Field(
+        default=None, ge=1, title="Keep best", description="How many of the best checkpoints to keep. All when empty."
+    )
     checkpoint_score_attribute: str | None = Field(
         default=None,
-        description="The metric that ranks checkpoints, 'a/b' for a nested one; the newest are best when empty.",
+        title="Score",
+        description="The metric that ranks checkpoints, such as val_loss, or a/b for a nested one. When empty, the newest are "
+        "the best.",
     )
-    checkpoint_score_order: Literal["max", "min"] = Field(default="max", description="Whether a high or a low score is good.")
-    keep_last: int = Field(default=1, ge=1, description="How many of the newest to keep besides the best.")
+    checkpoint_score_order: Literal["max", "min"] = Field(
+        default="max", title="Better is", description="max: a high score is good. min: a low one, such as of a loss."
+    )
+    keep_last: int = Field(
+        default=1, ge=1, title="Keep newest", description="How many of the newest checkpoints to keep besides the best."
+    )
     keep_every_n_steps: int | None = Field(
-        default=None, ge=1, description="Keep every checkpoint whose step is a multiple of this, for good."
+        default=None,
+        ge=1,
+        title="Keep every n steps",
+        description="Keep every checkpoint whose step is a multiple of this, for good. None for that reason when empty.",
+    )
+    evaluation_timeout_s: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e9,
+        title="Await evaluation (seconds)",
+        description="For how many seconds a checkpoint that has no score yet is kept, since an evaluation may yet attach one; "
+        "it counts as the worst afterwards, and at once when empty.",
     )
 
     max_in_flight: int = Field(
         default=1,
         ge=1,
+        title="Uploads at once",
         description="How many checkpoints of folders may be on their way to the storage in the background; one more waits.",
     )
     target_overhead: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Which share of the training's time checkpoints may hold it up: get_context().should_checkpoint() is true "
-        "as often as that allows.",
+        title="Share of time for checkpoints",
+        description="Such as 0.01 for one percent of the training's time: should_checkpoint() is then true as often as that "
+        "allows.",
     )
 
     def policy(self) -> RetentionPolicy:
@@ -97,29 +138,47 @@ class CheckpointConfig(_Config):
 class FailureConfig(_Config):
     """How often a training is restarted; every budget is counted per flow run, -1 means without end."""
 
-    max_failures: Budget = Field(default=0, description="Restarts after an exception of the training function.")
-    max_infrastructure_failures: Budget = Field(default=3, description="Restarts after a lost process, storage or network.")
+    max_failures: Budget = Field(
+        default=0,
+        title="After exceptions",
+        description="Restarts after an exception of the training function. -1: without end.",
+    )
+    max_infrastructure_failures: Budget = Field(
+        default=3,
+        title="After lost processes",
+        description="Restarts after a lost process, storage or network. -1: without end.",
+    )
     max_preemptions: Budget = Field(
         default=-1,
-        description="Restarts after the flow's process was ended or killed from outside, or a rank's ended (SIGTERM).",
+        title="After preemptions",
+        description="Restarts after the flow's process was ended or killed from outside, or a rank's ended (SIGTERM). "
+        "-1: without end.",
     )
     retry_delay_s: list[Seconds] = Field(
         default=[],
         max_length=50,  # Prefect's own bound
-        description="Seconds before each restart, the last repeated; at once when empty.",
+        title="Delays (seconds)",
+        description="How long to wait before each restart; the last one holds for all that follow. At once when empty.",
     )
     retry_jitter_factor: float | None = Field(
-        default=None, ge=0, allow_inf_nan=False, description="By which share the delays vary at random."
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        title="Jitter",
+        description="By which share the delays vary at random, such as 0.2. Not at all when empty.",
     )
     grace_s: Seconds = Field(
-        default=20.0, description="Seconds that ranks have for a last checkpoint when the flow run is ended."
+        default=20.0,
+        title="Grace (seconds)",
+        description="How long ranks have for a last checkpoint when the flow run is ended.",
     )
     hang_timeout_s: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="End and restart a training that has not reported for so many seconds; never when empty. Must exceed the "
-        "longest time between two reports, an upload included.",
+        title="Hang timeout (seconds)",
+        description="End and restart a training that has not reported for so long: more than the longest time between two "
+        "reports, an upload included. Never when empty.",
     )
 
     @field_validator("retry_delay_s", mode="before")

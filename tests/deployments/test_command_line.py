@@ -681,7 +681,7 @@ def test_a_storage_that_forgets_to_delete_is_wrong(command, local, monkeypatch):
     monkeypatch.setattr("prefect_torch.ckpt.local_storage.LocalStorage.delete", lambda storage, keys: None)
     code, out, _ = command("doctor", local)
     assert code == 1
-    assert "does not forget: it still lists ['prefect-torch-doctor-" in out
+    assert "does not forget: it still lists ['prefect-torch-probe-" in out
     shutil.rmtree(local)
 
 

@@ -439,9 +439,9 @@ def test_a_function_that_would_not_run_is_told_once(run):
     assert Result.from_storage(run.storage, "run").attempts == 1
 
 
-def test_a_backend_that_torch_does_not_know_is_told_once(run):
-    with pytest.raises(ValueError, match="nope"):
-        train("trainings:train_epochs", epochs(1), ScalingConfig(backend="nope"), run)
+def test_a_backend_that_this_torch_lacks_is_told_once(run):
+    with pytest.raises(ValueError, match="torch here has no backend 'mpi'"):
+        train("trainings:train_epochs", epochs(1), ScalingConfig(backend="mpi"), run)
     assert Result.from_storage(run.storage, "run").attempts == 1
 
 

@@ -1,0 +1,41 @@
+"""The block type "Checkpoint Storage" as a server has it: what the UI shows of it, and that a saved block can be checked."""
+
+import uuid
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect_torch.ckpt.blocks import CheckpointStorage
+from prefect_torch.ckpt.probe import StorageUnfitError
+
+
+@pytest.fixture(scope="module")
+def name(tmp_path_factory):
+    name = f"type-{uuid.uuid4().hex[:8]}"
+    CheckpointStorage(location=str(tmp_path_factory.mktemp("place"))).save(name)  # which registers its type, too
+    return name
+
+
+def test_the_server_knows_its_picture_documentation_and_example(name):
+    with get_client(sync_client=True) as client:
+        block_type = client.read_block_type_by_slug("checkpoint-storage")
+    assert (block_type.name, block_type.is_protected) == ("Checkpoint Storage", False)
+    assert str(block_type.logo_url).startswith("https://")
+    assert str(block_type.documentation_url).startswith("https://")
+    assert block_type.description.endswith(".")
+    assert 'CheckpointStorage.load("NAME")' in block_type.code_example
+
+
+def test_every_field_of_its_form_has_a_title_and_a_sentence():
+    fields = CheckpointStorage.model_json_schema()["properties"]
+    assert set(fields) == {"location", "file_system"}
+    for field in fields.values():
+        assert field["title"][0].isupper()
+        assert field["description"].endswith(".")
+
+
+def test_a_saved_block_can_be_checked(name, tmp_path):
+    assert list(CheckpointStorage.load(name).check().took_s) == ["write", "list", "read", "delete", "forget"]
+    (tmp_path / "file").touch()
+    CheckpointStorage(location=str(tmp_path / "file")).save(name, overwrite=True)
+    with pytest.raises(StorageUnfitError, match="/file does not write"):
+        CheckpointStorage.load(name).check()
