@@ -23,7 +23,8 @@ lint: install
 
 bench: install
 	$(BIN)/python tests/benchmarks/main_job.py
-	$(BIN)/python tests/benchmarks/state.py
+	TORCH='$(TORCH)' $(BIN)/python tests/benchmarks/peers/install.py
+	$(BIN)/python tests/benchmarks/state
 
 # Kills a training at every file event of a save, a prune and a resume: about ten minutes on two idle cores.
 chaos: install
