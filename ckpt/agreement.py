@@ -4,13 +4,12 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
+from .arguments import Upload
 from .errors import CommitFailedError, ReportMismatchError
 from .manifest import FileEntry, new_id
 from .refusal import Refusal
-
-Upload: TypeAlias = Literal["sync", "async"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 import operator
 from collections.abc import Mapping
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
-from .agreement import Upload
 from .manifest import MAX_STEP
+
+Upload: TypeAlias = Literal["sync", "async"]
 
 
 def check_step(step: SupportsIndex | None, *, following: int, after: int | None) -> int:

@@ -6,6 +6,7 @@ import socket
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ from .errors import FencedError
 from .layout import stem
 from .manifest import FORMAT_VERSION
 from .metrics import from_json, to_json
+from .parallel_reads import read_all
 from .store import CheckpointStore
 
 Ending: TypeAlias = Literal["completed", "failed", "preempted", "cancelled"]
@@ -101,14 +103,15 @@ class Outcome:
 
 def list_attempts(store: CheckpointStore) -> Iterator[Attempt]:
     """Yield every attempt, oldest first."""
-    for info in store.storage.list(store.layout.attempts):
-        if (record := store.get_json(info.key)) is not None:
-            yield Attempt(**{**record, "owner": Owner(**record["owner"])})
+    keys = [info.key for info in store.storage.list(store.layout.attempts)]
+    yield from (attempt for attempt in read_all(keys, partial(_read_attempt, store)) if attempt is not None)
 
 
 def newest_attempt(store: CheckpointStore) -> Attempt | None:
-    """Return the attempt that owns the run, or None before the first."""
-    return max(list_attempts(store), key=lambda attempt: (attempt.number, attempt.token), default=None)
+    """Return the attempt that owns the run, or None before the first; a listing and one small read."""
+    keys = [info.key for info in store.storage.list(store.layout.attempts)]
+    readable = (attempt for key in reversed(keys) if (attempt := _read_attempt(store, key)) is not None)
+    return next(readable, None)  # keys sort by number, then token
 
 
 def claim_attempt(
@@ -182,13 +185,18 @@ def write_outcome(store: CheckpointStore, outcome: Outcome) -> None:
 
 def read_outcomes(store: CheckpointStore) -> list[Outcome]:
     """Return every recorded ending, oldest first; an attempt whose leader was killed has none."""
-    outcomes = (_read_outcome(store, info.key) for info in store.storage.list(store.layout.outcomes))
-    return [outcome for outcome in outcomes if outcome is not None]
+    keys = [info.key for info in store.storage.list(store.layout.outcomes)]
+    return [outcome for outcome in read_all(keys, partial(_read_outcome, store)) if outcome is not None]
 
 
 def read_outcome(store: CheckpointStore, attempt: int) -> Outcome | None:
     """Return how one attempt ended, by one small read; None while it runs, or if its leader was killed."""
     return _read_outcome(store, store.layout.outcome(attempt))
+
+
+def _read_attempt(store: CheckpointStore, key: str) -> Attempt | None:
+    record = store.get_json(key)
+    return None if record is None else Attempt(**{**record, "owner": Owner(**record["owner"])})
 
 
 def _read_outcome(store: CheckpointStore, key: str) -> Outcome | None:

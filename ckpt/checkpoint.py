@@ -70,7 +70,10 @@ class Checkpoint:
 
     @property
     def metrics(self) -> Metrics:
-        """What rank 0 reported with a committed checkpoint; empty for a plain folder."""
+        """What rank 0 reported with a committed checkpoint, and what evaluations attached to it; empty for a plain folder.
+
+        `get_checkpoint()` tells what was reported alone, so that all ranks are told the same.
+        """
         return {} if self._id is None else dict(self.manifest.metrics)
 
     @property
@@ -129,7 +132,7 @@ class Checkpoint:
             return
         local = self._store.storage.local_path(self._store.layout.data(self.manifest.id))
         if local is not None:
-            self._store.verify(self._store.get(self.manifest.id))
+            self._store.verify(self._store.committed(self.manifest.id))
             yield str(local)
             return
         from .cache import downloaded  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
@@ -206,7 +209,7 @@ class Checkpoint:
             assert self.directory is not None
             storage = LocalStorage(self.directory)
             return StateReader(storage, "", self.path), files_in(storage)
-        manifest = self._store.get(self.manifest.id)  # raises if it was pruned
+        manifest = self._store.committed(self.manifest.id)  # raises if it was pruned
         files = {entry.path: entry for entry in manifest.files}
         return StateReader(self._store.storage, self._store.layout.data(manifest.id), self.path), files
 
@@ -265,7 +268,7 @@ class Checkpoint:
 
     def _download(self, target: Path) -> None:
         assert self._store is not None
-        download(self._store, self._store.get(self.manifest.id), target)
+        download(self._store, self._store.committed(self.manifest.id), target)
 
 
 def _named(path: str | PathLike[str]) -> str:

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from .attempts import read_outcome
-from .manifest import Manifest
+from .evaluations import ListedCheckpoint
+from .manifest import Manifest, attempt_of
 from .metrics import Metrics, from_json, to_json
+from .parallel_reads import read_all
 from .store import CheckpointStore
 
 CHUNK_RECORDS = 1000
@@ -98,7 +100,7 @@ def read_history(store: CheckpointStore) -> list[MetricRecord]:
                 records.append(record)
             if record.checkpoint is not None:
                 known.add(record.checkpoint)
-    filled_in = [_record_of(manifest) for manifest in store.list() if manifest.id not in known]
+    filled_in = [_record_of(manifest) for manifest in store.readable(it for it in store.listed() if it.id not in known)]
     attempts = [record.attempt for record in records]
     if not filled_in and attempts == sorted(attempts):
         return records
@@ -106,20 +108,21 @@ def read_history(store: CheckpointStore) -> list[MetricRecord]:
     return sorted(records + filled_in, key=lambda record: (record.attempt, record.step))
 
 
-def lost_records(store: CheckpointStore, manifests: Sequence[Manifest], attempt: int) -> list[MetricRecord]:
-    """Return the reports of `manifests` that leaders before `attempt` were killed too early to store.
+def lost_records(store: CheckpointStore, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:
+    """Return the reports of `listed` checkpoints that leaders before `attempt` were killed too early to store.
 
     Who leads `attempt` stores them before anything is pruned: then a manifest is all that remembers them. Costs a small read
-    for each attempt that `manifests` are of, and a listing and a read for each of those that left no outcome.
+    for each attempt that `listed` are of, a listing and a read for each of those that left no outcome, and a read for each
+    lost report.
     """
-    before = {manifest.attempt for manifest in manifests if manifest.attempt < attempt}
-    killed = {number for number in before if read_outcome(store, number) is None}
-    recorded = {number: newest_recorded(store, number) for number in killed}
-    return [
-        _record_of(manifest)
-        for manifest in manifests
-        if manifest.attempt in killed and manifest.id > recorded[manifest.attempt]
-    ]
+    before = sorted({number for it in listed if (number := attempt_of(it.id)) < attempt})
+
+    def newest_of_killed(number: int) -> str | None:
+        return newest_recorded(store, number) if read_outcome(store, number) is None else None
+
+    recorded = dict(zip(before, read_all(before, newest_of_killed), strict=True))
+    lost = [it for it in listed if (newest := recorded.get(attempt_of(it.id))) is not None and it.id > newest]
+    return [_record_of(manifest) for manifest in store.readable(lost)]
 
 
 def newest_recorded(store: CheckpointStore, attempt: int | None = None) -> str:
@@ -139,4 +142,4 @@ def _read_chunk(store: CheckpointStore, key: str) -> list[MetricRecord]:
 
 
 def _record_of(manifest: Manifest) -> MetricRecord:
-    return MetricRecord(manifest.attempt, manifest.step, manifest.metrics, manifest.id, manifest.created_at.isoformat())
+    return MetricRecord(manifest.attempt, manifest.step, manifest.reported, manifest.id, manifest.created_at.isoformat())

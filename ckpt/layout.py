@@ -5,6 +5,7 @@
 <run>/outcomes/<attempt>.json        how the attempt ended
 <run>/checkpoints/<id>/<path>        data, immutable
 <run>/manifests/<id>.json            the commit point, written last
+<run>/manifests/<id>/<name>.json     metrics attached after the commit; here, so that listing manifests finds them at no cost
 <run>/metadata/<id>.json             metadata set after the commit
 <run>/latest.json                    a hint; may be stale or missing without harm
 <run>/metrics/<attempt>-<chunk>.jsonl  metric history
@@ -82,6 +83,12 @@ class Layout:
 
     def manifest(self, checkpoint_id: str) -> str:
         return f"{self.manifests}{checkpoint_id}.json"
+
+    def evaluations(self, checkpoint_id: str) -> str:
+        return f"{self.manifests}{checkpoint_id}/"
+
+    def evaluation(self, checkpoint_id: str, name: str) -> str:
+        return f"{self.evaluations(checkpoint_id)}{name}.json"
 
     def metadata(self, checkpoint_id: str) -> str:
         return f"{self.run}/metadata/{checkpoint_id}.json"

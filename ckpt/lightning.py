@@ -29,8 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from . import reporting
-from .agreement import Upload
-from .arguments import check_upload
+from .arguments import Upload, check_upload
 from .checkpoint import Checkpoint
 from .context import TrainContext
 from .errors import CheckpointNotFoundError

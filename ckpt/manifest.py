@@ -64,7 +64,8 @@ class Manifest:
         id: `<attempt:06d>-<step:08d>-<8 hex>`; sorts by attempt, then step.
         step: The step that the training reported.
         attempt: The attempt that wrote it, counted from 1 over the life of the run.
-        metrics: Rank 0's metrics of the report.
+        metrics: Rank 0's metrics of the report, and under the name of each evaluation what it attached afterwards: what the
+            evaluation "eval" says of accuracy is `metrics["eval"]["accuracy"]`, and ranks as "eval/accuracy".
         files: Every file of every rank, by path.
         world_size: The number of ranks that wrote it.
         parent: The id of the checkpoint that it continues, or a URL when that belongs to another run.
@@ -72,6 +73,7 @@ class Manifest:
         metadata: The user's own.
         timings: What it cost, in seconds: `stall_s`, for which its slowest rank's training waited, and `durable_s`, from the
             report to this manifest, both by the ranks' clocks.
+        evaluations: The names in `metrics` that were attached after the commit; the manifest in storage has none.
 
     """
 
@@ -85,6 +87,12 @@ class Manifest:
     created_at: datetime
     metadata: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
+    evaluations: tuple[str, ...] = ()
+
+    @property
+    def reported(self) -> Metrics:
+        """The metrics of the report alone."""
+        return {name: value for name, value in self.metrics.items() if name not in self.evaluations}
 
     @property
     def total_bytes(self) -> int:
@@ -92,9 +100,10 @@ class Manifest:
         return sum(entry.bytes for entry in self.files)
 
     def encode(self) -> bytes:
-        """Return strict JSON that carries its own digest."""
-        body = to_json({"format": FORMAT_VERSION, **asdict(self), "created_at": self.created_at.isoformat()})
-        return _seal(body)
+        """Return strict JSON that carries its own digest: what was committed, whatever was attached to it since."""
+        fields = {**asdict(self), "metrics": self.reported, "created_at": self.created_at.isoformat()}
+        del fields["evaluations"]
+        return seal(to_json({"format": FORMAT_VERSION, **fields}))
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> "Manifest":
@@ -110,7 +119,7 @@ class Manifest:
         """
         try:
             body = json.loads(data)["body"]
-            intact = data == _seal(body)  # the bytes, since JSON has several spellings of one value
+            intact = data == seal(body)  # the bytes, since JSON has several spellings of one value
         except (ValueError, KeyError, TypeError) as exc:
             raise CheckpointCorruptError(f"{where} is not a manifest: {exc}") from exc
         if not intact:
@@ -133,5 +142,6 @@ def _dump(value: object) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _seal(body: object) -> bytes:
+def seal(body: object) -> bytes:
+    """Return strict JSON of `body` and its digest, so that whoever reads it knows whether it is whole."""
     return _dump({"body": body, "digest": xxhash.xxh3_128_hexdigest(_dump(body))})

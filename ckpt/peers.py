@@ -11,6 +11,11 @@ from .key_value import KeyValue
 Ending: TypeAlias = Literal["returned", "failed", "died"]
 _POLL_S = 0.2
 _LATE_S = 0.002
+_RANKS_PER_POLL_S = 1000  # all ranks wait for rank 0 at once, and one process answers them
+_TOLD = 8  # of the ranks that left, in an error
+_ALL_ENDED = "all ended"
+_NUM_ENDS = "ends"
+_NUM_FAILURES = "failures"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Peers:
         self._key_value = key_value
         self.rank = rank
         self.world_size = world_size
+        self._poll_s = _POLL_S if rank == 0 else max(_POLL_S, world_size / _RANKS_PER_POLL_S)
 
     def exchange(self, topic: str, mine: bytes, meanwhile: Callable[[], None] | None = None) -> list[bytes] | None:
         """Hand `mine` to rank 0, which gets everybody's, by rank; the others get None at once.
@@ -105,25 +111,36 @@ class Peers:
         announce_end(self._key_value, end)
 
     def wait_for_all_ends(self) -> list[RankEnd]:
-        """Wait until every rank left and return how, by rank; returns early with those known once one failed."""
-        while True:
-            if (ends := self._try_get([_end_key(rank) for rank in range(self.world_size)], _POLL_S)) is not None:
-                return [_decode_end(end) for end in ends]
-            known = read_ends(self._key_value, self.world_size)
-            if any(end.ending != "returned" for end in known):
-                return known
+        """Wait until every rank left and return how: the first of all that left alike; or what is known once one failed.
+
+        Rank 0 looks at all of them and tells the others, or each of ten thousand would read ten thousand.
+        """
+        keys = [_end_key(rank) for rank in range(self.world_size)] if self.rank == 0 else [_ALL_ENDED]
+        while (values := self._try_get(keys, self._poll_s)) is None:
+            if has_failure(self._key_value):
+                known = read_ends(self._key_value)
+                if any(end.ending != "returned" for end in known):
+                    return known
+        if self.rank != 0:
+            return [RankEnd(**end) for end in json.loads(values[0])]
+        first_alike: dict[tuple[Ending, int | None], RankEnd] = {}
+        for end in map(_decode_end, values):
+            first_alike.setdefault((end.ending, end.reports), end)
+        self.decide(_ALL_ENDED, json.dumps([asdict(end) for end in first_alike.values()]).encode())
+        self._key_value.check(_ALL_ENDED)  # it has arrived, however soon this process ends
+        return list(first_alike.values())
 
     def _wait(self, keys: Sequence[str], topic: str, unless: str | None = None) -> list[bytes]:
         if not keys:
             return []
         while True:
-            if (values := self._try_get(keys, _POLL_S)) is not None:
+            if (values := self._try_get(keys, self._poll_s)) is not None:
                 return values
             if unless is not None and self._key_value.check(unless) and (values := self._try_get(keys, 0.0)) is None:
                 raise ReportMismatchError(
                     f"rank {self.rank} asks should_checkpoint() while rank 0 reports; call both equally often on every rank"
                 )
-            if ends := [end for end in read_ends(self._key_value, self.world_size) if end.rank != self.rank]:
+            if ends := [end for end in read_ends(self._key_value) if end.rank != self.rank]:
                 if (values := self._try_get(keys, 0.0)) is not None:  # what a peer said before it left still counts
                     return values
                 self._raise_for(ends, topic)
@@ -135,7 +152,8 @@ class Peers:
             return None
 
     def _raise_for(self, ends: list[RankEnd], topic: str) -> None:
-        told = "; ".join(str(end) for end in ends)
+        ends = sorted(ends, key=lambda end: end.ending == "returned")
+        told = "; ".join(str(end) for end in ends[:_TOLD]) + (f"; and {len(ends) - _TOLD} more" if len(ends) > _TOLD else "")
         if all(end.ending == "returned" for end in ends):
             raise ReportMismatchError(
                 f"{told}, while rank {self.rank} waits for it in {topic.replace('/', ' ')}; "
@@ -148,19 +166,29 @@ def announce_end(key_value: KeyValue, end: RankEnd) -> None:
     """Tell everybody who shares `key_value` that a rank left; the first word about a rank counts."""
     if not key_value.check(_end_key(end.rank)):
         key_value.set(_end_key(end.rank), json.dumps(asdict(end)).encode())
-        key_value.add("ends", 1)
+        if end.ending != "returned":
+            key_value.add(_NUM_FAILURES, 1)
+        key_value.set(_left_key(key_value.add(_NUM_ENDS, 1)), str(end.rank).encode())
 
 
-def read_ends(key_value: KeyValue, world_size: int) -> list[RankEnd]:
-    """Return how ranks left, of those that did; one request while none has."""
-    if key_value.add("ends", 0) == 0:
-        return []
-    left = [rank for rank in range(world_size) if key_value.check(_end_key(rank))]
-    return [_decode_end(key_value.get([_end_key(rank)], _POLL_S)[0]) for rank in left]
+def has_failure(key_value: KeyValue) -> bool:
+    """Say whether a rank left otherwise than by returning; one request."""
+    return key_value.add(_NUM_FAILURES, 0) > 0
+
+
+def read_ends(key_value: KeyValue) -> list[RankEnd]:
+    """Return how ranks left, of those that did, by rank; one request while none has, and some for each that has."""
+    keys = [_left_key(number + 1) for number in range(key_value.add(_NUM_ENDS, 0))]
+    ranks = {int(key_value.get([key], _POLL_S)[0]) for key in keys if key_value.check(key)}  # the newest may be yet to come
+    return [_decode_end(key_value.get([_end_key(rank)], _POLL_S)[0]) for rank in sorted(ranks)]
 
 
 def _end_key(rank: int) -> str:
     return f"end/{rank}"
+
+
+def _left_key(number: int) -> str:
+    return f"left/{number}"
 
 
 def _decode_end(data: bytes) -> RankEnd:

@@ -1,17 +1,19 @@
 """What a training function calls."""
 
 from collections.abc import Mapping
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from .agreement import Upload
+from .arguments import Upload
 from .checkpoint import Checkpoint
 from .context import TrainContext
-from .session import RankSession
 
-_session: RankSession | None = None
+if TYPE_CHECKING:
+    from .session import RankSession  # half of what an import of this package would cost, and only ranks need it
+
+_session: "RankSession | None" = None
 
 
-def start_session(session: RankSession | None) -> None:
+def start_session(session: "RankSession | None") -> None:
     """Make `session` the one that this process reports to; None ends it."""
     global _session  # noqa: PLW0603 - a rank is a process, and user code calls report() from any of its threads
     _session = session
@@ -42,10 +44,10 @@ def report(
         checkpoint: This rank's part (`Checkpoint.from_directory`); None where this rank has nothing to store. Ranks may
             bring equal files under one name; different ones need different names.
         state: Names of modules, optimizers, schedulers and other objects with `state_dict`, tensors (DTensors among them),
-            plain values and containers of them. Values that differ between ranks are stored by each; a tensor of one name and
-            shape is taken for equal on all ranks, of which each stores a part, unless it is loose, smaller than 64 KiB and
-            differs, or is marked with `RankLocal`. `Checkpoint.load_state` restores it, and torch.distributed.checkpoint reads
-            it. A folder may be reported beside it.
+            plain values and containers of them. What a module or an optimizer holds counts as equal on all ranks, of which
+            each stores a part; of everything else each rank stores its own where it differs, or is marked with `RankLocal`:
+            give the objects themselves, since the tensors of their `state_dict()` would be compared. `Checkpoint.load_state`
+            restores it, and torch.distributed.checkpoint reads it. A folder may be reported beside it.
         step: The same number on every rank, growing from checkpoint to checkpoint; None counts on from the report before,
             or from the restored checkpoint, beginning with 0.
         progress: The share of the training that is done, from 0 to 1.
@@ -90,7 +92,7 @@ def place_of_this_rank() -> tuple[int, int]:
     return (0, 1) if _session is None else (_session.context.world_rank, _session.context.world_size)
 
 
-def _require_session(name: str) -> RankSession:
+def _require_session(name: str) -> "RankSession":
     if _session is None:
         raise RuntimeError(
             f"{name}() may be called only inside the function that prefect_torch.flows.train() runs on its ranks"

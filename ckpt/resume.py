@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from itertools import takewhile
 
 from .clock import utc_now
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
@@ -35,9 +36,9 @@ def choose_checkpoint(
     """
     while True:
         was_pruned = False
-        for checkpoint_id in reversed([known for known in store.ids() if attempt_of(known) >= lineage]):
+        for checkpoint_id in takewhile(lambda it: attempt_of(it) >= lineage, (listed.id for listed in store.newest_first())):
             try:
-                manifest = store.get(checkpoint_id)
+                manifest = store.committed(checkpoint_id)
                 store.verify(manifest, verify)
             except CheckpointNotFoundError:
                 was_pruned = True

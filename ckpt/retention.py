@@ -2,11 +2,14 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from .metrics import Metrics, find_metric
 
 Order: TypeAlias = Literal["max", "min"]
+
+_LONGEST_TIMEOUT_S = 1e9  # thirty years; dates end
 
 
 class Committed(Protocol):
@@ -24,7 +27,16 @@ class Committed(Protocol):
 
     @property
     def metrics(self) -> Metrics:
-        """What it was reported with."""
+        """What it was reported with, and what was attached to it since."""
+        ...
+
+
+class Dated(Committed, Protocol):
+    """What a decision that depends on the time needs to know besides; a Manifest has it."""
+
+    @property
+    def created_at(self) -> datetime:
+        """When it was committed, with a time zone."""
         ...
 
 
@@ -38,10 +50,13 @@ class RetentionPolicy:
     Attributes:
         num_to_keep: How many of the best to keep by `checkpoint_score_attribute`, or of the newest where that is None.
             None keeps everything.
-        checkpoint_score_attribute: A metric's name, or an "a/b" path into nested metrics.
+        checkpoint_score_attribute: A metric's name, or an "a/b" path into nested metrics; "eval/accuracy" is the accuracy that
+            the evaluation "eval" attaches.
         checkpoint_score_order: Whether a high ("max") or a low ("min") score is good.
         keep_last: How many of the newest to keep besides the best.
         keep_every_n_steps: Keep every checkpoint whose step is a multiple of this, for good.
+        evaluation_timeout_s: Keep every checkpoint without a score for so long after its commit, by the clocks of who commits
+            and who prunes, since its evaluation may yet attach one. None waits for no evaluation.
 
     """
 
@@ -50,6 +65,7 @@ class RetentionPolicy:
     checkpoint_score_order: Order = "max"
     keep_last: int = 1
     keep_every_n_steps: int | None = None
+    evaluation_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that would keep nothing or mean nothing."""
@@ -58,6 +74,7 @@ class RetentionPolicy:
                 check_count(name, getattr(self, name), "at least 1, or None")
         check_count("keep_last", self.keep_last)
         _check_order(self.checkpoint_score_order)
+        _check_timeout(self.evaluation_timeout_s, self.checkpoint_score_attribute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,7 @@ class Plan(Generic[C]):
 
     Attributes:
         keep: The reasons to keep each kept id: "latest", "best", "last", "every", "pinned", "in use",
-            "recent", "all".
+            "awaiting evaluation", "recent", "all".
         drop: What to delete, oldest first.
 
     """
@@ -99,6 +116,18 @@ def check_count(name: str, value: object, wanted: str = "at least 1") -> None:
         raise ValueError(f"{name}={value!r}: give {wanted}")
 
 
+def _check_timeout(timeout_s: object, attribute: str | None) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s <= _LONGEST_TIMEOUT_S:
+        raise ValueError(f"evaluation_timeout_s={timeout_s!r}: give seconds, {_LONGEST_TIMEOUT_S:g} at most, or None")
+    if attribute is None:
+        raise ValueError(
+            f"evaluation_timeout_s={timeout_s!r} waits for the metric that ranks checkpoints, and there is none: give "
+            "checkpoint_score_attribute, such as 'eval/accuracy'"
+        )
+
+
 def _check_order(order: str) -> None:
     if order not in ("max", "min"):
         raise ValueError(f"the order {order!r} is unknown: give 'max' or 'min'")
@@ -118,6 +147,26 @@ def rank_best(manifests: Sequence[C], attribute: str | None, order: Order) -> li
     return sorted(newest_first, key=lambda manifest: score(manifest.metrics, attribute, order), reverse=True)
 
 
+def overdue_evaluations(manifests: Sequence[Dated], policy: RetentionPolicy, now: datetime) -> frozenset[str]:
+    """Return the ids whose evaluation has had its time, and has attached no score.
+
+    Args:
+        manifests: All committed checkpoints, in any order.
+        policy: What says how long an evaluation may take.
+        now: The time, with a time zone.
+
+    """
+    if policy.evaluation_timeout_s is None:
+        return frozenset()
+    committed_before = now - timedelta(seconds=policy.evaluation_timeout_s)
+    return frozenset(it.id for it in manifests if it.created_at <= committed_before and _lacks_score(it, policy))
+
+
+def _lacks_score(checkpoint: Committed, policy: RetentionPolicy) -> bool:
+    attribute = policy.checkpoint_score_attribute
+    return attribute is not None and find_metric(checkpoint.metrics, attribute) is None
+
+
 def plan(
     manifests: Sequence[C],
     policy: RetentionPolicy,
@@ -125,6 +174,7 @@ def plan(
     pinned: Collection[str] = (),
     in_use: Collection[str] = (),
     up_to: str | None = None,
+    overdue: Collection[str] = (),
 ) -> Plan[C]:
     """Decide what stays and what goes; the newest checkpoint never goes.
 
@@ -134,6 +184,7 @@ def plan(
         pinned: Ids that somebody pinned.
         in_use: Ids that a training restores from or somebody reads.
         up_to: What is newer than this id stays, as "recent"; None for no such limit.
+        overdue: Ids for which no evaluation is awaited any more; see `overdue_evaluations`.
 
     """
     newest_first = sorted(manifests, key=lambda manifest: manifest.id, reverse=True)
@@ -155,6 +206,9 @@ def plan(
         keep([manifest for manifest in newest_first if manifest.step % policy.keep_every_n_steps == 0], "every")
     keep([manifest for manifest in newest_first if manifest.id in pinned], "pinned")
     keep([manifest for manifest in newest_first if manifest.id in in_use], "in use")
+    if policy.evaluation_timeout_s is not None:
+        waiting = [manifest for manifest in newest_first if _lacks_score(manifest, policy) and manifest.id not in overdue]
+        keep(waiting, "awaiting evaluation")
     if up_to is not None:
         keep([manifest for manifest in newest_first if manifest.id > up_to], "recent")
     return Plan(

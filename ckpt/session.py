@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from .agreement import Agreement, Intent, Upload, agree
-from .arguments import check_progress, check_step, check_upload
+from .agreement import Agreement, Intent, agree
+from .arguments import Upload, check_progress, check_step, check_upload
 from .background import BackgroundCommits
 from .checkpoint import Checkpoint
 from .clock import utc_now

@@ -3,15 +3,18 @@
 import builtins
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .clock import utc_now
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
+from .evaluations import ListedCheckpoint, attach, names_below, read_listing, with_evaluations
 from .layout import Layout, check_run_name, stem
 from .manifest import Manifest, is_id
+from .manifest_memory import ManifestMemory
 from .opening import StorageLike, is_open, open_storage, parse_storage
+from .parallel_reads import read_all
 from .retention import Order, Plan, RetentionPolicy, check_count, rank_best
 from .storage import RetryPolicy, Storage, StorageSpec
 
@@ -30,12 +33,14 @@ class CheckpointStore:
         storage: Where the run lies.
         layout: The run's keys.
         spec: How another process opens the storage.
+        memory: Manifests that need not be read again to list them; None to read every one each time.
 
     """
 
     storage: Storage
     layout: Layout
     spec: StorageSpec
+    memory: ManifestMemory | None = None
 
     @classmethod
     def open(cls, storage: StorageLike, run: str, *, retry: RetryPolicy | None = None) -> "CheckpointStore":
@@ -73,13 +78,54 @@ class CheckpointStore:
 
     def ids(self, *, after: str | None = None) -> Iterator[str]:
         """Yield the ids of committed checkpoints, oldest first; one request per thousand."""
-        after_key = None if after is None else self.layout.manifest(after)
-        for info in self.storage.list(self.layout.manifests, after=after_key):
-            if is_id(stem(info.key)):
-                yield stem(info.key)
+        return (listed.id for listed in self.listed(since=after) if listed.id != after)
+
+    def listed(self, *, since: str | None = None) -> Iterator[ListedCheckpoint]:
+        """Yield committed checkpoints with the names of their evaluations, oldest first; one request per thousand objects.
+
+        Args:
+            since: Begin with this id; None begins with the oldest.
+
+        """
+        before_it = None if since is None else f"{self.layout.manifests}{since}"
+        return read_listing(self.layout, self.storage.list(self.layout.manifests, after=before_it))
+
+    def newest_first(self) -> Iterator[ListedCheckpoint]:
+        """Yield committed checkpoints, newest first; the first costs two requests at any count while the hint is any good."""
+        hint = self._hint()
+        if hint is not None:  # whatever it names, what is newer sorts after it
+            yield from reversed(list(self.listed(since=hint)))
+        yield from reversed([it for it in self.listed() if hint is None or it.id < hint])
 
     def get(self, checkpoint_id: str) -> Manifest:
-        """Return the manifest of `checkpoint_id`.
+        """Return the manifest of `checkpoint_id`, with attached metrics; a listing, and a small read for each object.
+
+        Raises:
+            CheckpointNotFoundError: If it was never committed, or was pruned.
+            CheckpointCorruptError: If the manifest is damaged.
+
+        """
+        manifest = self.committed(checkpoint_id)
+        found = self.storage.list(self.layout.evaluations(checkpoint_id))
+        return with_evaluations(self, manifest, names_below(self.layout, checkpoint_id, found))
+
+    def read(self, listed: ListedCheckpoint) -> Manifest:
+        """Return the manifest of a listed checkpoint, with attached metrics, by a small read for each object.
+
+        Raises:
+            CheckpointNotFoundError: If it was pruned since.
+            CheckpointCorruptError: If the manifest is damaged.
+
+        """
+        manifest = None if self.memory is None else self.memory.recall(listed.id)
+        if manifest is None:
+            manifest = self.committed(listed.id)
+            if self.memory is not None:
+                self.memory.remember(manifest)
+        return with_evaluations(self, manifest, listed.evaluations)
+
+    def committed(self, checkpoint_id: str) -> Manifest:
+        """Return the manifest of `checkpoint_id` as it was committed, without attached metrics; one small read.
 
         Raises:
             CheckpointNotFoundError: If it was never committed, or was pruned.
@@ -98,31 +144,30 @@ class CheckpointStore:
         return manifest
 
     def list(self) -> list[Manifest]:
-        """Return every committed checkpoint, oldest first; costs a listing and a small read each.
+        """Return every committed checkpoint, oldest first; costs a listing, and a small read each and for each evaluation.
 
+        Up to 32 reads are under way at once.
         A damaged manifest is left out with a warning.
         """
-        return [manifest for checkpoint_id in self.ids() if (manifest := self._readable(checkpoint_id)) is not None]
+        return self.readable(self.listed())
+
+    def readable(self, listed: Iterable[ListedCheckpoint]) -> builtins.list[Manifest]:
+        """Return the manifests of listed checkpoints, with attached metrics; a damaged one is left out with a warning."""
+        return [manifest for manifest in read_all(listed, self._readable) if manifest is not None]
 
     def latest(self) -> Manifest | None:
-        """Return the newest readable checkpoint, or None; at most three requests while the hint is any good."""
-        hint = self._hint()
-        if hint is not None:
-            newer = list(self.ids(after=hint))
-            for checkpoint_id in (*reversed(newer), hint):
-                if (manifest := self._readable(checkpoint_id)) is not None:
-                    return manifest
-        for checkpoint_id in reversed(list(self.ids())):
-            if (manifest := self._readable(checkpoint_id)) is not None:
-                return manifest
-        return None
+        """Return the newest readable checkpoint, or None; at most three requests while the hint is any good.
+
+        Metrics that were attached to it cost a small read each besides.
+        """
+        return next((manifest for it in self.newest_first() if (manifest := self._readable(it)) is not None), None)
 
     def best(self, k: int = 1, attribute: str | None = None, order: Order = "max") -> builtins.list[Manifest]:
         """Return the `k` best checkpoints, best first; the newest ones without an attribute.
 
         Args:
             k: How many at most.
-            attribute: A metric's name, or an "a/b" path into nested metrics.
+            attribute: A metric's name, or an "a/b" path into nested metrics, such as "eval/accuracy" of an evaluation.
             order: Whether a high ("max") or a low ("min") value is good.
 
         Raises:
@@ -172,6 +217,24 @@ class CheckpointStore:
 
         return prune(self, policy, dry_run=dry_run, in_use=in_use, up_to=up_to)
 
+    def attach_metrics(self, checkpoint_id: str, metrics: Mapping[str, object], name: str = "eval") -> None:
+        """Add metrics to a committed checkpoint; durable when this returns, and seen by every later `list`, `latest` and `get`.
+
+        They appear as `Manifest.metrics[name]` beside what the training reported, of which nothing changes. What was attached
+        under the same name before is replaced; other names stay, whoever attaches at the same time. Costs three requests.
+
+        Args:
+            checkpoint_id: The checkpoint.
+            metrics: What `report` takes.
+            name: What to call the evaluation; "eval" with `{"accuracy": 0.9}` ranks as "eval/accuracy".
+
+        Raises:
+            CheckpointNotFoundError: If there is no such checkpoint, or it was pruned meanwhile.
+            ValueError: If the training itself reported a metric called `name`, or name or metrics cannot be what they should.
+
+        """
+        attach(self, checkpoint_id, metrics, name)
+
     def pin(self, checkpoint_id: str) -> None:
         """Keep `checkpoint_id` until it is unpinned, whatever the retention policy says.
 
@@ -179,7 +242,7 @@ class CheckpointStore:
             CheckpointNotFoundError: If there is no such checkpoint.
 
         """
-        self.get(checkpoint_id)
+        self.committed(checkpoint_id)
         self.put_json(self.layout.pin(checkpoint_id), {"pinned_at": utc_now()})
 
     def unpin(self, checkpoint_id: str) -> None:
@@ -218,11 +281,11 @@ class CheckpointStore:
         hint = (self.get_json(self.layout.latest) or {}).get("id")
         return hint if isinstance(hint, str) and is_id(hint) else None
 
-    def _readable(self, checkpoint_id: str) -> Manifest | None:
+    def _readable(self, listed: ListedCheckpoint) -> Manifest | None:
         try:
-            return self.get(checkpoint_id)
+            return self.read(listed)
         except CheckpointNotFoundError:  # pruned since it was listed
             return None
         except CheckpointCorruptError as exc:
-            _logger.warning("checkpoint %s of run %r is left out: %s", checkpoint_id, self.run, exc)
+            _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, self.run, exc)
             return None

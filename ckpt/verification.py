@@ -64,7 +64,7 @@ def missing(store: "CheckpointStore", manifest: Manifest, entry: FileEntry) -> C
         CheckpointNotFoundError: If the checkpoint is not there either; who prunes deletes its manifest first.
 
     """
-    store.get(manifest.id)
+    store.committed(manifest.id)
     return CheckpointCorruptError(f"{store.path}/checkpoints/{manifest.id}/{entry.path} is missing")
 
 

@@ -1,7 +1,8 @@
-"""Flows that train with restarts, and what they are told and give back."""
+"""Flows that train with restarts and evaluate what was trained, and what they are told and give back."""
 
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RankFailedError, RunConfig, ScalingConfig
 
+from .evaluation import evaluate
 from .pruning import prune
 from .result import Result, TrainingFailedError
 from .training import train
@@ -14,6 +15,7 @@ __all__ = [
     "RunConfig",
     "ScalingConfig",
     "TrainingFailedError",
+    "evaluate",
     "prune",
     "train",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from .errors import RankFailedError
+    from .evaluation_task import evaluate_checkpoint
     from .prepare import get_device, prepare_data_loader, prepare_model
     from .prune_task import prune_checkpoints
     from .rank_task import train_rank
@@ -19,6 +20,7 @@ _MODULES = {
     "RankFailedError": "errors",
     "RunConfig": "config",
     "ScalingConfig": "config",
+    "evaluate_checkpoint": "evaluation_task",
     "get_device": "prepare",
     "prepare_data_loader": "prepare",
     "prepare_model": "prepare",
@@ -33,6 +35,7 @@ __all__ = [
     "RankFailedError",
     "RunConfig",
     "ScalingConfig",
+    "evaluate_checkpoint",
     "get_device",
     "prepare_data_loader",
     "prepare_model",

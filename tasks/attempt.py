@@ -98,7 +98,7 @@ def _refuse_if_alive(store: CheckpointStore, previous: Attempt, flow_run_id: str
         return  # this flow run's own earlier try
     if read_outcome(store, previous.number) is not None or owner.is_dead():
         return
-    if owner.flow_run_id is not None and _has_ended(owner.flow_run_id):
+    if owner.flow_run_id is not None and has_ended(owner.flow_run_id):
         return
     raise RunBusyError(
         f"run {store.run!r} in {store.storage.url} is being trained by flow run {owner.flow_run_id} "
@@ -117,11 +117,11 @@ def _refuse_if_used_up(store: CheckpointStore, job: TrainJob, flow_run_id: str |
         )
 
 
-def _has_ended(flow_run_id: str) -> bool:
-    """Ask Prefect; a flow run that it does not know belongs to another server, and counts as alive."""
+def has_ended(flow_run_id: str) -> bool | None:
+    """Ask Prefect; None for a flow run that it does not know, which belongs to another server and may be alive."""
     with get_client(sync_client=True) as client:
         try:
             state = client.read_flow_run(UUID(flow_run_id)).state
         except ObjectNotFound:
-            return False
+            return None
     return state is not None and state.is_final()

@@ -21,11 +21,11 @@ class CheckpointRef:
     checkpoint_id: str
 
     def open(self) -> Checkpoint:
-        """Return a handle, with its manifest read.
+        """Return a handle, with its manifest read as it was committed: what is attached since may differ from rank to rank.
 
         Raises:
             CheckpointNotFoundError: If it does not exist (any more).
 
         """
         store = CheckpointStore.open(self.storage, self.run)
-        return store.checkpoint(store.get(self.checkpoint_id))
+        return store.checkpoint(store.committed(self.checkpoint_id))

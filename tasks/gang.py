@@ -3,19 +3,18 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from prefect.futures import PrefectFuture
-from prefect_torch.ckpt.events import EventReceiver
+from prefect_torch.ckpt.events import CommitEvent, EventReceiver, ReportEvent
 from prefect_torch.ckpt.key_value import KeyValue
-from prefect_torch.ckpt.peers import read_ends
+from prefect_torch.ckpt.peers import has_failure
 
 from .errors import RankFailedError
-from .journal import Journal
 from .rank_spec import RankSpec
 from .rank_task import train_rank
 from .rank_watch import BEAT_S, RankWatch
-from .rendezvous import ENDS_SOON_KEY, STACKS_KEY, STOP_KEY, beat_key
+from .rendezvous import ENDS_SOON_KEY, STACKS_KEY, STOP_KEY, Address, Rendezvous, beat_key
 
 _POLL_S = 0.05
 # How long other ranks may take to tell of their own end before they are stopped: the first to be heard of is often the one
@@ -23,6 +22,18 @@ _POLL_S = 0.05
 _SETTLE_S = 0.5
 _STOP_S = 30.0
 _CAUSES_FIRST = ("final", "user", "preemption", "infrastructure", "communication", "peer")
+
+
+class Books(Protocol):
+    """Where what rank 0 tells is entered: the journal of a training."""
+
+    def take(self, event: ReportEvent | CommitEvent) -> None:
+        """Enter one event."""
+        ...
+
+    def poll(self) -> None:
+        """Do what has become due; returns at once."""
+        ...
 
 
 class Gang:
@@ -44,7 +55,7 @@ class Gang:
         for rank, future in enumerate(self._futures):
             future.add_done_callback(partial(self._take_finished, rank))
 
-    def run(self, key_value: KeyValue, journal: Journal) -> Any:
+    def run(self, key_value: KeyValue, journal: Books) -> Any:
         """Return rank 0's return value once every rank has returned.
 
         Args:
@@ -73,7 +84,7 @@ class Gang:
             raise min(failures, key=_cause_order)
         return outcomes[0]
 
-    def drain(self, key_value: KeyValue, journal: Journal, grace_s: float) -> None:
+    def drain(self, key_value: KeyValue, journal: Books, grace_s: float) -> None:
         """Tell the ranks that they end soon, and return when all have, or after `grace_s`."""
         key_value.set(ENDS_SOON_KEY, b"")
         _wait_until(lambda: self._advance(journal), grace_s)
@@ -83,7 +94,7 @@ class Gang:
         key_value.set(STOP_KEY, reason.encode())
         _wait_until(self._all_finished, _STOP_S)
 
-    def _advance(self, journal: Journal) -> bool:
+    def _advance(self, journal: Books) -> bool:
         """Take what rank 0 told since; say whether all ranks have ended."""
         finished = self._all_finished()  # first: a rank tells before it ends
         if self._receiver is not None:
@@ -101,7 +112,7 @@ class Gang:
         return self._watch.problem(running)
 
     def _has_failed(self, key_value: KeyValue) -> bool:
-        if any(end.ending != "returned" for end in read_ends(key_value, len(self._futures))):
+        if has_failure(key_value):
             return True
         for future in [self._futures[rank] for rank in tuple(self._finished)]:
             future.wait()  # returns at once, and keeps the state here
@@ -114,6 +125,22 @@ class Gang:
 
     def _take_finished(self, rank: int, _: PrefectFuture[Any]) -> None:
         self._finished.add(rank)
+
+
+def meet(specs_at: Callable[[Address], list[RankSpec]], hang_timeout_s: float | None) -> tuple[Gang, KeyValue]:
+    """Start ranks and return them with what they share, which lives as long as it is held.
+
+    Args:
+        specs_at: Returns the ranks that meet at an address.
+        hang_timeout_s: How long no report may come; None for ever.
+
+    """
+    rendezvous = Rendezvous()
+    gang = Gang(specs_at(rendezvous.address), hang_timeout_s)
+    try:
+        return gang, rendezvous.serve()  # imports torch, while the ranks do the same
+    finally:
+        rendezvous.close()  # harmless when it serves; else the ranks must not wait for it
 
 
 def _wait_until(condition: Callable[[], bool], longest_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from prefect import get_run_logger
@@ -9,6 +10,7 @@ from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.clock import utc_now
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records
+from prefect_torch.ckpt.manifest_memory import ManifestMemory
 
 from .audience import Audience
 from .job import TrainJob
@@ -36,13 +38,16 @@ class Journal:
         self._audience = audience
         self._unrecorded: dict[str, CommitEvent] = {}
         self._reported: set[str] = set()
-        known = store.list()
-        lost = lost_records(store, known, attempt)
-        newest = max((manifest.id for manifest in known), default=None)
+        listed = list(store.listed())
+        lost = lost_records(store, listed, attempt)
+        newest = max((it.id for it in listed), default=None)
         self._history = HistoryWriter(store, attempt, recorded=None if lost else newest)
         for record in lost:
             self._history.append(record)
-        self._retention = RetentionSchedule(job, attempt, known, restored, audience)
+        memory = ManifestMemory()
+        # Where all is kept, nobody needs the manifests of what may be a hundred thousand checkpoints.
+        known = [] if job.policy.num_to_keep is None else replace(store, memory=memory).readable(listed)
+        self._retention = RetentionSchedule(job, attempt, known, restored, audience, memory)
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-journal")
         self._flushing: Future[None] | None = None

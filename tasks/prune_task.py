@@ -1,14 +1,19 @@
 """The Prefect task that keeps the top K and removes what nobody committed."""
 
+from dataclasses import replace
+
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.attempts import check_fence
 from prefect_torch.ckpt.manifest import Manifest
+from prefect_torch.ckpt.manifest_memory import ManifestMemory
 from prefect_torch.ckpt.pruning import collect_garbage
 
 from .run_logs import library_logs_in_run
 from .settings import configured_storage
+
+_SHOWN = 20  # a log line has its limits
 
 
 @task(name="prune_checkpoints", task_run_name="prune-{run}", cache_policy=NO_CACHE, persist_result=False)
@@ -21,6 +26,8 @@ def prune_checkpoints(
     up_to: str | None = None,
     attempt: int | None = None,
     dry_run: bool = False,
+    memory: ManifestMemory | None = None,
+    garbage: bool = True,
 ) -> Plan[Manifest]:
     """Delete the checkpoints of `run` that `policy` does not keep, and the data that nobody committed.
 
@@ -32,6 +39,8 @@ def prune_checkpoints(
         up_to: What is newer than this id stays; None for no such limit.
         attempt: The attempt that prunes, and must not once it is overtaken; None for somebody beside it.
         dry_run: Only decide, and log it.
+        memory: What earlier prunes have read.
+        garbage: Whether to look for data that nobody committed.
 
     Raises:
         FencedError: If a newer attempt owns the run: what this one would drop may be what that one restores.
@@ -39,7 +48,7 @@ def prune_checkpoints(
 
     """
     logger = get_run_logger()
-    store = CheckpointStore.open(configured_storage(storage), run)
+    store = replace(CheckpointStore.open(configured_storage(storage), run), memory=memory)
     if attempt is not None:
         check_fence(store, attempt)
     with library_logs_in_run():
@@ -47,10 +56,12 @@ def prune_checkpoints(
         if decided.drop:
             done = "would prune" if dry_run else "pruned"
             logger.info("%s %s; kept %s", done, ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
-        if not dry_run:
+        if garbage and not dry_run:
             collect_garbage(store)
     return decided
 
 
 def _kept(decided: Plan[Manifest]) -> str:
-    return ", ".join(f"{checkpoint_id} ({', '.join(why)})" for checkpoint_id, why in decided.keep.items())
+    newest = list(decided.keep.items())[:_SHOWN]
+    more = f" and {len(decided.keep) - _SHOWN} older ones" if len(decided.keep) > _SHOWN else ""
+    return ", ".join(f"{checkpoint_id} ({', '.join(why)})" for checkpoint_id, why in newest) + more

@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from prefect_torch.ckpt import (
     ReportMismatchError,
     TrainContext,
 )
+from prefect_torch.ckpt.evaluation_session import EvaluationSession
+from prefect_torch.ckpt.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.reporting import start_session
 from prefect_torch.ckpt.session import RankSession
 
@@ -103,7 +105,8 @@ def _session(spec: RankSpec, key_value: TcpKeyValue) -> RankSession:
             "every rank needs the same storage (a shared folder or a URL; memory:// lives in one process only)"
         )
     restored = None if spec.restored is None else spec.restored.open()
-    return RankSession(context, store, key_value, restored, spec.reports, lambda: key_value.check(ENDS_SOON_KEY))
+    session = EvaluationSession if spec.evaluates else RankSession
+    return session(context, store, key_value, restored, spec.reports, lambda: key_value.check(ENDS_SOON_KEY))
 
 
 def _check_backend(spec: RankSpec) -> str:
@@ -145,6 +148,8 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
     try:
         with _this_process_only():
             value = _call(function, config)
+            if spec.evaluates and spec.rank == 0:
+                value = _as_metrics(value, spec)
         session.finish()
     except SystemExit as exc:
         if exc.code not in (None, 0):
@@ -167,6 +172,12 @@ def _call(function: TrainFunction, config: dict[str, Any] | None) -> Any:
     if config:
         raise TypeError(f"config is given but {function.__name__}() takes no argument")
     return function()
+
+
+def _as_metrics(value: object, spec: RankSpec) -> Metrics:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{spec.function.name} returned a {type(value).__name__} on rank 0: return a dict of metrics")
+    return clean_metrics(value)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Everything a rank's process is told; plain data that pickles."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.session import ReportSettings
@@ -23,13 +23,14 @@ class RankSpec:
         rendezvous: Where they meet.
         storage: Where the run lies.
         run: The run's name.
-        attempt: The attempt's number.
-        restored: The checkpoint that the attempt begins from, or None.
+        attempt: The attempt's number; of an evaluation, that of the checkpoint.
+        restored: The checkpoint that the attempt begins from, or None; of an evaluation, the one that is evaluated.
         function: What to run.
         use_gpu: Whether it has a GPU.
         backend: The process group's; None chooses nccl with a GPU and gloo without.
         reports: How the training checkpoints.
         flush_s: How long a failing rank waits for its background commit.
+        evaluates: Whether it evaluates a checkpoint instead of training.
 
     """
 
@@ -48,6 +49,14 @@ class RankSpec:
     backend: str | None
     reports: ReportSettings
     flush_s: float
+    evaluates: bool = False
+
+    @property
+    def group(self) -> str:
+        """What its ranks do together, for messages."""
+        if self.evaluates and self.restored is not None:
+            return f"the evaluation of {self.restored.checkpoint_id}"
+        return f"attempt {self.attempt}"
 
     def environment(self) -> dict[str, str]:
         """Return the variables that torchrun would set."""
@@ -62,3 +71,8 @@ class RankSpec:
             # The flow's process serves the store, so rank 0 must not try to (torch.distributed.rendezvous).
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
+
+
+def on_one_machine(first: RankSpec) -> list[RankSpec]:
+    """Return all ranks of the group whose rank 0 is `first`, on its machine."""
+    return [replace(first, rank=rank, local_rank=rank) for rank in range(first.world_size)]

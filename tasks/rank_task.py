@@ -142,7 +142,7 @@ def _error(spec: RankSpec, result: RankResult) -> RankFailedError:
             original = pickle.loads(result.exception)  # noqa: S301 - from our own process
         except Exception:  # noqa: BLE001 - its module cannot be imported here; its text says all
             original = None
-    message = f"rank {spec.rank} of attempt {spec.attempt} failed: {result.error}"
+    message = f"rank {spec.rank} of {spec.group} failed: {result.error}"
     if result.traceback:
         message = f"{message}\n\n{result.traceback}"
     return RankFailedError(message, spec.rank, result.kind, original if isinstance(original, Exception) else None)

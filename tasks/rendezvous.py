@@ -14,6 +14,7 @@ ENDS_SOON_KEY = "ends soon"  # the training will be ended from outside: checkpoi
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
+_KEYS_AT_ONCE = 256  # in one poll: ten thousand take the server 30 ms
 
 
 def beat_key(rank: int) -> str:
@@ -79,17 +80,19 @@ class TcpKeyValue:
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Return the values of `keys` as soon as all are set.
 
-        Polls, from 0.2 ms slowing down to 10 ms: TCPStore's own wait blocks the connection for other threads, and prints a
-        warning whenever it runs out.
+        Polls, from 0.2 ms slowing down to 10 ms, or from a thousandth of `timeout_s` to a twentieth where that is longer:
+        TCPStore's own wait blocks the connection for other threads, and prints a warning whenever it runs out.
         """
         names = [_name(key) for key in keys]
         deadline = time.monotonic() + timeout_s
-        pause_s = _FIRST_POLL_S
-        while not self.store.check(names):
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"not set within {timeout_s} s: {', '.join(keys)}")
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
+        pause_s, longest_s = max(_FIRST_POLL_S, timeout_s / 1000), max(_LONGEST_POLL_S, timeout_s / 20)
+        for first in range(0, len(names), _KEYS_AT_ONCE):
+            awaited = names[first : first + _KEYS_AT_ONCE]
+            while not self.store.check(awaited):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"not set within {timeout_s} s: one of {', '.join(awaited)}")
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, longest_s)
         return [bytes(value) for value in self.store.multi_get(names)]
 
     def add(self, key: str, amount: int) -> int:

@@ -1,17 +1,21 @@
 """Retention beside a training: one prune at a time, as soon as there is something to drop."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import RetentionPolicy
+from prefect_torch.ckpt.manifest_memory import ManifestMemory
 from prefect_torch.ckpt.metrics import find_metric
 from prefect_torch.ckpt.retention import Committed, plan
 
 from .audience import Audience, CheckpointsPruned
 from .job import TrainJob
 from .prune_task import prune_checkpoints
+
+_GARBAGE_EVERY_S = 600.0  # finding it takes a listing of all files of all checkpoints
 
 
 class RetentionSchedule:
@@ -23,17 +27,26 @@ class RetentionSchedule:
         known: What was committed before.
         restored: The id that the ranks restore, which must stay.
         audience: Who is told what was pruned.
+        memory: The manifests that were read to know it; prunes read only others.
 
     """
 
     def __init__(
-        self, job: TrainJob, attempt: int, known: Sequence[Committed], restored: str | None, audience: Audience
+        self,
+        job: TrainJob,
+        attempt: int,
+        known: Sequence[Committed],
+        restored: str | None,
+        audience: Audience,
+        memory: ManifestMemory,
     ) -> None:
         self._job = job
         self._attempt = attempt
         self._audience = audience
         self._known: list[Committed] = list(known)
         self._in_use: tuple[str, ...] = () if restored is None else (restored,)
+        self._memory = memory
+        self._garbage_due_s = time.monotonic()
         self._running: PrefectFuture[Any] | None = None
         self._done = False
         self._changed = True  # the policy may be another one than when these were committed
@@ -44,7 +57,8 @@ class RetentionSchedule:
         """Take a new checkpoint into account."""
         self._known.append(checkpoint)
         self._changed = True
-        self._warn_of_missing_score(checkpoint, self._job.policy)
+        if self._job.policy.evaluation_timeout_s is None:  # else its score is yet to be attached
+            self._warn_of_missing_score(checkpoint, self._job.policy)
 
     def prune_due(self, recorded: str | None) -> None:
         """Submit a prune if there is something to drop and none is running; returns at once.
@@ -61,17 +75,38 @@ class RetentionSchedule:
         if not self._changed or recorded is None or self._running is not None:
             return
         self._changed = False
-        if plan(self._known, self._job.policy, in_use=self._in_use, up_to=recorded).drop:
+        if self._may_drop(recorded):
             self._done = False
             self._running = prune_checkpoints.submit(
-                self._job.storage, self._job.run, self._job.policy, self._in_use, up_to=recorded, attempt=self._attempt
+                self._job.storage,
+                self._job.run,
+                self._job.policy,
+                self._in_use,
+                up_to=recorded,
+                attempt=self._attempt,
+                memory=self._memory,
+                garbage=self._is_garbage_due(),
             )
             self._running.add_done_callback(self._finished)
+
+    def _may_drop(self, recorded: str) -> bool:
+        policy = self._job.policy
+        if policy.evaluation_timeout_s is None:
+            return bool(plan(self._known, policy, in_use=self._in_use, up_to=recorded).drop)
+        # Which have been evaluated since, and which were too late, only the storage and the time of the prune tell.
+        return policy.num_to_keep is not None and len(self._known) > policy.num_to_keep
+
+    def _is_garbage_due(self) -> bool:
+        due = time.monotonic() >= self._garbage_due_s
+        if due:
+            self._garbage_due_s = time.monotonic() + _GARBAGE_EVERY_S
+        return due
 
     def finish(self, recorded: str | None) -> None:
         """Return once storage holds what the policy keeps, or one more prune has failed at it."""
         self._wait()
         self._in_use = ()  # no rank is left to restore it
+        self._garbage_due_s = time.monotonic()
         self._changed = True
         self.prune_due(recorded)
         self._wait()

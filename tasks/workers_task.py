@@ -16,11 +16,11 @@ from .attempt import choose_start, claim
 from .audience import AttemptEnded, AttemptStarted, Audience
 from .checkpoint_ref import CheckpointRef
 from .errors import RankFailedError
-from .gang import Gang
+from .gang import meet
 from .job import TrainJob
 from .journal import Journal
-from .rank_spec import RankSpec
-from .rendezvous import Address, Rendezvous
+from .rank_spec import RankSpec, on_one_machine
+from .rendezvous import Address
 from .restarts import failure_kind
 from .run_logs import library_logs_in_run
 
@@ -81,12 +81,7 @@ def train_workers(job: TrainJob, audience: Audience) -> Any:
 
 def _lead(store: CheckpointStore, job: TrainJob, attempt: int, restored: CheckpointRef | None, audience: Audience) -> Any:
     journal = Journal(store, job, attempt, None if restored is None else restored.checkpoint_id, audience)
-    rendezvous = Rendezvous()
-    gang = Gang(_specs(job, attempt, restored, rendezvous.address), job.hang_timeout_s)
-    try:
-        key_value = rendezvous.serve()  # imports torch, while the ranks do the same
-    finally:
-        rendezvous.close()  # harmless when it serves; else the ranks must not wait for it
+    gang, key_value = meet(lambda address: _specs(job, attempt, restored, address), job.hang_timeout_s)
     try:
         return gang.run(key_value, journal)
     except (TerminationSignal, KeyboardInterrupt):
@@ -112,10 +107,10 @@ def _what_is_safe(store: CheckpointStore) -> str:
 
 
 def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvous: Address) -> list[RankSpec]:
-    return [
+    return on_one_machine(
         RankSpec(
-            rank=rank,
-            local_rank=rank,
+            rank=0,
+            local_rank=0,
             node_rank=0,
             world_size=job.num_workers,
             local_world_size=job.num_workers,
@@ -130,8 +125,7 @@ def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvo
             reports=job.reports,
             flush_s=_FLUSH_S,
         )
-        for rank in range(job.num_workers)
-    ]
+    )
 
 
 def _as_json(value: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from datetime import datetime, timezone
 from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.attempts import newest_attempt
 from prefect_torch.ckpt.metrics import flatten_metrics
-from prefect_torch.ckpt.retention import plan
+from prefect_torch.ckpt.retention import overdue_evaluations, plan
 
 from .parameters import json_option, storage_argument
 from .ranking import policy_of
@@ -77,7 +78,8 @@ def _list_checkpoints(store: CheckpointStore, as_json: bool) -> None:
     manifests = read_manifests(store)
     pinned = store.pinned()
     in_use = restored_by(store, attempt)
-    kept = plan(manifests, policy, pinned=pinned, in_use=in_use).keep
+    overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))
+    kept = plan(manifests, policy, pinned=pinned, in_use=in_use, overdue=overdue).keep
     if as_json:
         print_json([_describe(it, kept.get(it.id, ()), it.id in pinned) for it in manifests])
     elif not manifests:

@@ -102,7 +102,8 @@ def _policy(store: CheckpointStore, attempt: Attempt | None, wanted: Wanted) -> 
         return RetentionPolicy(wanted.keep, keep_last=newest, keep_every_n_steps=wanted.every)
     ranking = settle_ranking(store, wanted.metric, wanted.order)
     rank(read_manifests(store), ranking)  # refuses a metric that no checkpoint has: any of them could go
-    return RetentionPolicy(wanted.keep, ranking.metric, ranking.order, newest, wanted.every)
+    awaited_s = own.evaluation_timeout_s if ranking.metric == own.checkpoint_score_attribute else None
+    return RetentionPolicy(wanted.keep, ranking.metric, ranking.order, newest, wanted.every, awaited_s)
 
 
 def _agrees(decided: Plan[Manifest]) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, Manifest, Storage, StorageError
+from prefect_torch.ckpt.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.manifest import is_id
 from prefect_torch.ckpt.opening import is_block_slug, open_storage, parse_storage
 from prefect_torch.ckpt.retention import Order
@@ -70,9 +71,9 @@ def open_run(storage: str, run: str) -> CheckpointStore:
 def read_manifests(store: CheckpointStore) -> list[Manifest]:
     """Return every readable manifest, oldest first: a small read each, many at once; a damaged one is told on stderr."""
 
-    def read(checkpoint_id: str) -> Manifest | None:
+    def read(listed: ListedCheckpoint) -> Manifest | None:
         try:
-            return store.get(checkpoint_id)
+            return store.read(listed)
         except CheckpointNotFoundError:  # pruned since it was listed
             return None
         except CheckpointCorruptError as exc:
@@ -81,7 +82,7 @@ def read_manifests(store: CheckpointStore) -> list[Manifest]:
 
     pool = ThreadPoolExecutor(_READ_AT_ONCE, "prefect-torch-read")
     try:
-        return [manifest for manifest in pool.map(read, store.ids()) if manifest is not None]
+        return [manifest for manifest in pool.map(read, store.listed()) if manifest is not None]
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C nobody wants the rest
 

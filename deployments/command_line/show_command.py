@@ -40,6 +40,7 @@ def show(storage: str, run: str, checkpoint: str | None, metric: str | None, ord
       quarantined: a list of id, reason
     --json of a checkpoint: id, path, step, attempt, metrics, world_size,
       parent, created_at, bytes, pinned, timings, metadata,
+      evaluations: a list of what in metrics was attached since,
       files: a list of path, bytes, digest, rank
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run)

@@ -177,9 +177,9 @@ def _spec(training, store, attempt, restored, address, rank) -> RankSpec:
 
 def _keep_books(training, store, attempt, restored, key_value, ranks) -> None:
     """Take what rank 0 tells, as the leader's journal and its prune task do, until all ranks have ended."""
-    known = store.list()
-    lost = lost_records(store, known, attempt)
-    newest = max((manifest.id for manifest in known), default=None)
+    listed = list(store.listed())
+    lost = lost_records(store, listed, attempt)
+    newest = max((it.id for it in listed), default=None)
     history, receiver = HistoryWriter(store, attempt, None if lost else newest), EventReceiver(key_value)
     for record in lost:
         history.append(record)

@@ -1,0 +1,21 @@
+"""One rank's side of an evaluation: a checkpoint to look at, and nothing to report."""
+
+from typing import Any, NoReturn
+
+from .session import RankSession
+
+
+class EvaluationSession(RankSession):
+    """A rank among others that evaluates the restored checkpoint; its function returns metrics instead of reporting them."""
+
+    def report(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: a report belongs to a training, and this run may have a living one.
+
+        Raises:
+            RuntimeError: Always.
+
+        """
+        raise RuntimeError(
+            "report() was called inside an evaluation, which adds nothing to the run: return the metrics, as a dict, from the "
+            "function instead"
+        )

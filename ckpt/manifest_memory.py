@@ -1,0 +1,38 @@
+"""The manifests that a process has read, which never change: who prunes after every commit reads each of them once."""
+
+from collections.abc import Collection
+from typing import Any
+
+from .manifest import Manifest
+
+_MOST_FILES = 500_000  # about 150 MB, for a hundred thousand checkpoints; beyond that, manifests are read each time
+
+
+class ManifestMemory:
+    """Manifests of one run by id, as they were committed; safe to share between threads.
+
+    Whether a checkpoint still exists only a listing tells. What resumes or verifies reads the manifest itself.
+    """
+
+    def __init__(self) -> None:
+        self._manifests: dict[str, Manifest] = {}
+        self._num_files = 0
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """Travel empty: another process reads for itself."""
+        return ManifestMemory, ()
+
+    def recall(self, checkpoint_id: str) -> Manifest | None:
+        """Return the manifest of `checkpoint_id` if it is remembered."""
+        return self._manifests.get(checkpoint_id)
+
+    def remember(self, manifest: Manifest) -> None:
+        """Keep `manifest`, if there is room."""
+        if self._num_files < _MOST_FILES and manifest.id not in self._manifests:
+            self._manifests[manifest.id] = manifest
+            self._num_files += 1 + len(manifest.files)
+
+    def forget_all_but(self, existing: Collection[str]) -> None:
+        """Drop the manifests of checkpoints that a listing has not shown."""
+        for checkpoint_id in self._manifests.keys() - set(existing):
+            self._num_files -= 1 + len(self._manifests.pop(checkpoint_id).files)

@@ -1,0 +1,185 @@
+"""The flow that evaluates checkpoints after the fact, of a run that has ended or beside its training."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any
+
+from prefect import flow, get_run_logger
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect_torch.ckpt import CheckpointStore, StorageSpec
+from prefect_torch.ckpt.attempts import newest_attempt
+from prefect_torch.ckpt.evaluations import check_evaluation_name
+from prefect_torch.ckpt.metrics import Metrics
+from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
+from prefect_torch.tasks.api_outage import outlast_api_outages
+from prefect_torch.tasks.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.embedded_server import tie_embedded_server
+from prefect_torch.tasks.evaluation_task import EvaluationJob
+from prefect_torch.tasks.function import PackedFunction, pack_function
+from prefect_torch.tasks.liveness import is_being_trained
+from prefect_torch.tasks.run_form import none_if_empty, shown_as
+from prefect_torch.tasks.run_logs import library_logs_in_run
+from prefect_torch.tasks.settings import configured_storage
+from prefect_torch.tasks.storage_choice import StorageChoice
+from pydantic import BeforeValidator, Field
+from pydantic.json_schema import SkipJsonSchema
+
+from .gpus import require_gpus
+from .unevaluated import Unevaluated, find_named
+
+# Without a bound: with fewer threads than ranks, the ranks that run would wait for those that cannot begin.
+_ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
+
+
+@flow(name="evaluate", task_runner=_ONE_THREAD_PER_RANK, persist_result=False)
+def evaluate(
+    eval_fn: Annotated[
+        str | SkipJsonSchema[Callable[..., Any]],
+        shown_as(
+            "Evaluation function",
+            "What every rank runs: 'module:function' or 'path/to/file.py:function', found where the flow runs. On rank 0 it "
+            "returns a dict of metrics.",
+            pattern="^.+:[A-Za-z_][A-Za-z0-9_]*$",
+        ),
+    ],
+    storage: Annotated[
+        StorageChoice,
+        shown_as(
+            "Storage",
+            "Where the run lies: a local path, a URL such as s3://bucket/prefix, 'block-type-slug/block-name', or a saved "
+            "block.",
+        ),
+    ] = "./checkpoints",
+    run: Annotated[
+        str | SkipJsonSchema[None],
+        BeforeValidator(none_if_empty),
+        shown_as(
+            "Run", "The run's name in the storage. Not needed where each checkpoint is given by its path or URL.", default=""
+        ),
+    ] = None,
+    checkpoints: Annotated[
+        Annotated[list[str], Field(title="These")]
+        | Annotated[str, Field(title="This one")]
+        | Annotated[None, Field(title="All that have no such evaluation")],
+        shown_as("Checkpoints", "Which checkpoints to evaluate: ids in the run, 'run/id', paths or URLs."),
+    ] = None,
+    config: Annotated[
+        dict[str, Any] | SkipJsonSchema[None],
+        shown_as("Config", "What the function is called with, if it takes an argument, as JSON.", default={}),
+    ] = None,
+    scaling: Annotated[
+        ScalingConfig | SkipJsonSchema[None], shown_as("Scaling", "How many ranks evaluate together, and on what.")
+    ] = None,
+    name: Annotated[
+        str,
+        shown_as(
+            "Name",
+            "What to call the evaluation: as 'eval', the metric accuracy ranks checkpoints as 'eval/accuracy'.",
+            pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        ),
+    ] = "eval",
+    watch: Annotated[
+        bool, shown_as("Watch", "Go on with each new checkpoint until the training of the run has ended.")
+    ] = False,
+    poll_s: Annotated[
+        float,
+        Field(gt=0, allow_inf_nan=False),
+        shown_as("Look every (seconds)", "How often to look for new checkpoints while watching."),
+    ] = 10.0,
+) -> dict[str, Metrics]:
+    """Evaluate checkpoints on several ranks, attach the metrics to them, and return these by checkpoint id.
+
+    Inside the function `get_checkpoint()` is the checkpoint, `get_context()` the rank's place, and the process group is ready;
+    what it returns on rank 0 is attached, as `Manifest.metrics[name]`, and replaces what was attached under that name before.
+    It may run beside the run's training, of which it changes nothing. A checkpoint that was pruned meanwhile is skipped. One
+    that fails fails the flow in the end, after the others.
+
+    Args:
+        eval_fn: What every rank runs, a function or where to find it ("module:function", "path/to/file.py:function").
+        storage: Where the run lies.
+        run: The run's name; None if each checkpoint says it.
+        checkpoints: Ids in the run, "run/id", paths or URLs, or one of them; None for all that have no such evaluation yet.
+        config: What the function is called with, if it takes an argument.
+        scaling: How many ranks, and on what. One rank without a GPU if None.
+        name: What to call the evaluation; `CheckpointConfig(checkpoint_score_attribute="eval/accuracy")` ranks by one.
+        watch: Whether to go on with each new checkpoint until the flow run that trains the run has ended.
+        poll_s: How often to look for new checkpoints, in seconds.
+
+    Raises:
+        Exception: The first failure: what the function raised, from a RankFailedError with the rank's own traceback, or the
+            RankFailedError of a process that died.
+        ValueError: If an argument cannot be what it should, or the training itself reported a metric called `name`.
+        FileNotFoundError: If there is no such run.
+
+    """
+    tie_embedded_server()
+    scaling = scaling or ScalingConfig()
+    require_gpus(scaling)
+    job = EvaluationJob(
+        _pack(eval_fn, config), check_evaluation_name(name), scaling.num_workers, scaling.use_gpu, scaling.backend
+    )
+    chosen = _choose(configured_storage(storage), run, checkpoints, name, poll_s if watch else None)
+    with outlast_api_outages():
+        return _evaluate_all(job, chosen)
+
+
+def _pack(eval_fn: str | Callable[..., Any], config: dict[str, Any] | None) -> PackedFunction:
+    try:
+        return pack_function(eval_fn, config)
+    except (TypeError, ValueError) as exc:
+        raise type(exc)(str(exc).replace("train_fn ", "eval_fn ", 1)) from exc  # as this flow calls it
+
+
+def _choose(
+    storage: StorageSpec, run: str | None, checkpoints: list[str] | str | None, name: str, poll_s: float | None
+) -> Iterable[CheckpointRef]:
+    if checkpoints is not None:
+        if poll_s is not None:
+            raise ValueError("watch=True evaluates whatever comes, so it takes no checkpoints: give one or the other")
+        named = [checkpoints] if isinstance(checkpoints, str) else checkpoints
+        return [find_named(checkpoint, storage, run) for checkpoint in named]
+    if run is None:
+        raise ValueError("give run, the name of the run to evaluate, or checkpoints")
+    store = CheckpointStore.open(storage, run)
+    if newest_attempt(store) is None:
+        raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}")
+    return _new_checkpoints(store, name, poll_s)
+
+
+def _new_checkpoints(store: CheckpointStore, name: str, poll_s: float | None) -> Iterator[CheckpointRef]:
+    unevaluated = Unevaluated(store, name)
+    while True:
+        may_come = poll_s is not None and is_being_trained(store)  # first: what is committed before its end is found below
+        with library_logs_in_run():
+            new = list(unevaluated.find())
+        yield from new
+        if poll_s is None or not (may_come or new):
+            return
+        if not new:
+            time.sleep(poll_s)
+
+
+def _evaluate_all(job: EvaluationJob, checkpoints: Iterable[CheckpointRef]) -> dict[str, Metrics]:
+    evaluated: dict[str, Metrics] = {}
+    failure: Exception | None = None
+    for checkpoint in checkpoints:
+        try:
+            metrics = evaluate_checkpoint(job, checkpoint)
+        except Exception as exc:
+            if _is_final(exc):
+                raise
+            get_run_logger().warning("checkpoint %s could not be evaluated: %r", checkpoint.checkpoint_id, exc)
+            failure = failure or exc
+        else:
+            if metrics is not None:
+                evaluated[checkpoint.checkpoint_id] = metrics
+    if failure is not None:
+        raise failure
+    return evaluated
+
+
+def _is_final(error: Exception) -> bool:
+    """Say whether the evaluation of any other checkpoint would fail just so: the function cannot be imported, say."""
+    failed = error if isinstance(error, RankFailedError) else error.__cause__
+    return isinstance(failed, RankFailedError) and failed.kind == "final"

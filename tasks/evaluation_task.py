@@ -1,0 +1,143 @@
+"""The Prefect task that evaluates one checkpoint: a group of ranks runs the user's function, and its metrics are attached."""
+
+from dataclasses import dataclass
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.transactions import CommitMode, transaction
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt.evaluations import check_free
+from prefect_torch.ckpt.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.manifest import attempt_of
+from prefect_torch.ckpt.metrics import Metrics
+from prefect_torch.ckpt.session import ReportSettings
+
+from .checkpoint_ref import CheckpointRef
+from .errors import RankFailedError
+from .function import PackedFunction
+from .gang import meet
+from .rank_spec import RankSpec, on_one_machine
+from .rendezvous import Address
+from .run_logs import library_logs_in_run
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationJob:
+    """What is done with each checkpoint.
+
+    Attributes:
+        function: What every rank runs.
+        name: What to call the evaluation.
+        num_workers: How many ranks.
+        use_gpu: Whether each has a GPU.
+        backend: The process group's, or None for the usual one.
+
+    """
+
+    function: PackedFunction
+    name: str
+    num_workers: int
+    use_gpu: bool
+    backend: str | None
+
+
+@task(
+    name="evaluate_checkpoint",
+    task_run_name="{job.name}-{checkpoint.checkpoint_id}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef) -> Metrics | None:
+    """Return the metrics of `checkpoint`, which are attached to it when this returns; None if it was pruned meanwhile.
+
+    Claims nothing of the run, so it may run beside its training. No rank's process outlives this call, however it ends.
+
+    Args:
+        job: What to do with it.
+        checkpoint: The checkpoint.
+
+    Raises:
+        Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
+        RankFailedError: If a rank died, or its exception cannot be rebuilt here.
+        ValueError: If the training itself reported a metric with the evaluation's name.
+        CheckpointError: If the checkpoint's manifest is damaged, or the storage fails.
+
+    """
+    store = CheckpointStore.open(checkpoint.storage, checkpoint.run)
+    try:
+        with library_logs_in_run():
+            check_free(store.committed(checkpoint.checkpoint_id), job.name)  # before hours of work
+            metrics = _run(job, checkpoint)
+            store.attach_metrics(checkpoint.checkpoint_id, metrics, job.name)
+    except RankFailedError as exc:
+        if _is_gone(store, checkpoint.checkpoint_id):
+            _tell_skipped(checkpoint)
+            return None
+        if exc.original is not None:
+            raise exc.original from exc
+        raise
+    except CheckpointNotFoundError:
+        _tell_skipped(checkpoint)
+        return None
+    get_run_logger().info("%s of checkpoint %s: %s", job.name, checkpoint.checkpoint_id, metrics)
+    return metrics
+
+
+def _run(job: EvaluationJob, checkpoint: CheckpointRef) -> Metrics:
+    # Else Prefect marks the task runs of ranks as rolled back as soon as this one fails.
+    with transaction(commit_mode=CommitMode.EAGER):
+        gang, key_value = meet(lambda address: _specs(job, checkpoint, address), hang_timeout_s=None)
+        try:
+            metrics = gang.run(key_value, _NoBooks())
+        finally:
+            gang.stop(key_value, "the evaluation is over")
+    if metrics is None:
+        raise ValueError(f"{job.function.name} ended without metrics on rank 0: return a dict of them")
+    return dict(metrics)
+
+
+class _NoBooks:
+    """An evaluation reports nothing."""
+
+    def take(self, event: ReportEvent | CommitEvent) -> None:
+        raise AssertionError(f"an evaluation reported {event}")
+
+    def poll(self) -> None:
+        pass
+
+
+def _is_gone(store: CheckpointStore, checkpoint_id: str) -> bool:
+    try:
+        store.committed(checkpoint_id)
+    except CheckpointNotFoundError:
+        return True
+    return False
+
+
+def _tell_skipped(checkpoint: CheckpointRef) -> None:
+    get_run_logger().warning(
+        "checkpoint %s of run %r is skipped: it is not there, or not any more", checkpoint.checkpoint_id, checkpoint.run
+    )
+
+
+def _specs(job: EvaluationJob, checkpoint: CheckpointRef, rendezvous: Address) -> list[RankSpec]:
+    return on_one_machine(
+        RankSpec(
+            rank=0,
+            local_rank=0,
+            node_rank=0,
+            world_size=job.num_workers,
+            local_world_size=job.num_workers,
+            rendezvous=rendezvous,
+            storage=checkpoint.storage,
+            run=checkpoint.run,
+            attempt=attempt_of(checkpoint.checkpoint_id),
+            restored=checkpoint,
+            function=job.function,
+            use_gpu=job.use_gpu,
+            backend=job.backend,
+            reports=ReportSettings(),
+            flush_s=0.0,
+            evaluates=True,
+        )
+    )

@@ -1,0 +1,26 @@
+"""Whether a run may yet get checkpoints, asked of its storage, its leader's machine and Prefect."""
+
+import httpx
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
+
+from .attempt import has_ended
+
+
+def is_being_trained(store: CheckpointStore) -> bool:
+    """Say whether the flow run of the newest attempt has not ended: it trains, or it may start another attempt.
+
+    One on another machine that Prefect does not know is over once it has recorded how its newest attempt ended.
+    """
+    attempt = newest_attempt(store)
+    if attempt is None:
+        return False
+    outcome = read_outcome(store, attempt.number)
+    if attempt.owner.is_dead() or (outcome is not None and outcome.ending == "completed"):
+        return False
+    flow_run_id = attempt.owner.flow_run_id
+    try:
+        ended = None if flow_run_id is None else has_ended(flow_run_id)
+    except httpx.HTTPError:  # Prefect's API is away; the training goes on meanwhile, and so does who asks
+        return True
+    return outcome is None if ended is None else not ended

@@ -1,0 +1,70 @@
+"""A storage that counts what an object store would be asked, and may be as slow as one."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+PAGE = 1000  # objects in one answer to a listing, and in one request to delete
+
+
+class CountingStorage:
+    """Passes everything on to `inner`; a listing and a deletion count as a request for each thousand objects.
+
+    Args:
+        inner: The storage that does the work.
+        latency_s: How long every request takes.
+
+    """
+
+    def __init__(self, inner: Any, latency_s: float = 0.0):
+        self.inner = inner
+        self.latency_s = latency_s
+        self.requests: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    def local_path(self, key: str) -> Any:
+        return self.inner.local_path(key)
+
+    def taken(self) -> Counter[str]:
+        """Return the requests since the last call."""
+        with self._lock:
+            requests, self.requests = self.requests, Counter()
+        return requests
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[Any]:
+        listing = iter(self.inner.list(prefix, after=after))
+        while True:
+            self._request("list")
+            page = list(islice(listing, PAGE))
+            following = next(listing, None)  # the answer says whether there is more
+            yield from page
+            if following is None:
+                return
+            listing = chain([following], listing)
+
+    def delete(self, keys: Any) -> None:
+        all_keys = list(keys)
+        for start in range(0, len(all_keys), PAGE):
+            self._request("delete")
+            self.inner.delete(all_keys[start : start + PAGE])
+
+    def _request(self, verb: str) -> None:
+        with self._lock:
+            self.requests[verb] += 1
+        if self.latency_s:
+            time.sleep(self.latency_s)
+
+    def _pass_on(self, verb: str, *args: Any) -> Any:
+        self._request(verb)
+        return getattr(self.inner, verb)(*args)
+
+
+for _verb in ("put_file", "put_buffers", "put_bytes", "get_file", "get_range", "get_bytes", "size", "remove_interrupted"):
+    setattr(CountingStorage, _verb, lambda self, *args, _verb=_verb: self._pass_on(_verb, *args))

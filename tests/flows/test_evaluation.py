@@ -1,0 +1,247 @@
+"""Checkpoints evaluated after the fact, beside a living training: a real server, real ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL
+from prefect.utilities.callables import parameter_schema
+from prefect_torch.ckpt import CheckpointStore, StorageSpec
+from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, newest_attempt, read_outcomes, write_outcome
+from prefect_torch.ckpt.manifest_memory import ManifestMemory
+from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
+from prefect_torch.flows.unevaluated import find_named
+from prefect_torch.tasks.audience import Audience
+from prefect_torch.tasks.liveness import is_being_trained
+from prefect_torch.tasks.rank_main import _as_metrics
+from prefect_torch.tasks.retention_schedule import RetentionSchedule
+from ranks import Attempt, folder
+
+HERE = Path(__file__).parent
+TWO = ScalingConfig(num_workers=2)
+EPOCHS = 2
+ID = "000001-00000000-0123abcd"
+KEEPS_BEST = {"num_to_keep": 1, "checkpoint_score_attribute": "eval/accuracy", "evaluation_timeout_s": 3600}
+
+
+@dataclass
+class Watched:
+    """A training, and what the evaluation that watched it returned."""
+
+    storage: str
+    store: CheckpointStore
+    evaluated: dict
+    attempt_files: list[str]
+    told: dict
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    storage = str(tmp_path_factory.mktemp("watched") / "store")
+    config = {"epochs": EPOCHS, "pause_s": 1}
+    arguments = [storage, "trainings:train_epochs", *(json.dumps(it) for it in (config, {}, KEEPS_BEST))]
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "PREFECT_API_URL": PREFECT_API_URL.value()}
+    training = subprocess.Popen(
+        [sys.executable, str(HERE / "run_training.py"), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        store = CheckpointStore.open(storage, "run")
+        while next(store.ids(), None) is None:
+            assert training.poll() is None, training.communicate()[0]
+        evaluated = evaluate("evaluations:measure", storage, "run", scaling=TWO, watch=True, poll_s=0.2)
+        output, _ = training.communicate(timeout=60)
+    finally:
+        training.kill()
+        training.wait()
+    assert training.returncode == 0, output
+    files = [info.key for info in store.storage.list("run/attempts/")]
+    return Watched(storage, store, evaluated, files, json.loads(output.splitlines()[-1]))
+
+
+def test_a_training_is_evaluated_to_its_end_and_notices_nothing(watched):
+    store = watched.store
+    assert watched.told == {"returned": {"begun": 0, "attempt": 1}, "resumed_from": None}
+    assert len(watched.attempt_files) == 1
+    assert [outcome.ending for outcome in read_outcomes(store)] == ["completed"]
+    assert newest_attempt(store).settings["evaluation_timeout_s"] == 3600
+    assert {int(checkpoint_id.split("-")[1]) for checkpoint_id in watched.evaluated} == set(range(EPOCHS))
+    left = {manifest.step: manifest for manifest in store.list()}
+    assert all(manifest.evaluations == ("eval",) for manifest in left.values())
+    assert store.best(1, "eval/accuracy")[0].step == 0
+    assert left[0].metrics == {
+        "epoch": 0,
+        "loss": 1.0,
+        "eval": {"accuracy": 1.0, "ranks": 2.0, "place": "run/1/2", "reported": "epoch, loss", "prefect": False},
+    }
+    assert [record.metrics["epoch"] for record in Result.from_storage(watched.storage, "run").history] == list(range(EPOCHS))
+
+
+def test_a_failure_and_a_pruned_checkpoint_do_not_keep_the_others_from_being_evaluated(tmp_path, caplog):
+    store = fill(tmp_path, [0, 1, 2])
+    first, second, third = store.ids()
+    urls = [
+        store.checkpoint(store.get(it)).path for it in (first, second, third)
+    ]  # as an automation gives them: nothing besides
+    with pytest.raises(RuntimeError, match=r"report\(\) was called inside an evaluation.* return the metrics") as caught:
+        evaluate("evaluations:measure", checkpoints=urls, config={"0": "prune", "1": "report"})
+    assert f"rank 0 of the evaluation of {second} failed" in str(caught.value.__cause__)
+    assert f"checkpoint {first} of run 'run' is skipped: it is not there, or not any more" in caplog.text
+    assert [(manifest.id, manifest.evaluations) for manifest in store.list()] == [(second, ()), (third, ("eval",))]
+    assert not [info.key for info in store.storage.list("run/") if first in info.key]
+
+
+def fill(tmp_path, epochs) -> CheckpointStore:
+    """Leave a run behind as a training does that was not evaluated."""
+    store = CheckpointStore.open(str(tmp_path / "store"), "run")
+    session = Attempt(store).session()
+    for epoch in epochs:
+        session.report({"epoch": epoch}, folder(tmp_path / "c", **{"state.json": json.dumps({"epoch": epoch})}))
+    return store
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (None, "m:f returned a NoneType on rank 0: return a dict"),
+        ([1], "returned a list"),
+        ({"a": [1]}, "metric 'a' is a list"),
+    ],
+)
+def test_what_cannot_be_attached_is_refused_in_the_rank_that_returned_it(returned, told):
+    spec = SimpleNamespace(function=SimpleNamespace(name="m:f"))
+    with pytest.raises((TypeError, ValueError), match=told):
+        _as_metrics(returned, spec)
+
+
+def test_what_was_evaluated_is_not_evaluated_again_unasked(tmp_path):
+    store = fill(tmp_path, [0])
+    store.attach_metrics(next(store.ids()), {"accuracy": 1})
+    assert evaluate("evaluations:measure", str(tmp_path / "store"), "run") == {}
+
+
+def test_the_leader_of_a_training_drops_what_was_evaluated_meanwhile_and_waits_for_the_rest(tmp_path, caplog):
+    store = fill(tmp_path, [0, 1, 2, 3])
+    first, second, *others = manifests = store.list()
+    policy = CheckpointConfig(**KEEPS_BEST).policy()
+
+    @flow
+    def training():
+        job = SimpleNamespace(storage=store.spec, run="run", policy=policy)
+        retention = RetentionSchedule(job, 1, manifests[:3], None, Audience([]), ManifestMemory())
+        retention.committed(manifests[3])
+        retention.finish(manifests[3].id)
+        assert store.list() == manifests
+        store.attach_metrics(first.id, {"accuracy": 0.1})
+        store.attach_metrics(second.id, {"accuracy": 0.9})
+        retention.finish(manifests[3].id)
+
+    training()
+    assert [manifest.id for manifest in store.list()] == [second.id, *(manifest.id for manifest in others)]
+    assert "has no metric" not in caplog.text
+
+
+def test_the_name_of_a_reported_metric_is_refused_before_any_rank_starts(tmp_path):
+    fill(tmp_path, [0])
+    with pytest.raises(ValueError, match="the training reported a metric 'epoch'"):
+        evaluate("evaluations:measure", str(tmp_path / "store"), "run", name="epoch")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"eval_fn": "evaluations:nosuch"}, "eval_fn 'evaluations:nosuch'"),
+        ({"run": "nosuch"}, "there is no run 'nosuch'"),
+        ({"run": None}, "give run"),
+        ({"name": "a/b"}, "evaluation name"),
+        ({"checkpoints": "nosuch"}, "give a committed checkpoint's id"),
+        ({"checkpoints": [ID], "run": None}, "give its run"),
+        ({"checkpoints": [ID], "watch": True}, "one or the other"),
+        ({"scaling": ScalingConfig(num_workers=99, use_gpu=True)}, "as many GPUs"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said_at_once(tmp_path, wrong, told):
+    fill(tmp_path, [])
+    given = {"eval_fn": "evaluations:measure", "storage": str(tmp_path / "store"), "run": "run", **wrong}
+    with pytest.raises((ValueError, FileNotFoundError), match=told):
+        evaluate(**given)
+
+
+def test_the_form_asks_for_the_function_alone_and_takes_what_an_automation_knows():
+    schema = parameter_schema(evaluate)
+    assert schema.required == ["eval_fn"]
+    assert all({"title", "description"} <= field.keys() for field in schema.properties.values())
+    url = f"s3://bucket/run/checkpoints/{ID}"
+    given = evaluate.validate_parameters({"eval_fn": "m:f", "run": "", "checkpoints": url, "config": {}, "scaling": {}})
+    assert (given["run"], given["checkpoints"]) == (None, url)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "url", "run"),
+    [
+        (ID, "s3://bucket/base", "run"),
+        (f"other/{ID}", "s3://bucket/base", "other"),
+        (f"s3://bucket/base/other/checkpoints/{ID}", "s3://bucket/base", "other"),
+        (f"s3://elsewhere/other/checkpoints/{ID}/", "s3://elsewhere", "other"),
+        (f"/folder/other/checkpoints/{ID}", "/folder", "other"),
+    ],
+)
+def test_a_checkpoint_is_named_by_id_or_place_and_read_with_the_credentials_of_its_storage(checkpoint, url, run):
+    storage = StorageSpec("s3://bucket/base", {"aws_access_key_id": "mine"})
+    found = find_named(checkpoint, storage, "run")
+    assert (found.storage.url, found.run, found.checkpoint_id) == (url, run, ID)
+    assert (found.storage.options == storage.options) == (url == storage.url)
+
+
+HERE_AND_ALIVE = Owner.current()
+DEAD = replace(HERE_AND_ALIVE, pid=2**22 + 1)
+ELSEWHERE = replace(HERE_AND_ALIVE, host="another/machine", flow_run_id=str(uuid4()))
+
+
+@pytest.mark.parametrize(
+    ("owner", "ending", "goes_on"),
+    [
+        (HERE_AND_ALIVE, None, True),
+        (HERE_AND_ALIVE, "completed", False),
+        (HERE_AND_ALIVE, "failed", False),  # outside of a flow run, nobody starts the next attempt
+        (DEAD, None, False),
+        (ELSEWHERE, None, True),
+        (ELSEWHERE, "failed", False),
+        (ELSEWHERE, "completed", False),
+    ],
+)
+def test_a_run_is_watched_for_as_long_as_somebody_may_train_it(tmp_path, owner, ending, goes_on):
+    store = CheckpointStore.open(tmp_path, "run")
+    assert not is_being_trained(store)
+    attempt = claim_attempt(store, owner, world_size=1)
+    if ending is not None:
+        write_outcome(store, Outcome(attempt.number, ending))
+    assert is_being_trained(store) == goes_on
+
+
+@pytest.mark.parametrize("ending", [None, "failed"])
+def test_a_run_that_failed_is_watched_until_its_flow_run_ends(tmp_path, ending):
+    """Its retry may wait; Prefect alone knows."""
+    store = CheckpointStore.open(tmp_path, "run")
+
+    @flow
+    def training():
+        owner = replace(ELSEWHERE, flow_run_id=flow_run.id)
+        attempt = claim_attempt(store, owner, world_size=1)
+        if ending is not None:
+            write_outcome(store, Outcome(attempt.number, ending))
+        return is_being_trained(store)
+
+    assert training() is True
+    assert is_being_trained(store) is False
