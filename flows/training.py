@@ -1,6 +1,5 @@
 """The flow that a user runs, schedules and triggers: one training with restarts."""
 
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,15 +28,18 @@ from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.function import pack_function
 from prefect_torch.tasks.job import TrainJob
 from prefect_torch.tasks.restarts import failure_kind, max_retries, may_restart
+from prefect_torch.tasks.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.settings import configured_storage
-from pydantic import Field
+from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from .ending import note_ending, tell_ending
+from .gpus import require_gpus
+from .monitoring.console import console_progress
+from .monitoring.events import EventObserver
+from .monitoring.pages import Pages
 from .result import Result
-
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-
+from .run_name import default_run_name
 
 # Without a bound: with fewer threads than ranks, the ranks that run would wait for those that cannot begin.
 _ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
@@ -47,18 +49,43 @@ _ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 def train(
     train_fn: Annotated[
         str | SkipJsonSchema[Callable[..., Any]],
-        Field(description="What every rank runs: 'module:function' or 'path/to/file.py:function'."),
+        shown_as(
+            "Training function",
+            "What every rank runs: 'module:function' or 'path/to/file.py:function', found where the flow runs.",
+            pattern="^.+:[A-Za-z_][A-Za-z0-9_]*$",
+        ),
     ],
     config: Annotated[
-        dict[str, Any] | None, Field(description="What the function is called with, if it takes an argument.")
+        dict[str, Any] | None,
+        WithoutNull(),
+        shown_as("Config", "What the function is called with, if it takes an argument, as JSON.", default={}),
     ] = None,
-    scaling: Annotated[ScalingConfig | None, Field(description="How many ranks, and on what.")] = None,
-    run: Annotated[RunConfig | None, Field(description="Which run, where its checkpoints lie, how it begins.")] = None,
-    checkpoint: Annotated[CheckpointConfig | None, Field(description="Which checkpoints are kept.")] = None,
-    failure: Annotated[FailureConfig | None, Field(description="How often the training is restarted.")] = None,
+    scaling: Annotated[
+        ScalingConfig | None, WithoutNull(), shown_as("Scaling", "How many ranks train together, and on what.")
+    ] = None,
+    run: Annotated[
+        RunConfig | None, WithoutNull(), shown_as("Run", "Which run, where its checkpoints lie, how it begins.")
+    ] = None,
+    checkpoint: Annotated[
+        CheckpointConfig | None,
+        WithoutNull(),
+        shown_as("Checkpoints", "Which checkpoints are kept besides the latest, and how they are stored."),
+    ] = None,
+    failure: Annotated[
+        FailureConfig | None,
+        WithoutNull(),
+        shown_as("Failures", "How often the training is restarted, from its latest checkpoint."),
+    ] = None,
     resume_from: Annotated[
         str | SkipJsonSchema[Checkpoint] | None,
-        Field(description="A checkpoint of another run to begin from: its path or URL, or 'run/id' in the same storage."),
+        WithoutNull(),
+        BeforeValidator(none_if_empty),
+        shown_as(
+            "Begin from",
+            "A checkpoint of another run to begin from while this run has none of its own: its path or URL, or 'run/id' in the "
+            "same storage. From zero when empty.",
+            default="",
+        ),
     ] = None,
 ) -> Result:
     """Train on several ranks; after a failure all of them start again from the latest checkpoint.
@@ -101,7 +128,7 @@ def train(
         retry_jitter_factor=failure.retry_jitter_factor or 0.0,
         retry_condition_fn=is_worth_another_attempt,
     )
-    audience = Audience([])
+    audience = Audience([*console_progress(job.run), Pages(job), EventObserver(job)])
     try:
         with outlast_api_outages():
             return_value = led(job, audience)
@@ -122,13 +149,12 @@ def _job(
     failure: FailureConfig,
     resume_from: str | Checkpoint | None,
 ) -> TrainJob:
-    if scaling.use_gpu:
-        _require_gpus(scaling.num_workers)
+    require_gpus(scaling)
     storage = configured_storage(run.storage, run.storage_deadline_s)
     return TrainJob(
         function=pack_function(train_fn, config),
         storage=storage,
-        run=run.name or _default_name(),
+        run=run.name or default_run_name(flow_run.name, flow_run.id),
         num_workers=scaling.num_workers,
         use_gpu=scaling.use_gpu,
         backend=scaling.backend,
@@ -144,23 +170,6 @@ def _job(
         grace_s=failure.grace_s,
         hang_timeout_s=failure.hang_timeout_s,
     )
-
-
-def _require_gpus(num_workers: int) -> None:
-    import torch  # noqa: PLC0415 - only a training on GPUs needs it before its ranks
-
-    available = torch.cuda.device_count()
-    if available < num_workers:
-        raise ValueError(
-            f"num_workers={num_workers} with use_gpu=True needs as many GPUs, and this machine has {available}; "
-            "lower num_workers or give use_gpu=False"
-        )
-
-
-def _default_name() -> str:
-    """Return a name that the retries of this flow run share and no other flow run has."""
-    name = _NOT_IN_NAMES.sub("-", flow_run.name or "run").strip("-._") or "run"
-    return check_run_name(f"{name[:150]}-{flow_run.id[:8]}")
 
 
 def _seed(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:

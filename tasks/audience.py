@@ -1,5 +1,6 @@
 """Who looks on at a training is told in a thread of its own, so that no page, event or console can hold the training up."""
 
+import math
 import queue
 import threading
 import time
@@ -58,8 +59,12 @@ class Observer(Protocol):
         """Take note of what happened, in order; nothing is left out."""
         ...
 
-    def refresh(self, *, final: bool) -> None:
-        """Show what was noted: called about every second while there is news, and last with `final` when all is over."""
+    def refresh(self, *, final: bool) -> float | None:
+        """Show what was noted: called about every second while there is news, and last with `final` when all is over.
+
+        Who leaves something for later, to show it less often, returns after how many seconds to be called again, though
+        nothing happens meanwhile; None means with the next news.
+        """
         ...
 
 
@@ -90,31 +95,36 @@ class Audience:
             get_run_logger().warning("what the UI shows of this training may lack its end: Prefect took over %g s", longest_s)
 
     def _run(self) -> None:
-        shown_s, news = 0.0, False
+        shown_s, due_s = 0.0, math.inf
         while True:
             try:
-                happening = self._news.get(timeout=max(0.0, shown_s + REFRESH_S - time.monotonic()) if news else None)
+                happening = self._news.get(timeout=None if due_s == math.inf else max(0.0, due_s - time.monotonic()))
             except queue.Empty:
-                news = False
-                self._refresh(final=False)
+                wait_s = self._refresh(final=False)
                 shown_s = time.monotonic()
+                due_s = shown_s + max(wait_s, REFRESH_S)
                 continue
             if happening is None:
                 self._refresh(final=True)
                 return
-            news = True
+            due_s = min(due_s, shown_s + REFRESH_S)
             for observer in self._observers:
                 try:
                     observer.observe(happening)
                 except Exception as exc:  # noqa: BLE001 - whatever a looker-on does wrong, the training goes on
                     self._tell_once(observer, exc)
 
-    def _refresh(self, *, final: bool) -> None:
+    def _refresh(self, *, final: bool) -> float:
+        """Return in how many seconds an observer wants to be called again; without end if none does."""
+        soonest_s = math.inf
         for observer in self._observers:
             try:
-                observer.refresh(final=final)
+                wait_s = observer.refresh(final=final)
             except Exception as exc:  # noqa: BLE001 - as above
                 self._tell_once(observer, exc)
+            else:
+                soonest_s = soonest_s if wait_s is None else min(soonest_s, wait_s)
+        return soonest_s
 
     def _tell_once(self, observer: Observer, exc: Exception) -> None:
         if observer not in self._failing:

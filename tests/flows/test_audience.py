@@ -85,3 +85,22 @@ def test_an_observer_that_hangs_holds_the_end_up_no_longer_than_told(caplog):
     training()
     assert "may lack its end" in caplog.text
     ends.set()
+
+
+def test_who_shows_something_later_is_called_again_though_nothing_happens(monkeypatch):
+    monkeypatch.setattr(module, "REFRESH_S", 0.01)
+
+    class Patient(Recorder):
+        def refresh(self, *, final):
+            super().refresh(final=final)
+            return 0.05 if self.seen.count("refreshed") < 3 else None
+
+    observer = Patient()
+    audience = Audience([observer, Recorder()])
+    audience.tell(FIRST)
+    for _ in range(3):
+        assert observer.refreshed.wait(10)
+        observer.refreshed.clear()
+    assert not observer.refreshed.wait(0.2)
+    audience.close()
+    assert observer.seen == [FIRST, "refreshed", "refreshed", "refreshed", "last"]

@@ -1,0 +1,167 @@
+"""What automations are told of a training: events of its attempts and checkpoints, and each checkpoint as an asset."""
+
+import math
+from typing import Any
+
+from prefect.events import Event, RelatedResource, Resource
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.attempts import Attempt, Outcome
+from prefect_torch.ckpt.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.manifest import attempt_of
+from prefect_torch.ckpt.metrics import Metrics, flatten_metrics
+from prefect_torch.ckpt.retention import score
+from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned, Happening
+from prefect_torch.tasks.job import TrainJob
+
+from .assets import materialized, referenced
+from .outbox import EventOutbox
+
+ATTEMPT_STARTED = "prefect-torch.attempt.started"
+ATTEMPT_FAILED = "prefect-torch.attempt.failed"
+COMMITTED = "prefect-torch.checkpoint.committed"
+PRUNED = "prefect-torch.checkpoint.pruned"
+QUARANTINED = "prefect-torch.checkpoint.quarantined"
+_LONGEST_CLOSE_S = 15.0  # of the 20 that the audience has for all of its observers
+_LONGEST_TEXT = 4000
+_NO_NUMBER = (1, math.inf)  # ranks above what is missing and NaN, below every number
+
+
+class EventObserver:
+    """Lets Prefect know what automations can trigger on; each event has the run, the storage and the attempt as labels.
+
+    An attempt's event is about `prefect-torch.run.<path or URL of the run>`, a checkpoint's about
+    `prefect-torch.checkpoint.<path or URL of the checkpoint>`, with the run as a related resource in the role "run". Its labels
+    are `run`, `storage`, `attempt`, and for a checkpoint also `checkpoint` (the path or URL), `step`, and when it is
+    committed, `is_best`: "true" if no checkpoint of the run had a better score by the retention policy (without a score, the
+    newest is best). Metrics are in the payload, nested ones as "a/b".
+
+    Args:
+        job: The training.
+
+    """
+
+    def __init__(self, job: TrainJob) -> None:
+        self._store = job.open_store()
+        self._best = _Best(job.policy)
+        self._outbox = EventOutbox()
+        self._attempt = 0
+        self._upstream: tuple[str, ...] = ()
+
+    def observe(self, happening: Happening) -> None:
+        """Put down what is to be told."""
+        if isinstance(happening, AttemptStarted):
+            self._take_start(happening.attempt, happening.resumed_from)
+        elif isinstance(happening, CommitEvent):
+            self._take_commit(happening)
+        elif isinstance(happening, CheckpointsPruned):
+            self._outbox.put(
+                *(self._about_checkpoint(PRUNED, it.id, {"metrics": _plain(it.metrics)}) for it in happening.plan.drop)
+            )
+        elif isinstance(happening, CheckpointQuarantined):
+            self._outbox.put(self._about_checkpoint(QUARANTINED, happening.id, {"reason": happening.reason[:_LONGEST_TEXT]}))
+        elif isinstance(happening, AttemptEnded):
+            self._take_end(happening.outcome)
+        else:
+            assert isinstance(happening, ReportEvent)  # told by the history; thousands of events would be a flood
+
+    def refresh(self, *, final: bool) -> None:
+        """Wait for what is on its way, at the end."""
+        if final:
+            self._outbox.close(_LONGEST_CLOSE_S)
+
+    def _take_start(self, attempt: Attempt, resumed_from: str | None) -> None:
+        self._attempt = attempt.number
+        self._best.know_of(self._store, before=attempt.number)
+        self._upstream = (self._store.path,) if resumed_from is None else (self._store.path, resumed_from)
+        payload = {"resumed_from": resumed_from, "world_size": attempt.world_size}
+        self._outbox.put(self._about_attempt(ATTEMPT_STARTED, attempt.number, payload), *map(referenced, self._upstream))
+
+    def _take_commit(self, commit: CommitEvent) -> None:
+        is_best = self._best.is_new(commit.metrics)
+        metadata = {
+            "run": self._store.run,
+            "step": commit.step,
+            "attempt": attempt_of(commit.id),
+            "is_best": is_best,
+            "bytes": commit.bytes,
+            "duration_s": commit.duration_s,
+            "stall_s": commit.stall_s,
+            "metrics": _plain(commit.metrics),
+        }
+        event = self._about_checkpoint(COMMITTED, commit.id, metadata, is_best="true" if is_best else "false")
+        name = f"{self._store.run} step {commit.step}"
+        self._outbox.put(event, materialized(self._path(commit.id), name, self._upstream, metadata))
+
+    def _take_end(self, outcome: Outcome) -> None:
+        if outcome.ending not in ("failed", "preempted"):
+            return
+        payload = {"ending": outcome.ending, "kind": outcome.kind, "error": (outcome.error or "")[:_LONGEST_TEXT]}
+        self._outbox.put(self._about_attempt(ATTEMPT_FAILED, outcome.attempt, payload, ending=outcome.ending))
+
+    def _about_attempt(self, event: str, attempt: int, payload: dict[str, Any], **labels: str) -> Event:
+        return Event(event=event, resource=Resource({**self._run_labels(attempt), **labels}), payload=payload)
+
+    def _about_checkpoint(self, event: str, checkpoint_id: str, payload: dict[str, Any], **labels: str) -> Event:
+        path = self._path(checkpoint_id)
+        run = self._run_labels(attempt_of(checkpoint_id))
+        step = _step_of(checkpoint_id)
+        about = {
+            "prefect.resource.id": f"prefect-torch.checkpoint.{path}",
+            "prefect.resource.name": f"{self._store.run} step {step}",
+            "checkpoint": path,
+            "step": str(step),
+        }
+        related = RelatedResource({**run, "prefect.resource.role": "run"})
+        return Event(event=event, resource=Resource({**run, **about, **labels}), related=[related], payload=payload)
+
+    def _run_labels(self, attempt: int) -> dict[str, str]:
+        return {
+            "prefect.resource.id": f"prefect-torch.run.{self._store.path}",
+            "prefect.resource.name": self._store.run,
+            "run": self._store.run,
+            "storage": self._store.storage.url,
+            "attempt": str(attempt),
+        }
+
+    def _path(self, checkpoint_id: str) -> str:
+        return f"{self._store.path}/checkpoints/{checkpoint_id}"
+
+
+class _Best:
+    """The best score of a run so far, by its retention policy."""
+
+    def __init__(self, policy: RetentionPolicy) -> None:
+        self._policy = policy
+        self._best = _NO_NUMBER
+
+    def know_of(self, store: CheckpointStore, before: int) -> None:
+        """Begin with what attempts before this one left; a small read for each checkpoint, and none without a score."""
+        self._best = _NO_NUMBER
+        if self._policy.checkpoint_score_attribute is not None:
+            for manifest in store.list():
+                if manifest.attempt < before:
+                    self.is_new(manifest.metrics)
+
+    def is_new(self, metrics: Metrics) -> bool:
+        """Take one more checkpoint, and say whether none before was better; one whose score is no number never is best."""
+        attribute = self._policy.checkpoint_score_attribute
+        if attribute is None:
+            return True
+        rank = score(metrics, attribute, self._policy.checkpoint_score_order)
+        if rank < self._best or rank <= _NO_NUMBER:
+            return False
+        self._best = rank
+        return True
+
+
+def _step_of(checkpoint_id: str) -> int:
+    return int(checkpoint_id.split("-")[1])
+
+
+def _plain(metrics: Metrics) -> dict[str, Any]:
+    """Return nested metrics as one dict that strict JSON can hold: NaN and infinities as text."""
+    return {name: _finite(value) for name, value in flatten_metrics(metrics)}
+
+
+def _finite(value: object) -> object:
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,68 @@
+"""One artifact of a flow run, kept up to date."""
+
+import re
+from hashlib import sha256
+from typing import Any, Literal
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.exceptions import ObjectNotFound
+
+_NOT_IN_KEYS = re.compile(r"[^a-z0-9]+")
+
+
+class LiveArtifact:
+    """Is created when there is something to show, once for a flow run, and then updated.
+
+    Args:
+        key: By which the UI finds it.
+        kind: How the UI shows it.
+
+    """
+
+    def __init__(self, key: str, kind: Literal["progress", "table", "markdown"]) -> None:
+        self._key = key
+        self._kind = kind
+        self._id: UUID | None = None
+        self._shown: object = None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether it exists."""
+        return self._id is not None
+
+    def show(
+        self, client: SyncPrefectClient, flow_run_id: UUID | None, data: Any, description: str, news: object = None
+    ) -> None:
+        """Show `data` by one request, or none if its news was shown before.
+
+        Args:
+            client: Whom to tell.
+            flow_run_id: Whose artifact it is.
+            data: As Prefect wants it for this kind.
+            description: Markdown above it.
+            news: What of `data` and `description` is worth a request when it changes; None for all of `data`.
+
+        """
+        news = data if news is None else news
+        if self._id is not None and news == self._shown:
+            return
+        if self._id is None or not _update(client, self._id, data, description):
+            made = ArtifactCreate(key=self._key, type=self._kind, description=description, data=data, flow_run_id=flow_run_id)
+            self._id = client.create_artifact(made).id
+        self._shown = news
+
+
+def artifact_key(run: str) -> str:
+    """Return a run's name as Prefect's keys may be, of lower-case letters, digits and dashes; no two runs have the same."""
+    plain = _NOT_IN_KEYS.sub("-", run.lower()).strip("-")
+    return plain if plain == run else f"{plain}-{sha256(run.encode()).hexdigest()[:6]}"
+
+
+def _update(client: SyncPrefectClient, artifact_id: UUID, data: Any, description: str) -> bool:
+    try:
+        client.update_artifact(artifact_id, ArtifactUpdate(data=data, description=description))
+    except ObjectNotFound:  # somebody deleted it, or the server has another database now
+        return False
+    return True

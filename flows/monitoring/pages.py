@@ -1,0 +1,137 @@
+"""What Prefect's UI shows of a training: artifacts of its flow run that are kept up to date while it goes on."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.tasks.audience import Happening
+from prefect_torch.tasks.job import TrainJob
+
+from .attempt_log import AttemptLog
+from .checkpoint_table import MAX_ROWS, checkpoint_rows
+from .live_artifact import LiveArtifact, artifact_key
+from .pace import Pace
+from .rank_logs import RankLogs, page_of
+from .run_notes import RunNotes
+from .storage_console import StorageConsole
+from .summary import Surroundings, write_summary
+from .wording import plain_text, show_time
+
+_REQUEST_S = 15.0
+
+
+class Pages:
+    """Publishes a run's progress, checkpoints and summary as artifacts of the flow run, ever more seldom; the last is exact.
+
+    The artifacts' keys are `<run>-progress`, `<run>-checkpoints` and `<run>-summary`, so that in the UI a key's page lists the
+    flow runs of one run. A flow run's process makes each of them once and updates it: at most 4 requests at a time, 16 times
+    in the first 100 s, and twice a minute in the long run. There is a progress only where the training tells it
+    (`report(..., progress=)`).
+
+    Args:
+        job: The training.
+        clock: What tells the time, in seconds since the epoch.
+        pace: How often pages are published.
+
+    """
+
+    def __init__(self, job: TrainJob, clock: Callable[[], float] = time.time, pace: Pace | None = None) -> None:
+        self._store = job.open_store()
+        self._first_metric = job.policy.checkpoint_score_attribute
+        self._notes = RunNotes(self._store, job.policy)
+        self._console = StorageConsole(self._store.spec)
+        self._rank_logs = RankLogs()
+        self._clock = clock
+        self._pace = pace or Pace()
+        self._client: SyncPrefectClient | None = None
+        key = artifact_key(job.run)
+        self._progress = LiveArtifact(f"{key}-progress", "progress")
+        self._checkpoints = LiveArtifact(f"{key}-checkpoints", "table")
+        self._summary = LiveArtifact(f"{key}-summary", "markdown")
+
+    def observe(self, happening: Happening) -> None:
+        """Take note of what happened; the first time, read what the run has been before from its storage."""
+        self._notes.take(happening, self._clock())
+
+    def refresh(self, *, final: bool) -> float | None:
+        """Publish what has changed if it is time to, or `final`; else return in how many seconds it will be time."""
+        newest = self._notes.newest
+        if newest is None:  # no attempt was begun
+            return None
+        if not final and (wait_s := self._pace.wait_s()) > 0:
+            return wait_s
+        self._pace.take()
+        problem = self._read_checkpoints() if final else None
+        # An API that is away is tried again with the next news; retries would hold up the other observers.
+        with nullcontext() if final else temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            self._publish(self._open_client(), newest, problem)
+        if final and self._client is not None:
+            self._client.__exit__()
+        return None
+
+    def _open_client(self) -> SyncPrefectClient:
+        """Return one client for all pages: each new one costs two requests, and the flow's own is not for two threads."""
+        if self._client is None:
+            self._client = get_client(httpx_settings={"timeout": httpx.Timeout(_REQUEST_S)}, sync_client=True).__enter__()
+        return self._client
+
+    def _read_checkpoints(self) -> str | None:
+        """Take the last word from storage, since others may have pruned or pinned; return why that was not possible."""
+        try:
+            self._notes.read_checkpoints()
+        except (StorageError, OSError) as exc:
+            return f"as the training told it, since its storage could not be read at the end: {exc}"
+        return None
+
+    def _publish(self, client: SyncPrefectClient, newest: AttemptLog, problem: str | None) -> None:
+        flow_run_id = None if newest.attempt.owner.flow_run_id is None else UUID(newest.attempt.owner.flow_run_id)
+        now_s = self._clock()
+        self._publish_summary(client, flow_run_id, now_s)
+        self._publish_checkpoints(client, flow_run_id, now_s, problem)
+        if self._notes.progress is not None:
+            about = f"Run {plain_text(self._store.run)}, attempt {newest.number}"
+            self._progress.show(client, flow_run_id, round(100 * self._notes.progress, 1), about)
+
+    def _publish_summary(self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float) -> None:
+        logs = self._notes.logs
+        if flow_run_id is not None:
+            self._rank_logs.look(client, flow_run_id, logs)
+        console = self._console.url_of(self._store.layout.checkpoints.rstrip("/"))
+        around = Surroundings(
+            path=self._store.path,
+            console=console if console is not None and console.startswith("https://") else None,
+            first_metric=self._first_metric,
+            flow_runs={log.number: page_of("flow-run", UUID(it)) for log in logs if (it := log.attempt.owner.flow_run_id)},
+            ranks=self._rank_logs.urls(),
+        )
+        page = write_summary(self._store.run, self._notes, around, now_s)
+        self._summary.show(client, flow_run_id, page, f"Run {plain_text(self._store.run)}: metrics, time, attempts")
+
+    def _publish_checkpoints(
+        self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float, problem: str | None
+    ) -> None:
+        saved, layout = self._notes.saved, self._store.layout
+        rows = checkpoint_rows(
+            saved,
+            self._notes.kept(),
+            self._first_metric,
+            now_s,
+            lambda checkpoint_id: self._console.url_of(layout.data(checkpoint_id).rstrip("/")),
+        )
+        if not rows and not self._checkpoints.is_shown:
+            return
+        count = f"{len(saved)} checkpoint{'' if len(saved) == 1 else 's'}"
+        parts = [
+            f"{count} of run {plain_text(self._store.run)} in `{self._store.path}`",
+            *([f"{MAX_ROWS} of them shown"] if len(saved) > MAX_ROWS else []),
+            f"ages as of {show_time(now_s)} UTC",
+            *([] if problem is None else [problem]),
+        ]
+        lasting = [{name: cell for name, cell in row.items() if name != "age"} for row in rows]
+        self._checkpoints.show(client, flow_run_id, json.dumps(rows), "; ".join(parts), news=[lasting, problem])

@@ -1,0 +1,176 @@
+"""What pages know of a run: its past from storage, what happens now from the audience."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+
+from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
+from prefect_torch.ckpt.attempts import Attempt, Outcome, list_attempts, read_outcome
+from prefect_torch.ckpt.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.history import MetricRecord, read_history
+from prefect_torch.ckpt.layout import stem
+from prefect_torch.ckpt.manifest import attempt_of
+from prefect_torch.ckpt.metrics import Metrics
+from prefect_torch.ckpt.retention import overdue_evaluations, plan
+from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned, Happening
+
+from .attempt_log import AttemptLog
+from .curves import Curves
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint in storage.
+
+    Attributes:
+        id: Its id.
+        step: Its step.
+        metrics: Its metrics.
+        bytes: The size of all its files.
+        created_s: When it was committed, in seconds since the epoch.
+
+    """
+
+    id: str
+    step: int
+    metrics: Metrics
+    bytes: int
+    created_s: float
+
+    @property
+    def created_at(self) -> datetime:
+        """When it was committed."""
+        return datetime.fromtimestamp(self.created_s, timezone.utc)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Saved":
+        """Return what a manifest says."""
+        return cls(manifest.id, manifest.step, manifest.metrics, manifest.total_bytes, manifest.created_at.timestamp())
+
+
+class RunNotes:
+    """All that is known of a run; costs no request while the training goes on, and memory for a bounded number of points.
+
+    The past is read from storage when the first attempt of this process is heard of: everything before that attempt. What the
+    attempt itself does comes from the audience alone, so that nothing is noted twice.
+
+    Args:
+        store: The run.
+        policy: Which of its checkpoints are kept.
+
+    """
+
+    def __init__(self, store: CheckpointStore, policy: RetentionPolicy) -> None:
+        self._store = store
+        self._policy = policy
+        self._logs: dict[int, AttemptLog] = {}
+        self._saved: dict[str, Saved] = {}
+        self._pinned: frozenset[str] = frozenset()
+        self.curves = Curves()
+        self.quarantined: dict[str, str] = {}
+        self.progress: float | None = None
+
+    @property
+    def logs(self) -> list[AttemptLog]:
+        """Every attempt, oldest first."""
+        return [self._logs[number] for number in sorted(self._logs)]
+
+    @property
+    def newest(self) -> AttemptLog | None:
+        """The newest attempt; None before the first."""
+        return max(self._logs.values(), key=lambda log: log.number, default=None)
+
+    @property
+    def saved(self) -> list[Saved]:
+        """The checkpoints in storage, oldest first."""
+        return [self._saved[key] for key in sorted(self._saved)]
+
+    def kept(self) -> dict[str, tuple[str, ...]]:
+        """Return why the policy keeps each checkpoint, by id; one that is missing goes with the next prune."""
+        newest = self.newest
+        is_in_use = newest is not None and newest.is_running and newest.attempt.resumed_from is not None
+        restored = (newest.attempt.resumed_from or "").rpartition("/")[2] if newest is not None and is_in_use else None
+        in_use = () if restored is None else (restored,)
+        overdue = overdue_evaluations(self.saved, self._policy, datetime.now(timezone.utc))
+        return plan(self.saved, self._policy, pinned=self._pinned, in_use=in_use, overdue=overdue).keep
+
+    def take(self, happening: Happening, now_s: float) -> None:
+        """Take note of what happened now (seconds since the epoch)."""
+        match happening:
+            case AttemptStarted(attempt, resumed_from):
+                self._begin(replace(attempt, resumed_from=resumed_from))
+            case ReportEvent(record, progress):
+                self._take_report(record)
+                self.progress = progress if progress is not None else self.progress
+            case CommitEvent():
+                self._saved[happening.id] = Saved(
+                    happening.id, happening.step, happening.metrics, happening.bytes, created_s=now_s
+                )
+                self._logs[attempt_of(happening.id)].take_commit(happening.id, happening.stall_s)
+            case CheckpointsPruned(decided):
+                self._take_pruned(decided)
+            case CheckpointQuarantined(checkpoint_id, reason):
+                self.quarantined[checkpoint_id] = reason
+                self._saved.pop(checkpoint_id, None)
+            case AttemptEnded(outcome):
+                self._end(outcome, now_s)
+
+    def read_checkpoints(self) -> None:
+        """Take from storage which checkpoints there are and which are pinned; costs two listings and a small read each.
+
+        Raises:
+            StorageError: If the storage does not answer.
+
+        """
+        self._take_manifests(self._store.list())
+
+    def _take_manifests(self, manifests: Iterable[Manifest]) -> None:
+        self._saved = {manifest.id: Saved.of(manifest) for manifest in manifests}
+        self._pinned = self._store.pinned()
+
+    def _begin(self, attempt: Attempt) -> None:
+        try:
+            if not self._logs:
+                self._read_past(attempt.number)
+        finally:  # a past that cannot be read is no reason not to tell what happens now
+            self._logs[attempt.number] = AttemptLog(attempt)
+
+    def _end(self, outcome: Outcome, now_s: float) -> None:
+        if outcome.attempt not in self._logs:  # it ended before it could choose where to begin
+            claimed = [attempt for attempt in list_attempts(self._store) if attempt.number == outcome.attempt]
+            if not claimed:
+                return
+            self._begin(claimed[0])
+        log = self._logs[outcome.attempt]
+        log.outcome, log.ended_s = outcome, now_s
+
+    def _take_report(self, record: MetricRecord) -> None:
+        self.curves.take(record)
+        self._logs[record.attempt].take_report(record)
+
+    def _take_pruned(self, decided: Plan[Manifest]) -> None:
+        for manifest in decided.drop:
+            self._saved.pop(manifest.id, None)
+        self._pinned = frozenset(key for key, reasons in decided.keep.items() if "pinned" in reasons)
+
+    def _read_past(self, number: int) -> None:
+        """Read what was before attempt `number`; all of it, or nothing is noted."""
+        logs = {it.number: AttemptLog(it) for it in _newest_claims(list_attempts(self._store)) if it.number < number}
+        manifests = [manifest for manifest in self._store.list() if attempt_of(manifest.id) in logs]
+        history = [record for record in read_history(self._store) if record.attempt in logs]
+        outcomes = {it: read_outcome(self._store, it) for it in logs}
+        written = {stem(info.key): info.modified_s for info in self._store.storage.list(self._store.layout.outcomes)}
+        self._take_manifests(manifests)
+        self._logs = logs
+        for manifest in manifests:
+            logs[attempt_of(manifest.id)].take_commit(manifest.id, manifest.timings.get("stall_s"))
+        for record in history:
+            self._take_report(record)
+        for log in logs.values():
+            log.outcome = outcomes[log.number]
+            log.ended_s = max(log.last_seen_s(), written.get(f"{log.number:06d}", 0.0))
+
+
+def _newest_claims(attempts: Iterable[Attempt]) -> Iterable[Attempt]:
+    """Leave out claims that lost to another of the same number and were not cleared away."""
+    return {attempt.number: attempt for attempt in attempts}.values()

@@ -1,0 +1,206 @@
+"""The page that tells a run: how it stands, its metrics, where its time went, its attempts; pure Markdown."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prefect_torch.ckpt.manifest import is_id
+
+from .attempt_log import AttemptLog, frontiers, place_of
+from .chart import MAX_PANELS, as_data_url, draw_curves
+from .curves import Curve
+from .goodput import TimeSpent, time_spent
+from .run_notes import RunNotes
+from .time_bar import draw_time
+from .wording import plain_text, shorten, show_bytes, show_duration, show_number, show_time
+
+_MAX_ATTEMPTS = 20
+_MAX_LINKED_ATTEMPTS = 5
+_MAX_LINKED_RANKS = 16
+_LONGEST_ERROR = 2000
+_MANY_METRICS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a summary says besides the run itself.
+
+    Attributes:
+        path: Where the run lies: a local path or a URL.
+        console: Where a browser can look at it; None where there is no such page.
+        first_metric: The metric that ranks checkpoints, which comes first; None without one.
+        flow_runs: The pages of the flow runs that led the attempts, by attempt.
+        ranks: The pages of the ranks' task runs, by attempt and rank.
+
+    """
+
+    path: str
+    console: str | None = None
+    first_metric: str | None = None
+    flow_runs: Mapping[int, str] = field(default_factory=dict)
+    ranks: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
+
+
+def write_summary(run: str, notes: RunNotes, around: Surroundings, now_s: float) -> str:
+    """Return the page.
+
+    Args:
+        run: The run's name.
+        notes: What is known of it.
+        around: What to say besides.
+        now_s: The time that it tells (seconds since the epoch).
+
+    """
+    spent = time_spent(notes.logs, now_s)
+    parts = (
+        _head(run, notes, around, now_s, spent),
+        _metrics(notes, around.first_metric),
+        _time(spent),
+        _attempts(run, notes, now_s),
+        _log_links(around),
+        _checkpoints(notes, around),
+    )
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
+
+
+def state_of(log: AttemptLog | None) -> str:
+    """Return how an attempt stands, in a word."""
+    if log is None:
+        return "starting"
+    if log.outcome is not None:
+        return log.outcome.ending
+    return "running" if log.is_running else "killed"
+
+
+def _head(run: str, notes: RunNotes, around: Surroundings, now_s: float, spent: TimeSpent) -> Iterator[str]:
+    newest = notes.newest
+    facts = [f"**{state_of(newest)}**"]
+    if newest is not None:
+        facts.append(f"attempt {newest.number}")
+        facts.extend([f"step {newest.last_step}"] if newest.last_step is not None else [])
+    facts.extend([f"{notes.progress:.0%} done"] if notes.progress is not None else [])
+    facts.extend([f"goodput {spent.goodput:.1%}"] if spent.goodput is not None else [])
+    yield f"# {plain_text(run)}"
+    yield ""
+    yield " · ".join(facts)
+    yield ""
+    place = f"[{plain_text(around.path)}]({around.console})" if around.console else f"`{around.path}`"
+    # A killed flow leaves its last page: who reads it later must be able to tell.
+    again = ", written anew every 2 to 30 s while there is news" if newest is None or newest.is_running else ""
+    yield f"As of {show_time(now_s)} UTC{again} · {place}"
+    if newest is not None and newest.outcome is not None and newest.outcome.error is not None:
+        yield from ("", "```text", newest.outcome.error[-_LONGEST_ERROR:].replace("```", "'''").strip(), "```")
+
+
+def _metrics(notes: RunNotes, first: str | None) -> Iterator[str]:
+    curves = notes.curves.sorted(first)
+    if not curves:
+        return
+    begun = {log.number: log.first_step for log in notes.logs if log.first_step is not None}
+    picture = draw_curves(curves, frontiers(notes.logs), begun)
+    yield from ("## Metrics", "")
+    if picture is not None:
+        yield f"![Metrics over steps]({as_data_url(picture)})"
+        yield from _reading_aid(curves, later=len(begun) > 1)
+    yield from ("", "| metric | last | lowest | highest |", "| :-- | --: | --: | --: |")
+    yield from (
+        f"| {plain_text(shorten(it.name, 60))} | {plain_text(shorten(show_number(it.last), 40))} "
+        f"| {show_number(it.low)} | {show_number(it.high)} |"
+        for it in curves[:_MANY_METRICS]
+    )
+    more = len(curves) - _MANY_METRICS + len(notes.curves.left_out)
+    if more > 0:
+        yield from ("", f"And {more} more, in `Result.from_storage(...).metrics_dataframe`.")
+
+
+def _reading_aid(curves: list[Curve], *, later: bool) -> Iterator[str]:
+    hints = ["over steps"]
+    if later:
+        hints.append("dashed where a later attempt began")
+        hints.append("pale what was lost and done again")
+    if sum(curve.low is not None for curve in curves) > MAX_PANELS:
+        hints.append(f"the first {MAX_PANELS} metrics")
+    yield from ("", f"*{'; '.join(hints)}*")
+
+
+def _time(spent: TimeSpent) -> Iterator[str]:
+    picture = draw_time(spent)
+    if picture is None or spent.goodput is None:
+        return
+    yield from ("## Time", "", f"![Time spent]({as_data_url(picture)})", "")
+    yield (
+        f"Goodput **{spent.goodput:.1%}**: the share of training in {show_duration(spent.counted)}. *Checkpointing* is for how "
+        "long the slowest rank was held up by checkpoints; *restarting* from a claim, or the end of the attempt before, to the "
+        "first step; *lost* what had to be done again."
+    )
+    if spent.away >= 1:
+        yield f"Besides, {show_duration(spent.away)} passed between flow runs."
+
+
+def _attempts(run: str, notes: RunNotes, now_s: float) -> Iterator[str]:
+    logs = notes.logs
+    if not logs:
+        return
+    yield from ("## Attempts", "")
+    yield "| # | began (UTC) | lasted | ranks | went on from | steps | ended |"
+    yield "| --: | :-- | --: | --: | :-- | :-- | :-- |"
+    shown = logs[: -_MAX_ATTEMPTS - 1 : -1]
+    for log in shown:
+        lasted_s = (now_s if log.ended_s is None else log.ended_s) - log.claimed_s
+        steps = "none" if log.first_step is None else f"{log.first_step} to {log.last_step}"
+        yield (
+            f"| {log.number} | {show_time(log.claimed_s)[5:]} | {show_duration(max(0.0, lasted_s))} | {log.attempt.world_size} "
+            f"| {_origin(log, run)} | {steps} | {state_of(log)} |"
+        )
+    if len(logs) > len(shown):
+        yield from ("", f"And {len(logs) - len(shown)} before.")
+    yield from ("", *(f"- attempt {log.number}: {why}" for log in shown if (why := _why(log))))
+    yield from (
+        f"- set aside as damaged: `{checkpoint_id}`, {plain_text(shorten(reason))}"
+        for checkpoint_id, reason in notes.quarantined.items()
+    )
+
+
+def _origin(log: AttemptLog, run: str) -> str:
+    restored = (log.attempt.resumed_from or "").rstrip("/")
+    if not restored:
+        return "the beginning"
+    checkpoint_id = restored.rpartition("/")[2]
+    if not is_id(checkpoint_id):
+        return plain_text(checkpoint_id)
+    attempt, step = place_of(checkpoint_id)
+    whose = restored.removesuffix(f"/checkpoints/{checkpoint_id}").rpartition("/")[2]
+    return f"step {step:.0f}, attempt {attempt:.0f}" + ("" if whose == run else f" of run {plain_text(whose)}")
+
+
+def _why(log: AttemptLog) -> str:
+    """Return an attempt's reason in a line: the first of an error says what happened."""
+    if log.outcome is None:
+        return "" if log.is_running else "killed with its flow's process"
+    if log.outcome.error is None:
+        return ""
+    error = plain_text(shorten(log.outcome.error.strip().split("\n", 1)[0]))
+    return f"{log.outcome.kind}: {error}" if log.outcome.kind else error
+
+
+def _log_links(around: Surroundings) -> Iterator[str]:
+    """Link each of the newest attempts to its ranks' logs, and to the flow run that led it."""
+    attempts = sorted({*around.ranks, *around.flow_runs}, reverse=True)
+    if attempts:
+        yield from ("## Logs", "")
+    for attempt in attempts[:_MAX_LINKED_ATTEMPTS]:
+        ranks = around.ranks.get(attempt, {})
+        links = [f"[rank {rank}]({url})" for rank, url in list(ranks.items())[:_MAX_LINKED_RANKS]]
+        more = [f"{len(ranks) - len(links)} more ranks"] if len(ranks) > len(links) else []
+        leader = [f"[flow run]({around.flow_runs[attempt]})"] if attempt in around.flow_runs else []
+        yield f"- attempt {attempt}: {' · '.join((*links, *more, *leader))}"
+
+
+def _checkpoints(notes: RunNotes, around: Surroundings) -> Iterator[str]:
+    saved = notes.saved
+    if not saved:
+        return
+    yield from ("## Checkpoints", "")
+    total = show_bytes(sum(it.bytes for it in saved))
+    yield f"{len(saved)} in storage, {total} together; the newest is `{saved[-1].id}`, step {saved[-1].step}."
+    if around.console is not None:
+        yield f"Look at them in the [storage's console]({around.console})."

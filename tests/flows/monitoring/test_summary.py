@@ -1,0 +1,154 @@
+"""The page of a run from what its storage and its audience tell; no server."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy
+from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.history import HistoryWriter
+from prefect_torch.flows.monitoring.run_notes import RunNotes
+from prefect_torch.flows.monitoring.summary import Surroundings, write_summary
+from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
+from ranks import Attempt, folder
+from run_stories import BEGUN_S, checkpoint_id, claim, record
+
+POLICY = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="score")
+AROUND = Surroundings("/store/run")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(str(tmp_path / "store"), "run")
+
+
+def notes_of(store, *happenings):
+    notes = RunNotes(store, POLICY)
+    for at_s, happening in enumerate(happenings):
+        notes.take(happening, BEGUN_S + at_s)
+    return notes
+
+
+def page_of(notes, around=AROUND):
+    return write_summary("run", notes, around, BEGUN_S + 100)
+
+
+def commit(attempt, step, **metrics):
+    return CommitEvent(checkpoint_id(attempt, step), step, metrics, 7, 0.5, 0.25)
+
+
+def test_a_running_training_shows_what_it_said_last(store):
+    notes = notes_of(
+        store,
+        AttemptStarted(claim(1), None),
+        ReportEvent(record(1, 3, 10.0, score=1.0), 0.25),
+        commit(1, 3, score=1.0),
+        commit(1, 4, score=0.5),
+    )
+    page = page_of(notes)
+    assert "**running** · attempt 1 · step 3 · 25% done · goodput" in page
+    assert "2 in storage, 14 B together" in page
+    assert notes.kept() == {checkpoint_id(1, 4): ("latest",), checkpoint_id(1, 3): ("best",)}
+
+
+def test_what_another_process_left_behind_is_read_from_storage(store, tmp_path):
+    """Its leader was killed, so that no outcome was written, and the last report is known from a manifest alone."""
+    before = Attempt(store)
+    session = before.session()
+    for score in (1.0, 2.0):
+        session.report({"score": score}, folder(tmp_path / "c", model=str(score)))
+    first, second = store.list()
+    HistoryWriter(store, 1).append(replace(record(1, 0, score=1.0), checkpoint=first.id))
+    store.pin(first.id)
+    claimed = claim_attempt(store, Owner.current("b"), world_size=2, lineage=1)
+    path = f"{store.path}/checkpoints/{second.id}"
+    record_resumed_from(store, claimed, path)
+    notes = notes_of(store, AttemptStarted(claimed, path), ReportEvent(record(2, 2, 10.0, score=3.0)))
+    page = page_of(notes)
+    assert "- attempt 1: killed with its flow's process" in page
+    assert re.search(r"^\| 1 \|.*\| the beginning \| 0 to 1 \| killed \|$", page, re.MULTILINE)
+    assert re.search(r"^\| 2 \|.*\| step 1, attempt 1 \| 2 to 2 \| running \|$", page, re.MULTILINE)
+    assert notes.kept() == {second.id: ("latest", "best", "in use"), first.id: ("pinned",)}
+    assert [len(points) for points in notes.curves.sorted(None)[0].points.values()] == [2, 1]
+    assert notes.logs[0].stalls.keys() == {first.id, second.id}
+
+
+def test_an_attempt_that_could_not_choose_where_to_begin_is_told_too(store):
+    claimed = claim_attempt(store, Owner.current("a"), world_size=2)
+    error = "CheckpointCorruptError('2 checkpoints and none is whole')"
+    notes = notes_of(
+        store,
+        CheckpointQuarantined(checkpoint_id(1, 1), "a bit | flipped"),
+        AttemptEnded(Outcome(claimed.number, "failed", "a", "final", error)),
+    )
+    page = page_of(notes)
+    assert "- attempt 1: final: CheckpointCorruptError" in page
+    assert f"- set aside as damaged: `{checkpoint_id(1, 1)}`, a bit \\| flipped" in page
+
+
+def test_what_was_pruned_is_gone_and_pins_are_known_from_the_plan(store):
+    notes = notes_of(store, AttemptStarted(claim(1), None), *(commit(1, step, score=step) for step in range(3)))
+    dropped = [it for it in notes.saved if it.step == 1]
+    notes.take(CheckpointsPruned(Plan({checkpoint_id(1, 0): ("pinned",)}, tuple(dropped))), BEGUN_S)
+    assert [it.step for it in notes.saved] == [0, 2]
+    assert notes.kept() == {checkpoint_id(1, 2): ("latest", "best"), checkpoint_id(1, 0): ("pinned",)}
+
+
+def test_the_end_is_read_from_storage_where_others_prune_and_pin(store, tmp_path):
+    session = Attempt(store).session()
+    session.report({"score": 1}, folder(tmp_path / "c", model="1"))
+    (kept,) = store.list()
+    notes = notes_of(store, AttemptStarted(claim(2), None), commit(2, 7, score=1))
+    store.pin(kept.id)
+    notes.read_checkpoints()
+    assert {it.id for it in notes.saved} == {kept.id}
+    assert notes.kept() == {kept.id: ("latest", "best", "pinned")}
+
+
+def test_errors_are_shortened_in_the_list_whole_at_the_top_and_no_markdown(store):
+    error = f"rank 1 failed: ValueError: {'<b>*x*|' * 100}\n\nTraceback\n```\nline"
+    page = page_of(notes_of(store, AttemptStarted(claim(1), None), AttemptEnded(Outcome(1, "failed", "a", "user", error))))
+    (reason,) = re.findall("^- attempt 1: (.*)$", page, re.MULTILINE)
+    assert reason.startswith(r"user: rank 1 failed: ValueError: \<b\>\*x\*\|")
+    assert reason.endswith("…")
+    fence = page.split("```")
+    assert len(fence) == 3
+    assert "Traceback" in fence[1]
+
+
+def test_links_lead_to_the_console_and_to_the_newest_attempts_ranks(store):
+    ranks = {number: {rank: f"http://ui/{number}-{rank}" for rank in range(20)} for number in range(1, 9)}
+    around = Surroundings(
+        "s3://b/run", "https://console/run", flow_runs={2: "http://ui/two", 8: "http://ui/eight"}, ranks=ranks
+    )
+    page = page_of(notes_of(store, AttemptStarted(claim(1), None), commit(1, 0, score=1)), around)
+    assert "](https://console/run)" in page
+    assert "[flow run](http://ui/eight)" in page
+    linked = re.findall(r"\[rank (\d+)\]\(http://ui/(\d)-\d+\)", page)
+    assert {number for _, number in linked} == set("45678")
+    assert page.count("· 4 more ranks") == 5
+
+
+def test_a_long_run_has_a_page_of_bounded_size(store):
+    notes = notes_of(store, AttemptStarted(claim(1), None))
+    for number in range(1, 301):
+        notes.take(AttemptStarted(claim(number, number), None), BEGUN_S + number)
+        for step in range(5):
+            notes.take(ReportEvent(record(number, step, number, **{f"m{name}": step for name in range(30)})), BEGUN_S + number)
+        write_outcome(store, Outcome(number, "failed"))
+        notes.take(AttemptEnded(Outcome(number, "failed", "a", "user", "boom " * 100)), BEGUN_S + number)
+    page = page_of(notes)
+    assert "And 280 before." in page
+    assert "And 18 more" in page
+    assert len(page) < 400_000
+
+
+def test_what_happens_now_is_told_even_if_the_past_cannot_be_read(store, tmp_path):
+    Attempt(store).session().report({"score": 1}, folder(tmp_path / "c", model="1"))
+    store.storage.put_bytes(store.layout.metrics_chunk(1, 0), b"no report")
+    notes = RunNotes(store, POLICY)
+    with pytest.raises(ValueError, match="Expecting value"):
+        notes.take(AttemptStarted(claim(2), None), BEGUN_S)
+    notes.take(ReportEvent(record(2, 3, 10.0, score=1.0)), BEGUN_S)
+    assert "**running** · attempt 2 · step 3" in page_of(notes)
