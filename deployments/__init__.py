@@ -3,17 +3,35 @@
 Lazy for one reason: the command looks at a folder of checkpoints in a fraction of the seconds that importing prefect takes.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .training import make_deployment, serve
+    from .automations import evaluate_new_best, resume_crashed
+    from .job_templates import create_work_pool, job_template
+    from .training import deploy, make_deployment, serve
 
-__all__ = ["make_deployment", "serve"]
+_MODULES = {
+    "create_work_pool": "job_templates",
+    "deploy": "training",
+    "evaluate_new_best": "automations",
+    "job_template": "job_templates",
+    "make_deployment": "training",
+    "resume_crashed": "automations",
+    "serve": "training",
+}
+__all__ = [
+    "create_work_pool",
+    "deploy",
+    "evaluate_new_best",
+    "job_template",
+    "make_deployment",
+    "resume_crashed",
+    "serve",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import training  # noqa: PLC0415 - only when something is asked for
-
-    return getattr(training, name)
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

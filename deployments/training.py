@@ -1,14 +1,26 @@
 """A user's training function as a deployment of the flow `train`."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, cast
+from uuid import UUID
 
 import prefect
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import WorkPool
 from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron
 from prefect.types.entrypoint import EntrypointType
+from prefect_torch.ckpt.opening import is_block_slug
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
 from pydantic import BaseModel
+
+from .automations import make_resumer, resume_by, resume_crashed
+from .work_pools import has_variable
+
+_RELATIVE = re.compile(r"(?!/|~|[A-Za-z][A-Za-z0-9+.-]+://)")
 
 
 def make_deployment(
@@ -38,16 +50,14 @@ def make_deployment(
         timezone: Of the cron expression, such as "Europe/Berlin"; UTC if None.
         tags: The deployment's tags.
 
+    Raises:
+        ValueError: If the storage is a block that is not saved.
+
     """
-    given = {"scaling": scaling, "run": run, "checkpoint": checkpoint, "failure": failure}
-    parameters = {
-        "train_fn": train_fn,
-        "config": config,
-        **{key: value.model_dump(mode="json") for key, value in given.items() if isinstance(value, BaseModel)},
-    }
+    given = {"config": config, "scaling": scaling, "run": _with_named_block(run), "checkpoint": checkpoint, "failure": failure}
     deployment = train.to_deployment(
         name=name,
-        parameters=parameters,
+        parameters={"train_fn": train_fn, **{key: _as_json(value) for key, value in given.items() if value is not None}},
         schedule=None if cron is None else Cron(cron, timezone=timezone),
         tags=list(tags),
         entrypoint_type=EntrypointType.MODULE_PATH,  # a path would load a second, different flow object
@@ -55,6 +65,118 @@ def make_deployment(
     return cast("RunnerDeployment", deployment)
 
 
-def serve(*deployments: RunnerDeployment) -> None:
-    """Register `deployments` and run what is scheduled or triggered, on this machine, until interrupted."""
-    prefect.serve(*deployments)
+def deploy(
+    name: str,
+    train_fn: str,
+    config: dict[str, Any] | None = None,
+    scaling: ScalingConfig | None = None,
+    run: RunConfig | None = None,
+    checkpoint: CheckpointConfig | None = None,
+    failure: FailureConfig | None = None,
+    *,
+    work_pool: str,
+    image: str | None = None,
+    job_variables: Mapping[str, Any] | None = None,
+    max_restarts: int | None = None,
+    cron: str | None = None,
+    timezone: str | None = None,
+    tags: Iterable[str] = (),
+) -> UUID:
+    """Register a deployment of `train` in a work pool, whose workers run what is scheduled or triggered; return its id.
+
+    A process worker runs it in the current directory, where `train_fn` and a relative storage are found, unless the job
+    variable `working_dir` says another. In containers, `train_fn` must be part of the image. A work pool with the variable
+    `num_gpus`, as in this package's job templates, is asked for as many GPUs as there are ranks.
+
+    Args:
+        name: The deployment's name; one that exists is updated.
+        train_fn: "module:function" or "path/to/file.py:function", found where the flow runs.
+        config: What the function is called with.
+        scaling: How many ranks, and on what.
+        run: Which run, where its checkpoints lie, how it begins; without a name, each scheduled run starts fresh.
+        checkpoint: Which checkpoints are kept.
+        failure: How often a training is restarted within its flow run.
+        work_pool: The work pool's name.
+        image: The image of a Docker or Kubernetes work pool's jobs, as it is in the registry; nothing is built.
+        job_variables: More of the work pool's variables.
+        max_restarts: How often a flow run that crashed or fell silent is run again on the same run, as by `resume_crashed`;
+            None for never.
+        cron: When to run it on its own, as in crontab(5); never if None.
+        timezone: Of the cron expression, such as "Europe/Berlin"; UTC if None.
+        tags: The deployment's tags.
+
+    Raises:
+        ValueError: If there is no such work pool, or a container's checkpoints would vanish with it.
+
+    """
+    pool = _read_work_pool(work_pool)
+    deployment = make_deployment(
+        name, train_fn, config, scaling, run, checkpoint, failure, cron=cron, timezone=timezone, tags=tags
+    )
+    asked_for = _job_variables(pool, scaling or ScalingConfig(), run or RunConfig())
+    deployment.job_variables = {**asked_for, **(job_variables or {})}
+    deployment_id = cast("UUID", deployment.apply(work_pool_name=work_pool, image=image))
+    if max_restarts is not None:
+        resume_crashed(deployment_id, max_restarts=max_restarts)
+    return deployment_id
+
+
+def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> None:
+    """Register `deployments` and run what is scheduled or triggered, on this machine, until interrupted.
+
+    Args:
+        deployments: What `make_deployment` returned.
+        max_restarts: How often a flow run that crashed or fell silent is run again on the same run; None for never. What
+            looks after them, `resume_crashed`, is served here, too.
+
+    """
+    resumers = [] if max_restarts is None else [_resumer_of(deployment, max_restarts) for deployment in deployments]
+    prefect.serve(*deployments, *resumers)
+
+
+def _as_json(value: BaseModel | dict[str, Any]) -> dict[str, Any]:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+
+
+def _with_named_block(run: RunConfig | None) -> RunConfig | None:
+    """Return `run` with a block named, not spelled out: a deployment's parameters are shown to everybody."""
+    if run is None or isinstance(run.storage, str):
+        return run
+    name = run.storage._block_document_name  # noqa: SLF001 - Prefect tells it nowhere else
+    if name is None:
+        raise ValueError("the storage is a block that is not saved, and a deployment needs its name: call its save(name) first")
+    return run.model_copy(update={"storage": f"{run.storage.get_block_type_slug()}/{name}"})
+
+
+def _resumer_of(deployment: RunnerDeployment, max_restarts: int) -> RunnerDeployment:
+    deployment_id = cast("UUID", deployment.apply())
+    with get_client(sync_client=True) as client:
+        trained = client.read_deployment(deployment_id)
+    resumer = make_resumer(deployment.name)
+    resume_by(resumer, trained, max_restarts, within=None)
+    return resumer
+
+
+def _read_work_pool(name: str) -> WorkPool:
+    try:
+        with get_client(sync_client=True) as client:
+            return client.read_work_pool(name)
+    except ObjectNotFound as exc:
+        raise ValueError(
+            f"there is no work pool {name!r}: create it with `prefect work-pool create {name} --type process`, or for "
+            f"containers with GPUs by create_work_pool({name!r}, 'docker') or 'kubernetes' of prefect_torch.deployments"
+        ) from exc
+
+
+def _job_variables(pool: WorkPool, scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:
+    variables: dict[str, Any] = {}
+    if has_variable(pool, "working_dir"):  # else it would be a folder that is deleted with the flow run
+        variables["working_dir"] = str(Path.cwd())
+    elif isinstance(run.storage, str) and _RELATIVE.match(run.storage) and not is_block_slug(run.storage):
+        raise ValueError(
+            f"storage {run.storage!r} is a folder of a container, which vanishes with it: give RunConfig(storage=...) a URL, a "
+            "block, or the absolute path of a volume"
+        )
+    if has_variable(pool, "num_gpus"):
+        variables["num_gpus"] = scaling.num_workers if scaling.use_gpu else 0
+    return variables

@@ -132,7 +132,7 @@ def rclone_command(port: int, folder: Path, secret: str = SECRET_KEY) -> list[st
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_of_this_machine() -> Iterator[None]:
-    """Let no test find the developer's AWS profile, ask a cloud's metadata service beyond loopback, or fail since it is slow."""
+    """Let no test find the developer's AWS profile, ask a cloud's metadata service, or fail since the machine is slow."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             patch.delenv(name)

@@ -25,7 +25,16 @@ PUBLIC = {
         "FileEntry",
         "Storage",
     ],
-    "prefect_torch.flows": ["train", "RunConfig", "ScalingConfig", "CheckpointConfig", "FailureConfig", "Result"],
+    "prefect_torch.flows": [
+        "train",
+        "evaluate",
+        "prune",
+        "RunConfig",
+        "ScalingConfig",
+        "CheckpointConfig",
+        "FailureConfig",
+        "Result",
+    ],
     "prefect_torch.tasks": [
         "train_workers",
         "train_rank",
@@ -34,7 +43,15 @@ PUBLIC = {
         "prepare_data_loader",
         "get_device",
     ],
-    "prefect_torch.deployments": ["make_deployment", "serve"],
+    "prefect_torch.deployments": [
+        "create_work_pool",
+        "deploy",
+        "evaluate_new_best",
+        "job_template",
+        "make_deployment",
+        "resume_crashed",
+        "serve",
+    ],
 }
 
 

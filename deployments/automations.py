@@ -1,0 +1,194 @@
+"""Automations by one call: run crashed trainings again, and evaluate every new best checkpoint."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, cast
+from uuid import UUID
+
+from prefect.automations import Automation, AutomationCore, CompoundTrigger, EventTrigger, Posture, RunDeployment
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.deployments.runner import RunnerDeployment
+from prefect.events.actions import ActionTypes
+from prefect.settings import get_current_settings
+from prefect.types.entrypoint import EntrypointType
+from prefect_torch.flows.monitoring.events import COMMITTED
+
+from .resuming import HEARTBEAT, resume
+from .work_pools import has_variable
+
+_ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
+_MISSED_HEARTBEATS = 3
+_FREQUENCY_S = 180  # Prefect's own default
+
+
+def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: timedelta | float | None = None) -> Automation:
+    """Let Prefect run `deployment` again, on the same run, whenever a flow run of it crashes or falls silent.
+
+    Creates or updates one automation, "Resume <deployment>", and the deployment "resume/<name>" in the same work pool, whose
+    flow runs take seconds and no GPU: each looks at the flow run again, so that none is run twice, or while it is alive, or
+    after it has ended well between two heartbeats. A nameless run continues under the name it was given.
+
+    Args:
+        deployment: "flow/deployment", or its id. One that is served is resumed by `serve(..., max_restarts=n)`.
+        max_restarts: How often one training is run again, however many flow runs that makes.
+        within: Silence for so long (a timedelta, or seconds) means that the process is dead; three of
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY if None. At least 10 s, and more than the time between two heartbeats.
+
+    Raises:
+        ValueError: If the deployment is served, or `within` is not longer than the time between two heartbeats.
+        ObjectNotFound: If there is no such deployment.
+
+    """
+    with get_client(sync_client=True) as client:
+        trained = _read_deployment(client, deployment)
+        if trained.work_pool_name is None:
+            raise ValueError(
+                f"deployment {trained.name!r} has no work pool, so nobody would run what resumes it: "
+                "serve it with serve(..., max_restarts=n), or deploy it to a work pool"
+            )
+        job_variables = dict(trained.job_variables or {})
+        if has_variable(client.read_work_pool(trained.work_pool_name), "num_gpus"):
+            job_variables["num_gpus"] = 0
+    resumer = make_resumer(trained.name)
+    resumer.work_pool_name, resumer.work_queue_name = trained.work_pool_name, trained.work_queue_name
+    resumer.job_variables = job_variables
+    return resume_by(resumer, trained, max_restarts, within)
+
+
+def make_resumer(name: str) -> RunnerDeployment:
+    """Return a deployment of the flow `resume`."""
+    return cast("RunnerDeployment", resume.to_deployment(name=name, entrypoint_type=EntrypointType.MODULE_PATH))
+
+
+def resume_by(
+    resumer: RunnerDeployment, trained: DeploymentResponse, max_restarts: int, within: timedelta | float | None
+) -> Automation:
+    """Register `resumer` and let it look after `trained`; see `resume_crashed`."""
+    silent = _silence(within)
+    full_name = _full_name(trained)
+    parameters = {
+        "flow_run": "{{ event.resource.id }}",
+        "max_restarts": max_restarts,
+        "silent_s": silent.total_seconds(),
+    }
+    return _create_or_update(
+        AutomationCore(
+            name=f"Resume {full_name}",
+            description=f"Runs {full_name} again, on the same run, when a flow run crashes or has no heartbeat for {silent}.",
+            trigger=CompoundTrigger(
+                require="any", within=None, triggers=[_crash_of(trained.id), _silence_of(trained.id, silent)]
+            ),
+            actions=_run(cast("UUID", resumer.apply()), parameters),
+        )
+    )
+
+
+def evaluate_new_best(
+    deployment: str | UUID,
+    *,
+    parameter: str = "checkpoint",
+    parameters: Mapping[str, Any] | None = None,
+    trained_by: str | UUID | None = None,
+    run: str | None = None,
+    storage: str | None = None,
+) -> Automation:
+    """Let Prefect run `deployment` for every checkpoint that is better than all before it in its run.
+
+    Creates or updates one automation, "Evaluate new best by <deployment>", which is named after what limits it, too. What is
+    best says the training's own `CheckpointConfig`; without a score, each newer checkpoint is.
+
+    Args:
+        deployment: What to run, "flow/deployment" or its id.
+        parameter: Which of its parameters is given the checkpoint's path or URL.
+        parameters: The others; texts may be templates such as "{{ event.resource['run'] }}".
+        trained_by: Only checkpoints that this deployment has trained, "flow/deployment" or its id.
+        run: Only this run's, or those whose name begins so, with a "*" at the end.
+        storage: Only those in this storage: its absolute path or URL, or the beginning of one and a "*".
+
+    Raises:
+        ObjectNotFound: If there is no such deployment.
+
+    """
+    with get_client(sync_client=True) as client:
+        evaluator = _read_deployment(client, deployment)
+        trained = None if trained_by is None else _read_deployment(client, trained_by)
+    labels = {"run": run, "storage": storage}
+    of = [it for it in (None if trained is None else _full_name(trained), run, storage) if it is not None]
+    return _create_or_update(
+        AutomationCore(
+            name=" of ".join([f"Evaluate new best by {_full_name(evaluator)}", *of]),
+            description=f"Runs {_full_name(evaluator)} with each new best checkpoint.",
+            trigger=EventTrigger(
+                posture=Posture.Reactive,
+                expect={COMMITTED},
+                match={"is_best": "true", **{label: wanted for label, wanted in labels.items() if wanted is not None}},
+                match_related={} if trained is None else _of_deployment(trained.id),
+            ),
+            actions=_run(evaluator.id, {**(parameters or {}), parameter: "{{ event.resource['checkpoint'] }}"}),
+        )
+    )
+
+
+def _run(deployment_id: UUID, parameters: dict[str, Any]) -> list[ActionTypes]:
+    return [RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters, job_variables=None)]
+
+
+def _silence(within: timedelta | float | None) -> timedelta:
+    frequency_s = get_current_settings().flows.heartbeat_frequency or _FREQUENCY_S
+    if within is None:
+        return timedelta(seconds=_MISSED_HEARTBEATS * frequency_s)
+    silent = within if isinstance(within, timedelta) else timedelta(seconds=within)
+    if silent.total_seconds() <= frequency_s:
+        raise ValueError(
+            f"within={silent} is not longer than the {frequency_s} s between two heartbeats of a flow run: give more, or set "
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY, here and where the flow runs, to fewer seconds (30 at least)"
+        )
+    return silent
+
+
+def _crash_of(deployment_id: UUID) -> EventTrigger:
+    return EventTrigger(
+        posture=Posture.Reactive,
+        expect={"prefect.flow-run.Crashed"},
+        match={"prefect.resource.id": "prefect.flow-run.*"},
+        match_related=_of_deployment(deployment_id),
+        for_each={"prefect.resource.id"},
+    )
+
+
+def _silence_of(deployment_id: UUID, silent: timedelta) -> EventTrigger:
+    return EventTrigger(
+        posture=Posture.Proactive,
+        after={HEARTBEAT},
+        expect={HEARTBEAT, *(f"prefect.flow-run.{ending}" for ending in _ENDINGS)},
+        match={"prefect.resource.id": "prefect.flow-run.*"},
+        match_related=_of_deployment(deployment_id),
+        for_each={"prefect.resource.id"},
+        within=silent,
+    )
+
+
+def _of_deployment(deployment_id: UUID) -> dict[str, str | list[str]]:
+    return {"prefect.resource.role": "deployment", "prefect.resource.id": f"prefect.deployment.{deployment_id}"}
+
+
+def _create_or_update(automation: AutomationCore) -> Automation:
+    with get_client(sync_client=True) as client:
+        known = client.read_automations_by_name(automation.name)
+        if known:
+            # The client sends what was set, and the server wants it all.
+            client.update_automation(known[0].id, AutomationCore(**automation.model_dump(exclude={"owner_resource"})))
+        automation_id = known[0].id if known else client.create_automation(automation)
+    return Automation(id=automation_id, **automation.model_dump())
+
+
+def _read_deployment(client: SyncPrefectClient, deployment: str | UUID) -> DeploymentResponse:
+    if isinstance(deployment, UUID):
+        return client.read_deployment(deployment)
+    return client.read_deployment_by_name(deployment)
+
+
+def _full_name(deployment: DeploymentResponse) -> str:
+    with get_client(sync_client=True) as client:
+        return f"{client.read_flow(deployment.flow_id).name}/{deployment.name}"

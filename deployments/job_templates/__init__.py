@@ -1,0 +1,69 @@
+"""Base job templates of work pools whose flow runs train on GPUs: Prefect's own, with all their variables, and a few more.
+
+- process: `visible_gpus`, as CUDA_VISIBLE_DEVICES; memory and /dev/shm are the machine's. A cancelled flow run has 30 seconds.
+- docker: `num_gpus`, `shared_memory`, and an init process that passes signals on; the machine needs NVIDIA's container toolkit.
+  A cancelled flow run has 30 seconds: Docker workers give them. What else one could say in `container_create_kwargs`, which
+  cannot be merged, has variables of its own where trainings need it: `ipc_mode`, `ulimits`, `devices`, `cap_add`, ….
+- kubernetes: `num_gpus`, `shared_memory`, `termination_grace_s`, `node_selector`, `tolerations`; the cluster needs NVIDIA's
+  device plugin.
+
+From a terminal: `prefect work-pool create gpu-pool --type kubernetes --base-job-template FILE`, with a file of this folder.
+"""
+
+import json
+from importlib.resources import files
+from typing import Any, Literal, TypeAlias, cast
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.exceptions import ObjectAlreadyExists
+
+Kind: TypeAlias = Literal["process", "docker", "kubernetes"]
+KINDS: tuple[Kind, ...] = ("process", "docker", "kubernetes")
+
+
+def job_template(kind: Kind, **defaults: Any) -> dict[str, Any]:
+    """Return the base job template for work pools of the type `kind`.
+
+    Args:
+        kind: "process", "docker" or "kubernetes".
+        defaults: What its variables are unless a deployment says otherwise, such as `num_gpus=8`.
+
+    Raises:
+        ValueError: If there is no such template, or it has no such variable.
+
+    """
+    if kind not in KINDS:
+        raise ValueError(f"there is no template for work pools of the type {kind!r}: give one of {', '.join(KINDS)}")
+    template = cast("dict[str, Any]", json.loads(files(__name__).joinpath(f"{kind}.json").read_bytes()))
+    variables = template["variables"]["properties"]
+    for name, value in defaults.items():
+        if name not in variables:
+            raise ValueError(f"jobs of {kind} work pools have no variable {name!r}: they have {', '.join(variables)}")
+        variables[name]["default"] = value
+    return template
+
+
+def create_work_pool(name: str, kind: Kind, **defaults: Any) -> UUID:
+    """Create the work pool `name` with this package's template, or give that to one that exists; return its id.
+
+    Args:
+        name: The work pool's name.
+        kind: "process", "docker" or "kubernetes"; of a work pool that exists, its type must be the same.
+        defaults: What the template's variables are unless a deployment says otherwise, such as `num_gpus=8`.
+
+    Raises:
+        ValueError: If there is no such template, it has no such variable, or the work pool is of another type.
+
+    """
+    template = job_template(kind, **defaults)
+    with get_client(sync_client=True) as client:
+        try:
+            return client.create_work_pool(WorkPoolCreate(name=name, type=kind, base_job_template=template)).id
+        except ObjectAlreadyExists:
+            known = client.read_work_pool(name)
+        if known.type != kind:
+            raise ValueError(f"there is a work pool {name!r} already, of the type {known.type!r}: choose another name")
+        client.update_work_pool(name, WorkPoolUpdate(base_job_template=template))
+    return known.id

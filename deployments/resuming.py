@@ -1,0 +1,127 @@
+"""The flow that runs a crashed training again: it looks twice before it does, and counts."""
+
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Annotated, Any
+from uuid import UUID
+
+from prefect import flow, get_run_logger
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.events.filters import EventFilter
+from prefect.states import Crashed
+from prefect_torch.flows.run_name import default_run_name
+from pydantic import Field
+
+if TYPE_CHECKING:
+    from prefect.client.schemas import OrchestrationResult
+
+HEARTBEAT = "prefect.flow-run.heartbeat"
+FLOW_RUN = "prefect.flow-run."
+_RESTARTS = "prefect-torch.restarts"
+_FIRST_NAME = "prefect-torch.first-name"
+
+
+@flow(name="resume", retries=3, retry_delay_seconds=10, persist_result=False)
+def resume(
+    flow_run: Annotated[str, Field(description="The flow run that crashed or is silent: its id, as automations tell it, too.")],
+    max_restarts: Annotated[int, Field(ge=0, description="How often a training is run again at most.")] = 3,
+    silent_s: Annotated[
+        float, Field(gt=0, description="After how many seconds without a heartbeat it counts as dead.")
+    ] = 540.0,
+) -> str | None:
+    """Run a crashed flow run's deployment again, with its parameters and its run's name; return the new flow run's id.
+
+    Does nothing, and returns None, if the flow run has ended in any other way, if a heartbeat came within `silent_s`, if the
+    user is cancelling it, or if it is the `max_restarts`-th restart already. Called twice for one flow run, it starts one.
+
+    Args:
+        flow_run: The flow run's id, or "prefect.flow-run.<id>".
+        max_restarts: How often a training is run again, counted over the whole chain of flow runs.
+        silent_s: A flow run that is still running and had no heartbeat for so long is marked as crashed.
+
+    """
+    flow_run_id = UUID(flow_run.removeprefix(FLOW_RUN))
+    with get_client(sync_client=True) as client:
+        crashed = client.read_flow_run(flow_run_id)
+        reason = _why_not(client, crashed, max_restarts, silent_s)
+        if reason is not None:
+            get_run_logger().info("flow run %r is not run again: %s", crashed.name, reason)
+            return None
+        again = _run_again(client, crashed)
+    restarts = again.labels[_RESTARTS]
+    get_run_logger().info("flow run %r crashed; restart %s of %d is %r", crashed.name, restarts, max_restarts, again.name)
+    return str(again.id)
+
+
+def _why_not(client: SyncPrefectClient, crashed: FlowRun, max_restarts: int, silent_s: float) -> str | None:
+    if crashed.deployment_id is None:
+        return "it has no deployment"
+    state = crashed.state
+    if state is not None and state.is_running():
+        state = _declare_dead(client, crashed, silent_s)
+    if state is None or not state.is_crashed():
+        return "it is alive" if state is None else f"it is {state.name}"
+    if _num_restarts(crashed) >= max_restarts:
+        return f"it is restart {_num_restarts(crashed)}, and max_restarts={max_restarts}"
+    return None
+
+
+def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float) -> State[Any] | None:
+    """Return the state of a flow run that seems to be running: now Crashed if it is silent, None if it is alive."""
+    heartbeats = EventFilter.model_validate(
+        {
+            "event": {"name": [HEARTBEAT]},
+            "resource": {"id": [f"{FLOW_RUN}{running.id}"]},
+            "occurred": {"until": _now() + timedelta(days=1)},  # by another machine's clock
+            "order": "DESC",
+        }
+    )
+    newest = client.read_events(heartbeats, limit=1).events
+    if not newest or _now() - newest[0].occurred < timedelta(seconds=silent_s):  # one that never had any tells nothing
+        return None
+    # Not forced: what has ended meanwhile stays as it ended.
+    message = f"No heartbeat for {silent_s:g} s: its process is dead, or cut off."
+    answer: OrchestrationResult[Any] = client.set_flow_run_state(running.id, Crashed(message=message))
+    return answer.state if answer.status == SetStateStatus.ACCEPT else client.read_flow_run(running.id).state
+
+
+def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:
+    assert crashed.deployment_id is not None
+    number = _num_restarts(crashed) + 1
+    first_name = str(crashed.labels.get(_FIRST_NAME, crashed.name))
+    return client.create_flow_run_from_deployment(
+        crashed.deployment_id,
+        parameters=_same_run(crashed, has_begun=_has_begun(client, crashed)),
+        name=f"{first_name}-restart-{number}",
+        tags=crashed.tags,
+        idempotency_key=f"prefect-torch-resume-{crashed.id}",  # both triggers may tell of one crash
+        work_queue_name=crashed.work_queue_name,
+        job_variables=crashed.job_variables,
+        labels={_RESTARTS: number, _FIRST_NAME: first_name, "prefect-torch.resumes": str(crashed.id)},
+    )
+
+
+def _num_restarts(flow_run: FlowRun) -> int:
+    return int(str(flow_run.labels.get(_RESTARTS, 0)))
+
+
+def _same_run(crashed: FlowRun, *, has_begun: bool) -> dict[str, Any]:
+    """Return the parameters of `crashed`, with the name that its run has, if it is a training."""
+    parameters = dict(crashed.parameters)
+    if "train_fn" not in parameters:  # a user's own flow
+        return parameters
+    run = dict(parameters.get("run") or {})
+    run["name"] = run.get("name") or default_run_name(crashed.name, str(crashed.id))
+    if run.get("resume") == "never" and has_begun:  # it has begun anew, and that once is enough
+        run["resume"] = "auto"
+    return {**parameters, "run": run}
+
+
+def _has_begun(client: SyncPrefectClient, crashed: FlowRun) -> bool:
+    return bool(client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[crashed.id])), limit=1))
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)

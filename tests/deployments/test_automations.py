@@ -1,0 +1,233 @@
+"""Automations of a real server: who crashed or fell silent is run again, and every new best is evaluated."""
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from pathlib import Path
+from uuid import UUID
+
+import psutil
+import pytest
+from prefect import flow, task
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.events import Event
+from prefect.exceptions import ObjectNotFound
+from prefect.logging import disable_run_logger
+from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running
+from prefect_servers import wait_until
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.attempts import newest_attempt
+from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_best, make_deployment, resume_crashed
+from prefect_torch.deployments.resuming import HEARTBEAT, resume
+from prefect_torch.flows import RunConfig
+from prefect_torch.flows.run_name import default_run_name
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@flow
+def judge(checkpoint: str, threshold: float = 0.0):
+    """What a user would deploy to evaluate checkpoints."""
+
+
+@task
+def judge_once():
+    """What a flow run that got so far has run."""
+
+
+@pytest.fixture
+def client():
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def trained(prefect_server):
+    """A deployment in a work pool without workers, so that flow runs stay as a test leaves them."""
+    create_work_pool("pool", "process")
+    return deploy("trained", "my_training:train_fn", run=RunConfig(storage="/store"), work_pool="pool", tags=["t"])
+
+
+def begin(client, deployment_id, end=None, **run):
+    """Return a flow run that is running, or has ended."""
+    parameters = {"run": {"storage": "/store", **run}}
+    flow_run = client.create_flow_run_from_deployment(deployment_id, parameters=parameters)
+    for state in (Pending(), Running(), *([] if end is None else [end])):
+        client.set_flow_run_state(flow_run.id, state)
+    return client.read_flow_run(flow_run.id)
+
+
+def beat(client, flow_run, age_s):
+    """Let a heartbeat of a flow run be known that is so old."""
+    about = {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"}
+    heartbeat = Event(event=HEARTBEAT, resource=about, occurred=datetime.now(timezone.utc) - timedelta(seconds=age_s))
+    tell(client, heartbeat)
+    wait_until(partial(is_known, client, heartbeat), "the heartbeat", 30)
+
+
+def tell(client, event):
+    client.request("POST", "/events", json=[event.model_dump(mode="json")])
+
+
+def is_known(client, event):
+    tomorrow = datetime.now(timezone.utc) + timedelta(days=1)  # an event may be of a clock that is ahead
+    body = {"filter": {"id": {"id": [str(event.id)]}, "occurred": {"until": tomorrow.isoformat()}}}
+    return client.request("POST", "/events/filter", json=body).json()["total"] == 1
+
+
+def flow_runs_of(client, deployment):
+    chosen = DeploymentFilter(id=DeploymentFilterId(any_=[client.read_deployment_by_name(deployment).id]))
+    return client.read_flow_runs(deployment_filter=chosen)
+
+
+def resumed(client, flow_run, **options):
+    with disable_run_logger():
+        again = resume.fn(str(flow_run.id), **options)  # not as a flow run: those take seconds
+    return None if again is None else client.read_flow_run(UUID(again))
+
+
+def test_a_crashed_flow_run_is_run_again_once_on_its_own_run(client, trained):
+    crashed = begin(client, trained, Crashed(), resume="never")
+    again = resumed(client, crashed)
+    assert again.deployment_id == trained
+    assert again.name == f"{crashed.name}-restart-1"
+    assert again.parameters["train_fn"] == "my_training:train_fn"
+    assert again.parameters["run"]["name"] == default_run_name(crashed.name, str(crashed.id))
+    assert again.parameters["run"]["storage"] == "/store"
+    assert again.tags == ["t"]
+    assert resumed(client, crashed).id == again.id
+
+
+def test_a_chain_of_restarts_keeps_its_run_and_has_an_end(client, trained):
+    first = begin(client, trained, Crashed(), name="named")
+    second = resumed(client, first, max_restarts=2)
+    client.set_flow_run_state(second.id, Crashed(), force=True)
+    third = resumed(client, second, max_restarts=2)
+    assert third.name == f"{first.name}-restart-2"
+    assert third.parameters["run"]["name"] == "named"
+    client.set_flow_run_state(third.id, Crashed(), force=True)
+    assert resumed(client, third, max_restarts=2) is None
+
+
+def test_a_run_that_begins_anew_does_so_once_its_training_has_begun(client, trained):
+    crashed = begin(client, trained, Crashed(), name="anew", resume="never")
+    assert resumed(client, crashed).parameters["run"]["resume"] == "never"
+    begun = begin(client, trained, name="anew", resume="never")
+    client.create_task_run(judge_once, begun.id, "0", state=Running())
+    client.set_flow_run_state(begun.id, Crashed())
+    assert resumed(client, begun).parameters["run"]["resume"] == "auto"
+
+
+@pytest.mark.parametrize("end", [Completed(), Failed(), Cancelled()], ids=lambda state: state.name)
+def test_a_flow_run_that_ended_between_two_heartbeats_is_left_as_it_ended(client, trained, end):
+    ended = begin(client, trained, end)
+    beat(client, ended, age_s=3600)
+    assert resumed(client, ended) is None
+    assert client.read_flow_run(ended.id).state.type == end.type
+
+
+def test_a_silent_flow_run_is_declared_dead_and_run_again(client, trained):
+    silent = begin(client, trained)
+    beat(client, silent, age_s=700)
+    again = resumed(client, silent, silent_s=600)
+    assert again.name == f"{silent.name}-restart-1"
+    state = client.read_flow_run(silent.id).state
+    assert state.is_crashed()
+    assert "No heartbeat for 600 s" in state.message
+
+
+@pytest.mark.parametrize("age_s", [None, 500, -30], ids=["never had any", "recent", "by a clock ahead"])
+def test_a_flow_run_that_may_be_alive_is_left_alone(client, trained, age_s):
+    alive = begin(client, trained)
+    if age_s is not None:
+        beat(client, alive, age_s)
+    assert resumed(client, alive, silent_s=600) is None
+    assert client.read_flow_run(alive.id).state.is_running()
+
+
+def test_one_call_makes_one_automation_that_runs_what_resumes(client, trained):
+    first = resume_crashed("train/trained", max_restarts=1)
+    assert resume_crashed(trained, max_restarts=4).id == first.id
+    (automation,) = client.read_automations_by_name("Resume train/trained")
+    assert automation.actions[0].parameters["max_restarts"] == 4
+    crashed = begin(client, trained, Crashed())
+    wait_until(lambda: flow_runs_of(client, "resume/trained"), "a flow run that resumes", 30)
+    (flow_run,) = flow_runs_of(client, "resume/trained")
+    assert flow_run.parameters == {"flow_run": f"prefect.flow-run.{crashed.id}", "max_restarts": 4, "silent_s": 540.0}
+    assert UUID(resume(**flow_run.parameters)) not in (crashed.id, flow_run.id)
+
+
+def test_what_cannot_be_looked_after_is_refused(client, trained):
+    make_deployment("served", "my_training:train_fn").apply()
+    with pytest.raises(ValueError, match=r"'served' has no work pool.*serve\(..., max_restarts=n\)"):
+        resume_crashed("train/served")
+    with pytest.raises(ValueError, match="within=0:02:00 is not longer than the 180 s between two heartbeats"):
+        resume_crashed(trained, within=120)
+    with pytest.raises(ObjectNotFound):
+        resume_crashed("train/gone")
+
+
+def committed(step, is_best, run="digits"):
+    labels = {"run": run, "storage": "/store", "checkpoint": f"/store/{run}/checkpoints/{step}", "is_best": is_best}
+    about = {"prefect.resource.id": f"prefect-torch.checkpoint./store/{run}/checkpoints/{step}", **labels}
+    return Event(event="prefect-torch.checkpoint.committed", resource=about)
+
+
+def test_every_new_best_of_a_run_is_evaluated_and_nothing_else(client):
+    judge.to_deployment("each").apply()
+    automation = evaluate_new_best("judge/each", run="digits", parameters={"threshold": 0.5})
+    assert evaluate_new_best("judge/each", run="digits", parameters={"threshold": 0.75}).id == automation.id
+    for event in (committed(1, "true"), committed(2, "false"), committed(3, "true", run="other"), committed(4, "true")):
+        tell(client, event)
+    wait_until(lambda: len(flow_runs_of(client, "judge/each")) >= 2, "two evaluations", 30)
+    parameters = [flow_run.parameters for flow_run in flow_runs_of(client, "judge/each")]
+    assert sorted(parameters, key=str) == [
+        {"checkpoint": f"/store/digits/checkpoints/{step}", "threshold": 0.75} for step in (1, 4)
+    ]
+
+
+def has_ended(client, flow_run):
+    return client.read_flow_run(flow_run.id).state.is_final()
+
+
+def leader_of(server, storage):
+    """Return the process that leads the training, below the one that serves, once it has committed a checkpoint."""
+    runs = [path for path in storage.iterdir() if path.is_dir()] if storage.exists() else []
+    stores = [CheckpointStore.open(str(storage), path.name) for path in runs]
+    if not stores or not stores[0].list():
+        return None
+    attempt = newest_attempt(stores[0])
+    children = {child.pid for child in psutil.Process(server.pid).children(recursive=True)}
+    return psutil.Process(attempt.owner.pid) if attempt.owner.pid in children else None
+
+
+@pytest.mark.timeout(240)
+def test_a_flow_process_that_is_killed_is_run_again_and_the_training_resumes(client, prefect_server, tmp_path):
+    environment = {**os.environ, "PREFECT_API_URL": prefect_server.api, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+    command = [sys.executable, str(HERE / "served_training.py"), str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+        try:
+            wait_until(partial(client.read_automations_by_name, "Resume train/mortal"), "the automation")
+            deployment = client.read_deployment_by_name("train/mortal")
+            first = client.create_flow_run_from_deployment(deployment.id)
+            wait_until((tmp_path / "reported-1").exists, "a checkpoint")
+            leader_of(server, tmp_path / "store").send_signal(signal.SIGKILL)
+            (tmp_path / "end-2").touch()
+            wait_until((tmp_path / "reported-2").exists, "the training's second attempt")
+            wait_until(lambda: len(flow_runs_of(client, "train/mortal")) == 2, "the second flow run")
+            (second,) = (it for it in flow_runs_of(client, "train/mortal") if it.id != first.id)
+            wait_until(partial(has_ended, client, second), "the end")
+        finally:
+            for process in (*psutil.Process(server.pid).children(recursive=True), server):
+                process.kill()
+    assert client.read_flow_run(first.id).state.is_crashed()
+    assert client.read_flow_run(second.id).state.is_completed()
+    (run,) = (tmp_path / "store").iterdir()
+    store = CheckpointStore.open(str(tmp_path / "store"), run.name)
+    assert [(manifest.attempt, manifest.step) for manifest in store.list()] == [(1, 0), (2, 1)]
+    assert newest_attempt(store).resumed_from == f"{store.path}/checkpoints/{store.list()[0].id}"

@@ -1,0 +1,93 @@
+"""Deployments in work pools of a real server."""
+
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect_torch.ckpt.blocks import CheckpointStorage
+from prefect_torch.deployments import create_work_pool, deploy, make_deployment
+from prefect_torch.deployments.job_templates import KINDS
+from prefect_torch.flows import RunConfig, ScalingConfig
+
+ON_S3 = RunConfig(storage="s3://bucket/runs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def work_pools(prefect_server):
+    for kind in KINDS:
+        create_work_pool(f"{kind}-pool", kind)
+
+
+@pytest.fixture
+def client():
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_server_takes_each_template_and_a_second_call_changes_its_defaults(client, kind):
+    name, value = ("visible_gpus", "1") if kind == "process" else ("num_gpus", 8)
+    known = client.read_work_pool(f"{kind}-pool")
+    assert (known.type, name in known.base_job_template["variables"]["properties"]) == (kind, True)
+    assert create_work_pool(f"{kind}-pool", kind, **{name: value}) == known.id
+    changed = client.read_work_pool(f"{kind}-pool")
+    assert changed.base_job_template["variables"]["properties"][name]["default"] == value
+
+
+def test_a_work_pool_of_another_type_is_left_alone(client):
+    with pytest.raises(ValueError, match="'process-pool' already, of the type 'process'"):
+        create_work_pool("process-pool", "docker")
+    assert client.read_work_pool("process-pool").type == "process"
+
+
+def test_a_function_is_deployed_to_processes_where_it_and_its_storage_are_found(client):
+    deployment = client.read_deployment(deploy("local", "my_training:train_fn", {"epochs": 3}, work_pool="process-pool"))
+    assert deployment.entrypoint == "prefect_torch.flows.training.train"
+    assert deployment.parameters["train_fn"] == "my_training:train_fn"
+    assert deployment.parameters["config"] == {"epochs": 3}
+    assert (deployment.work_pool_name, deployment.job_variables) == ("process-pool", {"working_dir": str(Path.cwd())})
+
+
+@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
+def test_containers_are_asked_for_a_gpu_for_each_rank(client, kind):
+    scaling = ScalingConfig(num_workers=4, use_gpu=True)
+    options = {"work_pool": f"{kind}-pool", "image": "registry/train:1", "job_variables": {"shared_memory": "32g"}}
+    first = deploy(
+        "remote", "my_training:train_fn", None, scaling, ON_S3, cron="0 3 * * *", timezone="Europe/Berlin", **options
+    )
+    deployment = client.read_deployment(first)
+    assert deployment.job_variables == {"num_gpus": 4, "shared_memory": "32g", "image": "registry/train:1"}
+    assert deployment.schedules[0].schedule.timezone == "Europe/Berlin"
+    assert deploy("remote", "my_training:train_fn", run=ON_S3, **options) == first
+    assert client.read_deployment(first).job_variables["num_gpus"] == 0
+
+
+def test_checkpoints_that_would_vanish_with_their_container_are_refused():
+    with pytest.raises(ValueError, match=r"'./checkpoints' is a folder of a container, which vanishes with it"):
+        deploy("lost", "my_training:train_fn", work_pool="docker-pool")
+    deploy("volume", "my_training:train_fn", run=RunConfig(storage="/volume/runs"), work_pool="docker-pool")
+
+
+def test_a_work_pool_that_does_not_exist_is_named():
+    with pytest.raises(ValueError, match="there is no work pool 'gone': create it with `prefect work-pool create gone"):
+        deploy("nowhere", "my_training:train_fn", work_pool="gone")
+
+
+def test_a_block_is_named_in_the_parameters_and_must_be_saved(prefect_server):
+    block = CheckpointStorage(storage="s3://bucket/of-a-block")
+    with pytest.raises(ValueError, match="a block that is not saved"):
+        make_deployment("blocked", "my_training:train_fn", run=RunConfig(storage=block))
+    block.save("of-a-test")
+    deployment = make_deployment("blocked", "my_training:train_fn", run=RunConfig(storage=block))
+    assert deployment.parameters["run"]["storage"] == "checkpoint-storage/of-a-test"
+
+
+def test_restarts_are_looked_after_in_the_same_work_pool_without_a_gpu(client):
+    scaling = ScalingConfig(num_workers=2, use_gpu=True)
+    deploy("watched", "my_training:train_fn", None, scaling, ON_S3, work_pool="kubernetes-pool", image="i:1", max_restarts=5)
+    resumer = client.read_deployment_by_name("resume/watched")
+    assert resumer.work_pool_name == "kubernetes-pool"
+    assert resumer.job_variables == {"num_gpus": 0, "image": "i:1"}
+    (automation,) = client.read_automations_by_name("Resume train/watched")
+    assert automation.actions[0].deployment_id == resumer.id
+    assert automation.actions[0].parameters["max_restarts"] == 5
