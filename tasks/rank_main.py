@@ -134,6 +134,7 @@ def _join_process_group(spec: RankSpec, backend: str, key_value: TcpKeyValue) ->
         world_size=spec.world_size,
         device_id=device,
     )
+    import prefect_torch.ckpt.state_reports  # noqa: F401, PLC0415 - torch is here by now; else the first report waits for it
 
 
 def _leave_process_group() -> None:

@@ -27,6 +27,14 @@ ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key"
 
 
+SHORT = ("ckpt", "tasks")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the long files first, so that no worker is left with one in the end."""
+    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] in SHORT)
+
+
 @dataclass(frozen=True)
 class S3Server:
     """A running server and the way to look into it behind a storage's back."""

@@ -41,7 +41,7 @@ from file_faults import VARIABLE, Fault, Plan, name_of  # noqa: E402 - found by 
 EPOCHS, BATCHES = 3, 3
 RECORDINGS = 3
 MOST_TRIES = 6  # a run may still lack an event of the recorded ones: it is left to a race
-QUICK_POINTS = 24
+QUICK_POINTS = 16
 TRAIN_FN = f"{HERE / 'exact_training.py'}:train_exactly"
 PROBLEMS = ("hard", "silent", "lost", "kept")
 

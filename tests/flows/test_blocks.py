@@ -44,8 +44,18 @@ def save(block):
     return f"{block.get_block_type_slug()}/{name}"
 
 
-@pytest.mark.parametrize("credentials", ["aws", "minio"])
-@pytest.mark.parametrize("way", ["object", "slug", "json"])
+@pytest.mark.parametrize(  # every way with either kind of credentials, each of them and each way on either server
+    ("server", "credentials", "way"),
+    [
+        ("moto", "aws", "object"),
+        ("rclone", "aws", "slug"),
+        ("moto", "aws", "json"),
+        ("rclone", "minio", "object"),
+        ("moto", "minio", "slug"),
+        ("rclone", "minio", "json"),
+    ],
+    indirect=["server"],
+)
 def test_a_training_keeps_its_checkpoints_in_a_bucket(server, credentials, way):
     block = s3_block(server, credentials)
     slug = save(block) if way != "object" else ""
