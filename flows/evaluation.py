@@ -25,8 +25,8 @@ from prefect_torch.tasks.storage_choice import StorageChoice
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
+from .checkpoint_choice import Unevaluated, find_named
 from .gpus import require_gpus
-from .unevaluated import Unevaluated, find_named
 
 # Without a bound: with fewer threads than ranks, the ranks that run would wait for those that cannot begin.
 _ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)

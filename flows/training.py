@@ -11,8 +11,6 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt import Checkpoint, StorageSpec
-from prefect_torch.ckpt.layout import check_run_name
-from prefect_torch.ckpt.manifest import is_id
 from prefect_torch.ckpt.session import ReportSettings
 from prefect_torch.tasks import (
     CheckpointConfig,
@@ -33,6 +31,7 @@ from prefect_torch.tasks.settings import configured_storage
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
+from .checkpoint_choice import find_named
 from .ending import note_ending, tell_ending
 from .gpus import require_gpus
 from .monitoring.console import console_progress
@@ -173,13 +172,8 @@ def _job(
 
 
 def _seed(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:
-    if isinstance(resume_from, Checkpoint):
-        checkpoint = resume_from
-    else:
-        run, _, checkpoint_id = resume_from.partition("/")
-        if is_id(checkpoint_id):
-            return CheckpointRef(storage, check_run_name(run), checkpoint_id)
-        checkpoint = Checkpoint(resume_from)
-    if checkpoint.store is None or checkpoint.id is None:
+    if isinstance(resume_from, str):
+        return find_named(resume_from, storage)
+    if resume_from.store is None or resume_from.id is None:
         raise ValueError(f"resume_from={resume_from!r}: give a committed checkpoint, its path or URL, or 'run/id'")
-    return CheckpointRef(checkpoint.store.spec, checkpoint.store.run, checkpoint.id)
+    return CheckpointRef(resume_from.store.spec, resume_from.store.run, resume_from.id)

@@ -6,10 +6,11 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.metrics import flatten_metrics
+from prefect_torch.ckpt.wording import show_bytes
 
 from .parameters import checkpoint_argument, json_option, metric_option, order_option, run_argument, storage_argument
 from .selection import find_checkpoint, open_run
-from .terminal import print_json, print_table, say, show_bytes, show_number
+from .terminal import print_json, print_table, say, show_number
 
 _STYLES = {"changed": "yellow", "removed": "red", "added": "green"}
 

@@ -10,13 +10,14 @@ from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.attempts import newest_attempt
 from prefect_torch.ckpt.metrics import flatten_metrics
 from prefect_torch.ckpt.retention import overdue_evaluations, plan
+from prefect_torch.ckpt.wording import show_age, show_bytes
 
 from .parameters import json_option, storage_argument
 from .ranking import policy_of
 from .run_state import STYLES, restored_by
 from .run_summaries import summarize_runs
 from .selection import open_place, open_run, read_manifests
-from .terminal import note, print_json, print_table, show_age, show_bytes, show_number
+from .terminal import note, print_json, print_table, show_number
 
 _SHOWN_METRICS = 4
 
@@ -107,7 +108,7 @@ def _row(manifest: Manifest, kept: dict[str, tuple[str, ...]], first: str | None
     yield manifest.step
     yield _show_metrics(manifest, first)
     yield show_bytes(manifest.total_bytes)
-    yield show_age(manifest.created_at)
+    yield show_age((datetime.now(timezone.utc) - manifest.created_at).total_seconds())
     why = kept.get(manifest.id)
     yield ", ".join(why) if why else ("nothing", "yellow")
 

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from prefect_torch.ckpt.wording import show_bytes
+
 from .findings import Finding
-from .terminal import show_bytes
 
 _DOCKERS_SHM_BYTES = 64 * 2**20  # what a container gets that nobody asked more for
 _FEW_FILES = 1024

@@ -10,12 +10,13 @@ from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
 from prefect_torch.ckpt.attempts import Attempt, newest_attempt
 from prefect_torch.ckpt.metrics import find_metric
 from prefect_torch.ckpt.retention import Order
+from prefect_torch.ckpt.wording import show_bytes
 
 from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
 from .ranking import policy_of, rank, settle_ranking
 from .run_state import restored_by
 from .selection import open_run, read_manifests
-from .terminal import note, print_json, print_table, say, show_bytes, show_count, show_number
+from .terminal import note, print_json, print_table, say, show_count, show_number
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import Checkpoint
+from prefect_torch.ckpt.wording import show_bytes
 
 from .parameters import metric_option, order_option, run_argument, storage_argument
 from .progress import progress_bar
 from .selection import find_checkpoint, open_run
-from .terminal import note, say, show_bytes, show_count
+from .terminal import note, say, show_count
 
 _LOOK_EVERY_S = 0.1
 _INTERRUPTED = 130

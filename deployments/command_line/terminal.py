@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from datetime import datetime, timezone
 
 import click
 from prefect_torch.ckpt.metrics import MetricValue, to_json
@@ -13,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 _UNBOUNDED = 100_000  # columns: a pipe has no edge at which to fold or cut an id
-_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 
 
 class _Console(Console):
@@ -99,25 +97,6 @@ def show_number(value: MetricValue) -> str:
 def show_count(number: int, noun: str) -> str:
     """Return how many there are, for people."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def show_bytes(number: int) -> str:
-    """Return a size for people."""
-    size = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:  # noqa: PLR2004 - what a KiB is
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def show_age(since: datetime) -> str:
-    """Return how long ago something was, by this machine's clock."""
-    seconds = max(0.0, (datetime.now(timezone.utc) - since).total_seconds())
-    for unit, length in _UNITS:
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _cell(value: object) -> tuple[str, str]:

@@ -5,8 +5,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from prefect_torch.ckpt.wording import show_bytes
+
 from .findings import Finding
-from .terminal import show_bytes
 
 _ANSWER_TIMEOUT_S = 10.0
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from prefect_torch.ckpt.metrics import find_metric, flatten_metrics
+from prefect_torch.ckpt.wording import show_age, show_bytes
 
 from .run_notes import Saved
-from .wording import show_age, show_bytes, show_number, show_time
+from .wording import show_number, show_time
 
 MAX_ROWS = 100
 _MAX_METRICS = 8

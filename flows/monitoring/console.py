@@ -11,6 +11,7 @@ from prefect.runtime import deployment
 from prefect_torch.ckpt.attempts import Outcome
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.metrics import flatten_metrics
+from prefect_torch.ckpt.wording import show_bytes
 from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned, Happening
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .wording import show_bytes, show_duration, show_number
+from .wording import show_duration, show_number
 
 _SHOWN_INCIDENTS = 3
 _REFRESHES_PER_S = 2.0

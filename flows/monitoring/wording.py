@@ -1,6 +1,5 @@
-"""How pages write numbers, sizes, durations and texts that come from elsewhere."""
+"""How pages write numbers, durations and texts that come from elsewhere."""
 
-import math
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt.metrics import MetricValue
@@ -27,16 +26,6 @@ def show_compact(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
-def show_bytes(number: int) -> str:
-    """Return a size."""
-    size = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:  # noqa: PLR2004 - what a KiB is
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 def show_duration(seconds: float) -> str:
     """Return a duration in two units at most."""
     if seconds < 10:  # noqa: PLR2004 - where a tenth is worth telling
@@ -48,14 +37,6 @@ def show_duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
-
-
-def show_age(seconds: float) -> str:
-    """Return how long ago something was, in one unit."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{math.floor(seconds / length)} {unit}"
-    return f"{max(0, math.floor(seconds))} s"
 
 
 def show_time(at_s: float) -> str:

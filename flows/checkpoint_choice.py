@@ -1,4 +1,4 @@
-"""Which checkpoints an evaluation is of: those that a person names, or those that have none of its name yet."""
+"""Which checkpoints a flow is about: those that a person names, or those that no evaluation has looked at yet."""
 
 from collections.abc import Iterator
 
@@ -9,13 +9,13 @@ from prefect_torch.tasks.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.settings import configured_storage
 
 
-def find_named(checkpoint: str, storage: StorageSpec, run: str | None) -> CheckpointRef:
+def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) -> CheckpointRef:
     """Return the checkpoint that `checkpoint` names; asks the storage nothing.
 
     Args:
         checkpoint: An id in `run`, "run/id", or a path or URL.
         storage: Where it lies, unless it is a path or URL elsewhere; one in this storage is read with its credentials.
-        run: The run of an id.
+        run: The run of an id, where it is given without.
 
     Raises:
         ValueError: If it names none.

@@ -1,0 +1,21 @@
+"""How people are told of sizes and ages, at a terminal and on pages."""
+
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+
+
+def show_bytes(number: int) -> str:
+    """Return a size in the unit that suits it."""
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:  # noqa: PLR2004 - what a KiB is
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def show_age(seconds: float) -> str:
+    """Return how long ago something was, in one unit and no more than it is."""
+    for unit, length in _UNITS:
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(0, int(seconds))} s"
