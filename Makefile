@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Prefect gives its embedded server 20 s, which a busy laptop may exceed.
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 
-.PHONY: demo test lint bench chaos soak install
+.PHONY: demo test lint docs bench chaos soak install
 
 demo: install
 	$(BIN)/python examples/digits.py
@@ -18,8 +18,11 @@ test: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy ckpt tasks flows deployments examples tests/typing
+	$(BIN)/mypy ckpt tasks flows deployments examples tests/typing docs/extensions
 	$(BIN)/pyright
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install
 	$(BIN)/python tests/benchmarks/main_job.py

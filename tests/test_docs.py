@@ -1,0 +1,218 @@
+"""The documentation is true: it builds, its names, arguments and commands exist, its training functions run and resume."""
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, TrainContext
+from prefect_torch.ckpt.events import ReportEvent
+from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.deployments.command_line.program import prefect_torch as command_line
+from prefect_torch.flows import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from ranks import Attempt
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
+BLOCKS = [
+    pytest.param(code, id=f"{page}:{number}")
+    for page, text in PAGES.items()
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL), start=1)
+]
+PROGRAMS = {
+    match[1]: match[0]
+    for block in BLOCKS
+    if (match := re.match(r"# (\S+\.py)\n.*", str(block.values[0]), re.DOTALL)) is not None
+}
+TRAININGS = [name for name, code in PROGRAMS.items() if "def train_fn(" in code]
+# tests/test_readme.py runs their like on Prefect's server.
+NEED_A_SERVER = {"fail.py", "run.py", "schedule.py"}
+COMMANDS = sorted(
+    {line[2:].partition("#")[0].strip() for text in PAGES.values() for line in text.splitlines() if line[:2] == "$ "}
+)
+MODULES = [importlib.import_module(f"prefect_torch.{name}") for name in ("ckpt", "deployments", "flows", "tasks")]
+PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
+# What pages call the objects of our classes.
+INSTANCES = {
+    "checkpoint": Checkpoint,
+    "context": TrainContext,
+    "get_checkpoint()": Checkpoint,
+    "get_context()": TrainContext,
+    "manifest": Manifest,
+    "result": Result,
+    "store": CheckpointStore,
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Build the pages with every warning an error: a link that leads nowhere is one."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def test_every_page_is_built_and_can_be_found(site):
+    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
+    assert {page.removesuffix(".md") + ".html" for page in PAGES} <= pages
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert [page for page in PAGES if f"- {page}\n" not in navigation] == []
+
+
+def test_links_to_sources_lead_to_pages_of_them(site):
+    assert 'href="source/ckpt/commit.py.html"' in (site / "design.html").read_text()
+    assert "def commit" in re.sub("<[^>]+>", "", (site / "source/ckpt/commit.py.html").read_text())
+
+
+def test_the_reference_has_every_public_name(site):
+    reference = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
+    assert [name for name in PUBLIC if not re.search(rf'id="prefect_torch\.\w+\.{name}"', reference)] == []
+
+
+def test_the_reference_says_what_settings_mean(site):
+    flows = re.sub(r"<[^>]+>|\s+", " ", (site / "reference/flows.html").read_text())
+    for config in (ScalingConfig, RunConfig, CheckpointConfig, FailureConfig):
+        for name, field in config.model_fields.items():
+            assert " ".join((field.description or "").split()[:5]) in flows, name
+    assert "shown_as" not in flows  # what forms need
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_names_and_arguments_exist(code):
+    tree = ast.parse(code)
+    if "import ray" in code:
+        return
+    names = {**PUBLIC, **_imported(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (owner := INSTANCES.get(ast.unparse(node.value))) is not None:
+            assert hasattr(owner, node.attr), ast.unparse(node)
+        if isinstance(node, ast.Call):
+            _check_call(node, names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "how-to/from-ray-train.md"])
+def test_what_prose_calls_exists(page):
+    for code in re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`]*\))`", PAGES[page]):
+        try:
+            call = ast.parse(code, mode="eval").body
+        except SyntaxError:  # with arguments left out
+            continue
+        if isinstance(call, ast.Call) and call.keywords:
+            _check_call(call, PUBLIC, partial=True)
+    for config, field in re.findall(r"\b(\w+Config)\.(\w+)", PAGES[page]):
+        assert field in PUBLIC[config].model_fields, f"{config}.{field}"
+
+
+def _imported(tree):
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("prefect_torch"):
+            module = importlib.import_module(node.module)
+            imported.update({alias.asname or alias.name: getattr(module, alias.name) for alias in node.names})
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):  # a page's own
+            imported[node.name] = None
+    return imported
+
+
+def _check_call(call, names, *, partial=False):
+    function = _resolve(call.func, names)
+    if function is None or any(isinstance(it, ast.Starred) for it in call.args) or any(it.arg is None for it in call.keywords):
+        return
+    signature = inspect.signature(getattr(function, "fn", function))
+    try:
+        (signature.bind_partial if partial else signature.bind)(*call.args, **{it.arg: it.value for it in call.keywords})
+    except TypeError as exc:
+        pytest.fail(f"{ast.unparse(call)}: {exc}")
+
+
+def _resolve(node, names):
+    """Return our function that `node` names, or None: bound where it is a method."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        if (owner := INSTANCES.get(ast.unparse(node.value))) is not None:
+            return getattr(owner, node.attr).__get__(object())
+        if (owner := _resolve(node.value, names)) is not None:
+            return getattr(owner, node.attr)
+    return None
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("prefect-torch ")])
+def test_commands_exist_with_their_options(command):
+    _, name, *arguments = command.split()
+    found = command_line.get_command(None, name)
+    assert found is not None
+    found.make_context(name, arguments)
+
+
+def test_make_knows_its_targets():
+    for command in COMMANDS:
+        if command.startswith("make "):
+            subprocess.run(["make", "--dry-run", *command.split()[1:]], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_every_program_is_run():
+    assert set(PROGRAMS) == {*TRAININGS, *NEED_A_SERVER, "use.py", "my_evaluation.py"}
+
+
+@pytest.fixture(scope="module")
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", TRAININGS)
+def test_trainings_resume(tmp_path, name):
+    store = CheckpointStore.open(tmp_path, "run")
+    train_fn = _load(name)["train_fn"]
+    first = _train(train_fn, store, 1)
+    second = _train(train_fn, store, 3)
+    assert first
+    assert second
+    assert first[-1] < second[0] == store.list()[-len(second)].step
+
+
+@pytest.mark.usefixtures("process_group")
+def test_what_was_trained_can_be_used_and_evaluated(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    store = CheckpointStore.open("./checkpoints", "line")
+    _train(_load("line.py")["train_fn"], store, 100)
+    _load("use.py")
+    weight, bias = capsys.readouterr().out.split()[-2:]
+    assert (float(weight), float(bias)) == (pytest.approx(3, abs=0.1), pytest.approx(1, abs=0.1))
+    start_session(Attempt(store).session())
+    try:
+        metrics = _load("my_evaluation.py")["measure"]({})
+    finally:
+        start_session(None)
+    assert metrics["error"] < 0.1
+
+
+def _load(name):
+    module = {"__name__": name.removesuffix(".py")}
+    exec(compile(PROGRAMS[name], name, "exec"), module)
+    return module
+
+
+def _train(train_fn, store, epochs):
+    """Run one attempt of a single rank in this process, and return the steps that it reported."""
+    attempt = Attempt(store)
+    session = attempt.session()
+    start_session(session)
+    try:
+        train_fn({"epochs": epochs})
+        session.finish()
+    finally:
+        start_session(None)
+    return [event.record.step for event in attempt.events() if isinstance(event, ReportEvent)]
