@@ -305,7 +305,7 @@ def test_whatever_was_attached_as_the_score_ends_the_wait(score):
     assert [checkpoint.step for checkpoint in decided.drop] == [0]
 
 
-@given(st.lists(st.booleans(), max_size=8), st.floats(0, 20), st.floats(0, 20), st.integers(1, 3))
+@given(st.lists(st.booleans(), max_size=8), st.integers(0, 20), st.integers(0, 20), st.integers(1, 3))
 def test_only_what_has_a_score_or_had_its_time_goes(scored, now_s, timeout_s, num_to_keep):
     known = manifests(*(evaluated(0.5) if it else {} for it in scored))
     policy = RetentionPolicy(num_to_keep, "eval/accuracy", evaluation_timeout_s=timeout_s)

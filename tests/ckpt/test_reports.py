@@ -480,8 +480,9 @@ def test_each_of_several_commits_under_way_that_fail_is_raised_once_on_every_ran
         told = []
         for epoch in range(reports):  # different files of one name, every second time
             name = "m" if epoch % 2 == 0 else f"m{rank}"
+            made = folder(tmp_path / f"{rank}-{epoch}", **{name: str(rank)})  # of its own: a refused report leaves its files
             try:
-                session.report({"epoch": epoch}, folder(tmp_path / str(rank), **{name: str(rank)}), upload="async")
+                session.report({"epoch": epoch}, made, upload="async")
             except ReportMismatchError:
                 told.append(epoch)
         for _ in range(reports):

@@ -44,11 +44,15 @@ def rows(api: str, kind: str, **filters: object) -> list[dict]:
 class PrefectServer:
     """`prefect server start` with a home of its own; started again, it has the same port and database."""
 
-    def __init__(self, home: Path, database_url: str | None = None) -> None:
+    def __init__(self, home: Path, database_url: str | None = None, *, with_ui: bool = False) -> None:
         self.port = free_port()
-        self.api = f"http://127.0.0.1:{self.port}/api"
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.api = f"{self.url}/api"
         self._home = home
         self._environment = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+        if with_ui:
+            self._environment["PREFECT_UI_API_URL"] = self.api  # else pages ask the usual port
+        self._arguments = ("server", "start", "--ui" if with_ui else "--no-ui")
         if database_url is not None:
             self._environment["PREFECT_API_DATABASE_CONNECTION_URL"] = database_url
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,7 +60,7 @@ class PrefectServer:
     def start(self) -> None:
         """Return once the server answers."""
         self._home.mkdir(exist_ok=True)
-        command = [str(Path(sys.executable).parent / "prefect"), "server", "start", "--no-ui"]
+        command = [str(Path(sys.executable).parent / "prefect"), *self._arguments]
         with (self._home / "output.txt").open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(self.port)],

@@ -198,7 +198,7 @@ def test_a_training_at_a_terminal_is_shown_and_ctrl_c_leaves_the_terminal_in_ord
         process.kill()
         process.wait()
         terminal.hang_up()
-    assert re.search(r"^digits  step \d+  \d+ reports", terminal.text(), re.MULTILINE), terminal.text()
+    assert re.search(r"digits  step \d+  \d+ reports", terminal.text()), terminal.text()
     assert "attempt 1 preempted: ended from outside (KeyboardInterrupt)" in terminal.text()
     lines = re.findall(r".*the line of epoch (\d+) is whole.*", terminal.text())
     assert lines == [str(epoch) for epoch in range(len(lines))], "each once, on a line of its own"

@@ -1,0 +1,38 @@
+"""A training for the browser to look at: slow enough to be seen, quick enough to wait for."""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
+
+EPOCHS = 8
+EPOCH_S = 1.0
+
+
+def train_fn():
+    """Report a loss and a checkpoint per epoch."""
+    context = get_context()
+    start, checkpoint = 0, get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as directory:
+            start = json.loads((Path(directory) / "state.json").read_text())["epoch"] + 1
+    for epoch in range(start, EPOCHS):
+        time.sleep(EPOCH_S)
+        with tempfile.TemporaryDirectory() as directory:
+            made = None
+            if context.world_rank == 0:
+                (Path(directory) / "state.json").write_text(json.dumps({"epoch": epoch}))
+                made = Checkpoint.from_directory(directory)
+            metrics = {"val_loss": 1.0 / (epoch + 1), "val_accuracy": 1.0 - 0.5 / (epoch + 1)}
+            report(metrics, checkpoint=made, progress=(epoch + 1) / EPOCHS)
+
+
+def train_long():
+    """Train until somebody ends it."""
+    epoch = 0
+    while not get_context().should_checkpoint():
+        report({"epoch": epoch})
+        time.sleep(0.2)
+        epoch += 1

@@ -1,0 +1,242 @@
+"""What a person does and sees in Prefect's UI: real server, process worker, deployments of prefect.yaml, Debian's Chromium.
+
+Screenshots go to the folder that PREFECT_TORCH_SCREENSHOTS names, else to the test's own; `make screenshots` renews those of
+the documentation.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from playwright.sync_api import Page, expect, sync_playwright
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect_servers import PrefectServer, rows, wait_until
+from prefect_torch.flows import Result
+
+CHROMIUM = shutil.which("chromium")
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MARK = "PREFECT_TORCH_BROWSER_TEST"
+PATIENCE_MS = 60_000
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason="needs Debian's Chromium: apt install chromium"),
+    pytest.mark.timeout(400),
+]
+
+
+class Stack:
+    """A server with its UI, a process worker, and every deployment of prefect.yaml."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.storage = folder / "checkpoints"
+        self.server = PrefectServer(folder / "home", with_ui=True)
+        self._worker: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.server.start()
+        self._run("work-pool", "create", "--type", "process", "gpu-pool")
+        (self.folder / "prefect.yaml").write_text(
+            yaml.safe_dump(scheduled_soon(yaml.safe_load((ROOT / "prefect.yaml").read_text()), self.storage))
+        )
+        self._run("--no-prompt", "deploy", "--all")
+        with (self.folder / "worker.txt").open("wb") as output:
+            command = [prefect_program(), "worker", "start", "--pool", "gpu-pool", "--type", "process"]
+            self._worker = subprocess.Popen(command, cwd=self.folder, env=self._environment(), stdout=output, stderr=output)
+
+    def stop(self) -> None:
+        if self._worker is not None:
+            self._worker.send_signal(signal.SIGTERM)
+            self._worker.wait(60)
+        self.server.stop()
+
+    def processes(self, **variables: str) -> list[psutil.Process]:
+        """Return the living processes below the worker whose environment has `variables`."""
+        wanted = {MARK: self.mark, **variables}.items()
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if wanted <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def story(self) -> str:
+        """Return what Prefect knows and its worker said, for a wait that was in vain."""
+        runs = [(run["name"], run["state_name"], run["expected_start_time"]) for run in rows(self.server.api, "flow_runs")]
+        return f"{runs}\n{(self.folder / 'worker.txt').read_text()[-4000:]}"
+
+    def _run(self, *arguments: str) -> None:
+        done = subprocess.run(
+            [prefect_program(), *arguments],
+            cwd=self.folder,
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "PREFECT_API_URL": self.server.api, "PREFECT_HOME": str(self.folder / "home"), MARK: self.mark}
+
+
+def prefect_program() -> str:
+    return str(Path(sys.executable).with_name("prefect"))
+
+
+def scheduled_soon(project: dict, storage: Path) -> dict:
+    """Let the nightly training begin once in a few seconds, with a function that this machine has."""
+    nightly = next(entry for entry in project["deployments"] if entry["name"] == "train-nightly")
+    nightly["parameters"].update(
+        train_fn=f"{HERE / 'seen_training.py'}:train_fn", run={"storage": str(storage), "name": "nightly"}
+    )
+    soon = datetime.now(timezone.utc) + timedelta(seconds=30)
+    nightly["schedules"] = [{"interval": 86400, "anchor_date": soon.isoformat(), "timezone": "UTC", "active": True}]
+    return project
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    started = Stack(tmp_path_factory.mktemp("stack"))
+    try:
+        started.start()
+        with temporary_settings({PREFECT_API_URL: started.server.api}):
+            yield started
+    finally:
+        started.stop()
+
+
+@pytest.fixture
+def page(stack):
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        opened = browser.new_page(viewport={"width": 1280, "height": 960}, color_scheme="light")
+        opened.set_default_timeout(PATIENCE_MS)
+        expect.set_options(timeout=PATIENCE_MS)
+        yield opened
+        browser.close()
+
+
+@pytest.fixture
+def shoot(page, tmp_path):
+    folder = Path(os.environ.get("PREFECT_TORCH_SCREENSHOTS", tmp_path))
+
+    def take(name: str) -> None:
+        page.wait_for_timeout(1000)  # charts and fonts fade in
+        page.screenshot(path=folder / f"{name}.png")
+
+    return take
+
+
+def run_by_form(stack: Stack, page: Page, function: str, run: str, shoot=None) -> str:
+    """Fill the Run form of `train`, submit it, and return the id of the flow run."""
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name("train/train")
+    page.goto(f"{stack.server.url}/v2/deployments/deployment/{deployment.id}/run")
+    page.get_by_role("textbox", name="Training function").fill(f"{HERE / 'seen_training.py'}:{function}")
+    page.get_by_role("spinbutton", name="Ranks (Optional)").fill("2")
+    page.get_by_role("textbox", name="Run name (Optional)").fill(run)
+    page.get_by_role("tabpanel", name="Path or URL").get_by_role("textbox").fill(str(stack.storage))
+    page.get_by_role("spinbutton", name="Keep best (Optional)").fill("2")
+    page.get_by_role("textbox", name="Score (Optional)").fill("val_loss")
+    if shoot is not None:
+        shoot("run-form")
+    page.get_by_role("button", name="Submit").click()
+    link = page.get_by_role("tabpanel", name="Runs").locator("a[href*='/runs/flow-run/']").first
+    return link.get_attribute("href").rpartition("/")[2]
+
+
+def open_artifact(page: Page, key: str) -> None:
+    """Open the newest artifact of `key` from the page of its flow run."""
+    page.get_by_role("tab", name="Artifacts").click()
+    page.get_by_role("link", name=re.compile(key)).click()
+    page.locator("a[href*='/artifacts/artifact/']").first.click()
+
+
+def test_a_training_is_started_in_the_form_watched_through_a_lost_rank_and_looked_at(stack, page, shoot):
+    flow_run_id = run_by_form(stack, page, "train_fn", "seen", shoot)
+    page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
+    page.get_by_role("tab", name="Task Runs").click()
+    for rank in ("rank-0", "rank-1"):
+        expect(page.get_by_role("link", name=rank).first).to_be_visible()
+    manifests = stack.storage / "seen/manifests"
+    wait_until(lambda: manifests.exists() and any(manifests.glob("*.json")), "a first checkpoint")
+    (rank,) = [it for it in stack.processes(RANK="1") if is_rank(it)]
+    rank.kill()
+    page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
+    expect(page.get_by_text(re.compile("attempt 2: resuming from"))).to_be_visible()
+    page.get_by_role("tab", name="Task Runs").click()
+    expect(page.get_by_role("link", name="rank-1")).to_have_count(2)  # one for each attempt
+    shoot("flow-run")
+    expect(page.get_by_text("Completed").first).to_be_visible()
+    wait_until(lambda: flow_run_state(flow_run_id) == "Completed", "the end of the training")
+    assert Result.from_storage(stack.storage, "seen").attempts == 2
+
+    open_artifact(page, "seen-checkpoints")
+    for text in ("kept because", "latest", "best", "val_loss"):
+        expect(page.get_by_text(re.compile(text)).first).to_be_visible()
+    shoot("checkpoints")
+    page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
+    open_artifact(page, "seen-summary")
+    pictures = page.locator("img[src^='data:image/svg+xml']")
+    expect(pictures.first).to_be_visible()
+    assert all(picture.evaluate("it => it.complete && it.naturalWidth > 0") for picture in pictures.all())
+    expect(page.get_by_text(re.compile("killed by SIGKILL")).first).to_be_visible()
+    page.set_viewport_size({"width": 1280, "height": 1500})
+    shoot("summary")
+
+
+def test_a_training_that_is_cancelled_in_the_ui_leaves_no_process(stack, page):
+    flow_run_id = run_by_form(stack, page, "train_long", "endless")
+    wait_until(lambda: len(stack.processes(RANK="1")) > 0 and flow_run_state(flow_run_id) == "Running", "two ranks that train")
+    of_this_run = [process for process in stack.processes() if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run_id]
+    assert of_this_run
+    page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
+    page.get_by_role("button", name="Open menu").first.click()
+    page.get_by_role("menuitem", name="Cancel").click()
+    page.get_by_role("dialog").or_(page.get_by_role("alertdialog")).get_by_role(
+        "button", name=re.compile("Cancel Run|Confirm|^Cancel")
+    ).last.click()
+    wait_until(lambda: flow_run_state(flow_run_id) == "Cancelled", "the end of the training")
+    wait_until(
+        lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in of_this_run),
+        of_this_run,
+    )
+
+
+def test_a_scheduled_training_starts_on_its_own_and_is_seen(stack, page):
+    wait_until(lambda: (stack.storage / "nightly/attempts").exists(), stack.story)
+    (scheduled,) = [run for run in rows(stack.server.api, "flow_runs") if run["auto_scheduled"] and run["start_time"]]
+    page.goto(f"{stack.server.url}/v2/runs/flow-run/{scheduled['id']}")
+    expect(page.get_by_role("link", name="Deployment train-nightly")).to_be_visible()
+    expect(page.get_by_text("Completed").first).to_be_visible()
+    wait_until(lambda: Result.from_storage(stack.storage, "nightly").completed, "its end")
+
+
+def test_the_servers_database_was_never_locked(stack):
+    assert rows(stack.server.api, "flow_runs")
+    assert "database is locked" not in (stack.folder / "home/output.txt").read_text()
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Tell a rank from its guard, whose arguments are the rank's command."""
+    arguments = " ".join(process.cmdline())
+    return "rank_main" in arguments and "rank_guard" not in arguments
+
+
+def flow_run_state(flow_run_id: str) -> str:
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(uuid.UUID(flow_run_id)).state.name
