@@ -218,7 +218,7 @@ def test_a_training_that_is_cancelled_in_the_ui_leaves_no_process(stack, page):
 
 
 def test_a_scheduled_training_starts_on_its_own_and_is_seen(stack, page):
-    wait_until(lambda: (stack.storage / "nightly/attempts").exists(), stack.story)
+    wait_until((stack.storage / "nightly/attempts").exists, stack.story)
     (scheduled,) = [run for run in rows(stack.server.api, "flow_runs") if run["auto_scheduled"] and run["start_time"]]
     page.goto(f"{stack.server.url}/v2/runs/flow-run/{scheduled['id']}")
     expect(page.get_by_role("link", name="Deployment train-nightly")).to_be_visible()
