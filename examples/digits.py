@@ -32,7 +32,7 @@ def show_kept(result: Result) -> None:
 def start_over_if_completed(storage: str, name: str) -> None:
     """Remove a demo that ran to its end, so that the next one has something to show; one that was killed continues."""
     run = Path(storage) / name
-    if run.exists() and Result.from_storage(storage, name).completed:
+    if any((run / "attempts").glob("*.json")) and Result.from_storage(storage, name).completed:
         shutil.rmtree(run)
 
 
