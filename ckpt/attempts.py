@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 from .clock import utc_now
 from .errors import FencedError
 from .layout import stem
-from .manifest import FORMAT_VERSION
+from .manifest import FORMAT_VERSION, is_id
 from .metrics import from_json, to_json
 from .parallel_reads import read_all
 from .store import CheckpointStore
@@ -75,6 +75,12 @@ class Attempt:
     lineage: int
     claimed_at: str
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def restored_id(self) -> str | None:
+        """The id of the checkpoint that its ranks restore, or None; while it lives, nobody may delete it."""
+        checkpoint_id = (self.resumed_from or "").rpartition("/")[2]
+        return checkpoint_id if is_id(checkpoint_id) else None
 
 
 @dataclass(frozen=True, slots=True)

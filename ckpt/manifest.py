@@ -38,6 +38,11 @@ def attempt_of(checkpoint_id: str) -> int:
     return int(checkpoint_id.partition("-")[0])
 
 
+def step_of(checkpoint_id: str) -> int:
+    """Return the step of `checkpoint_id`."""
+    return int(checkpoint_id.split("-")[1])
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """One file of a checkpoint.

@@ -76,6 +76,10 @@ class CheckpointStore:
         """Where the run lies: a local path or a URL."""
         return f"{self.storage.url.rstrip('/')}/{self.run}"
 
+    def path_of(self, checkpoint_id: str) -> str:
+        """Return where a checkpoint lies: a local path or a URL, as `Checkpoint` takes it."""
+        return f"{self.path}/checkpoints/{checkpoint_id}"
+
     def ids(self, *, after: str | None = None) -> Iterator[str]:
         """Yield the ids of committed checkpoints, oldest first; one request per thousand."""
         return (listed.id for listed in self.listed(since=after) if listed.id != after)

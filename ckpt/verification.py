@@ -39,7 +39,7 @@ def check_entry(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, 
     """
     if (got.bytes, got.digest) != (entry.bytes, entry.digest):
         raise CheckpointCorruptError(
-            f"{store.path}/checkpoints/{manifest.id}/{entry.path} differs from what rank {entry.rank} committed: "
+            f"{store.path_of(manifest.id)}/{entry.path} differs from what rank {entry.rank} committed: "
             f"{got.bytes} bytes with xxh3-128 {got.digest} instead of {entry.bytes} bytes with {entry.digest}"
         )
 
@@ -53,7 +53,7 @@ def _verify_sizes(store: "CheckpointStore", manifest: Manifest) -> None:
             raise missing(store, manifest, entry)
         if size != entry.bytes:
             raise CheckpointCorruptError(
-                f"{store.path}/checkpoints/{manifest.id}/{entry.path} has {size} bytes instead of {entry.bytes}"
+                f"{store.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}"
             )
 
 
@@ -65,7 +65,7 @@ def missing(store: "CheckpointStore", manifest: Manifest, entry: FileEntry) -> C
 
     """
     store.committed(manifest.id)
-    return CheckpointCorruptError(f"{store.path}/checkpoints/{manifest.id}/{entry.path} is missing")
+    return CheckpointCorruptError(f"{store.path_of(manifest.id)}/{entry.path} is missing")
 
 
 def _read(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, scratch: Path) -> Transfer:

@@ -7,7 +7,7 @@ from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
 from prefect_torch.ckpt.history import newest_recorded
-from prefect_torch.ckpt.manifest import Manifest, is_id
+from prefect_torch.ckpt.manifest import Manifest
 from prefect_torch.ckpt.runs import list_runs
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.run_form import shown_as
@@ -70,8 +70,7 @@ def _submit(
     if attempt is None:
         raise FileNotFoundError(f"there is no run {run!r} in {spec.url}")
     policy = RetentionPolicy(**attempt.settings) if checkpoint is None else checkpoint.policy()
-    restored = (attempt.resumed_from or "").rpartition("/")[2]
     if read_outcome(store, attempt.number) is not None:
         return prune_checkpoints.submit(spec, run, policy, dry_run=dry_run)
-    in_use = (restored,) if is_id(restored) else ()
+    in_use = () if attempt.restored_id is None else (attempt.restored_id,)
     return prune_checkpoints.submit(spec, run, policy, in_use, up_to=newest_recorded(store), dry_run=dry_run)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
-from prefect_torch.ckpt import CheckpointStore, Manifest
+from prefect_torch.ckpt import Manifest
 from prefect_torch.ckpt.metrics import flatten_metrics
 from prefect_torch.ckpt.wording import show_bytes
 
@@ -41,8 +41,8 @@ def diff(storage: str, run: str, checkpoint: str, other: str, metric: str | None
     before = find_checkpoint(store, checkpoint, metric, order)
     after = find_checkpoint(other_store, other_id, metric, order)
     difference = {
-        "from": _path(store, before),
-        "to": _path(other_store, after),
+        "from": store.path_of(before.id),
+        "to": other_store.path_of(after.id),
         "metrics": list(_compare_metrics(before, after)),
         "files": list(_compare_files(before, after)),
     }
@@ -50,10 +50,6 @@ def diff(storage: str, run: str, checkpoint: str, other: str, metric: str | None
         print_json(difference)
     else:
         _print(difference)
-
-
-def _path(store: CheckpointStore, manifest: Manifest) -> str:
-    return f"{store.path}/checkpoints/{manifest.id}"
 
 
 def _compare_metrics(before: Manifest, after: Manifest) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from typing import Literal, TypeAlias, cast
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.attempts import Attempt, Owner
+from prefect_torch.ckpt.attempts import Attempt, Owner, read_outcome
 
 State: TypeAlias = Literal["completed", "failed", "preempted", "cancelled", "running", "lost", "unknown"]
 STYLES = {"completed": "green", "failed": "red", "lost": "red", "preempted": "yellow", "cancelled": "yellow"}
@@ -19,14 +19,14 @@ def state_of(owner: Owner, ending: str | None) -> State:
 
 def ending_of(store: CheckpointStore, attempt: int) -> str | None:
     """Return the ending that an attempt recorded, by one small read; None if it runs, or its leader was killed."""
-    ending = (store.get_json(store.layout.outcome(attempt)) or {}).get("ending")
-    return ending if isinstance(ending, str) else None
+    outcome = read_outcome(store, attempt)
+    return None if outcome is None else outcome.ending
 
 
 def restored_by(store: CheckpointStore, attempt: Attempt | None) -> tuple[str, ...]:
     """Return the id of the checkpoint that a living attempt restores, which nobody may delete."""
-    if attempt is None or attempt.resumed_from is None:
+    if attempt is None or attempt.restored_id is None:
         return ()
     if state_of(attempt.owner, ending_of(store, attempt.number)) not in ("running", "unknown"):
         return ()
-    return (attempt.resumed_from.rpartition("/")[2],)
+    return (attempt.restored_id,)

@@ -93,7 +93,7 @@ def _describe_attempt(attempt: Attempt, outcome: Outcome | None) -> dict[str, An
 def _describe_checkpoint(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:
     return {
         **asdict(manifest),
-        "path": f"{store.path}/checkpoints/{manifest.id}",
+        "path": store.path_of(manifest.id),
         "created_at": manifest.created_at.isoformat(),
         "bytes": manifest.total_bytes,
         "pinned": manifest.id in store.pinned(),

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from prefect_torch.ckpt.attempts import Attempt, Outcome
 from prefect_torch.ckpt.history import MetricRecord
-from prefect_torch.ckpt.manifest import attempt_of, is_id
+from prefect_torch.ckpt.manifest import attempt_of, step_of
 
 from .wording import seconds_of
 
@@ -108,12 +108,12 @@ def frontiers(logs: Sequence[AttemptLog]) -> dict[int, Place]:
 
 def place_of(checkpoint_id: str) -> Place:
     """Return where in its run a checkpoint is."""
-    return (attempt_of(checkpoint_id), int(checkpoint_id.split("-")[1]))
+    return (attempt_of(checkpoint_id), step_of(checkpoint_id))
 
 
 def _began_at(log: AttemptLog, logs: Sequence[AttemptLog]) -> Place:
     """Return where `log` began: at the beginning, too, if it restored a checkpoint of another run."""
-    restored = (log.attempt.resumed_from or "").rpartition("/")[2]
-    if not is_id(restored) or not any(restored in other.reported or restored in other.stalls for other in logs):
+    restored = log.attempt.restored_id
+    if restored is None or not any(restored in other.reported or restored in other.stalls for other in logs):
         return BEGINNING
     return place_of(restored)

@@ -7,7 +7,7 @@ from prefect.events import Event, RelatedResource, Resource
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.attempts import Attempt, Outcome
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.manifest import attempt_of
+from prefect_torch.ckpt.manifest import attempt_of, step_of
 from prefect_torch.ckpt.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.retention import score
 from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned, Happening
@@ -90,7 +90,7 @@ class EventObserver:
         }
         event = self._about_checkpoint(COMMITTED, commit.id, metadata, is_best="true" if is_best else "false")
         name = f"{self._store.run} step {commit.step}"
-        self._outbox.put(event, materialized(self._path(commit.id), name, self._upstream, metadata))
+        self._outbox.put(event, materialized(self._store.path_of(commit.id), name, self._upstream, metadata))
 
     def _take_end(self, outcome: Outcome) -> None:
         if outcome.ending not in ("failed", "preempted"):
@@ -102,9 +102,9 @@ class EventObserver:
         return Event(event=event, resource=Resource({**self._run_labels(attempt), **labels}), payload=payload)
 
     def _about_checkpoint(self, event: str, checkpoint_id: str, payload: dict[str, Any], **labels: str) -> Event:
-        path = self._path(checkpoint_id)
+        path = self._store.path_of(checkpoint_id)
         run = self._run_labels(attempt_of(checkpoint_id))
-        step = _step_of(checkpoint_id)
+        step = step_of(checkpoint_id)
         about = {
             "prefect.resource.id": f"prefect-torch.checkpoint.{path}",
             "prefect.resource.name": f"{self._store.run} step {step}",
@@ -122,9 +122,6 @@ class EventObserver:
             "storage": self._store.storage.url,
             "attempt": str(attempt),
         }
-
-    def _path(self, checkpoint_id: str) -> str:
-        return f"{self._store.path}/checkpoints/{checkpoint_id}"
 
 
 class _Best:
@@ -152,10 +149,6 @@ class _Best:
             return False
         self._best = rank
         return True
-
-
-def _step_of(checkpoint_id: str) -> int:
-    return int(checkpoint_id.split("-")[1])
 
 
 def _plain(metrics: Metrics) -> dict[str, Any]:

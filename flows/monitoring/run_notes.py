@@ -88,8 +88,7 @@ class RunNotes:
     def kept(self) -> dict[str, tuple[str, ...]]:
         """Return why the policy keeps each checkpoint, by id; one that is missing goes with the next prune."""
         newest = self.newest
-        is_in_use = newest is not None and newest.is_running and newest.attempt.resumed_from is not None
-        restored = (newest.attempt.resumed_from or "").rpartition("/")[2] if newest is not None and is_in_use else None
+        restored = newest.attempt.restored_id if newest is not None and newest.is_running else None
         in_use = () if restored is None else (restored,)
         overdue = overdue_evaluations(self.saved, self._policy, datetime.now(timezone.utc))
         return plan(self.saved, self._policy, pinned=self._pinned, in_use=in_use, overdue=overdue).keep

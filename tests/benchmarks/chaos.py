@@ -37,6 +37,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "injected")]
 
 from file_faults import VARIABLE, Fault, Plan, name_of  # noqa: E402 - found by the line above
+from prefect_torch.ckpt.manifest import step_of  # noqa: E402 - here and above
 
 EPOCHS, BATCHES = 3, 3
 RECORDINGS = 3
@@ -152,7 +153,7 @@ class Referee:
         wrong = {
             "hard": returned is None,
             "silent": returned is not None and returned != reference.digest,
-            "lost": resumed < max(committed, default="") or step_of(resumed) < acknowledged,
+            "lost": resumed < max(committed, default="") or (step_of(resumed) if resumed else -1) < acknowledged,
             "kept": returned is not None and kept_steps(training.storage) != reference.kept_steps,
         }
         problems = [name for name in PROBLEMS if wrong[name]]
@@ -176,10 +177,6 @@ def resumed_id(storage: Path) -> str:
 
     newest = newest_attempt(CheckpointStore.open(storage, "run"))
     return "" if newest is None or newest.resumed_from is None else newest.resumed_from.rpartition("/")[2]
-
-
-def step_of(checkpoint_id: str) -> int:
-    return int(checkpoint_id.split("-")[1]) if checkpoint_id else -1
 
 
 def dying(training, fault: Fault, *, whole_group: bool):
