@@ -17,7 +17,7 @@ from .errors import (
 )
 from .manifest import FileEntry, Manifest
 from .rank_local import RankLocal
-from .reporting import get_checkpoint, get_context, report
+from .reporting import get_checkpoint, get_context, log_metrics, report
 from .retention import Plan, RetentionPolicy
 from .storage import ObjectInfo, Storage, StorageSpec, Transfer
 from .store import CheckpointStore
@@ -48,5 +48,6 @@ __all__ = [
     "Transfer",
     "get_checkpoint",
     "get_context",
+    "log_metrics",
     "report",
 ]

@@ -31,16 +31,24 @@ class TrainContext:
     run_name: str
     attempt: int
     _decide: Callable[[], bool] = field(default=_never, repr=False, compare=False)
+    _has_told_end: Callable[[], bool] = field(default=_never, repr=False, compare=False)
 
     def should_checkpoint(self) -> bool:
         """Say whether to report a checkpoint now; the n-th call says the same on every rank, so call it equally often on all.
 
         True when the training is about to be ended from outside (a preemption, a cancel), so that a checkpoint saves work, and
         with `CheckpointConfig.target_overhead` whenever one more keeps to it. On ranks other than 0 a call waits for rank 0's,
-        and costs a message, a fraction of a millisecond.
+        and costs a message, a fraction of a millisecond; one for at most 16 calls, where calls come every few milliseconds.
 
         Raises:
             CheckpointError: If rank 0 has left the training.
 
         """
         return self._decide()
+
+    def ends_soon(self) -> bool:
+        """Say whether the last `should_checkpoint` was true because the training is about to be ended; the same on every rank.
+
+        A loop may report once more and return then, instead of being ended in the middle. Costs nothing.
+        """
+        return self._has_told_end()

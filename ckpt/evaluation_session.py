@@ -19,3 +19,6 @@ class EvaluationSession(RankSession):
             "report() was called inside an evaluation, which adds nothing to the run: return the metrics, as a dict, from the "
             "function instead"
         )
+
+    def log_metrics(self, *_: Any, **__: Any) -> None:
+        """Record nothing: a framework's logger may log here as in a training."""

@@ -20,7 +20,7 @@ CHUNK_AGE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """One report of rank 0.
+    """One report of rank 0, or what it logged between two.
 
     Attributes:
         attempt: The attempt that reported.
@@ -28,6 +28,7 @@ class MetricRecord:
         metrics: What it reported.
         checkpoint: The id of the checkpoint reported with it, or None.
         reported_at: When (UTC, ISO 8601, rank 0's clock).
+        is_logged: Whether a logger recorded it between reports.
 
     """
 
@@ -36,6 +37,7 @@ class MetricRecord:
     metrics: Metrics
     checkpoint: str | None
     reported_at: str
+    is_logged: bool = False
 
 
 class HistoryWriter:
@@ -106,6 +108,15 @@ def read_history(store: CheckpointStore) -> list[MetricRecord]:
         return records
     # Stable: within an attempt the reports stay in order, and a filled-in one goes after those with a smaller step.
     return sorted(records + filled_in, key=lambda record: (record.attempt, record.step))
+
+
+def newest_metrics(history: Sequence[MetricRecord]) -> Metrics:
+    """Return the last report's metrics, with the newest of each that was logged since; empty without a record."""
+    last_report = max((place for place, record in enumerate(history) if not record.is_logged), default=0)
+    metrics: Metrics = {}
+    for record in history[last_report:]:
+        metrics.update(record.metrics)
+    return metrics
 
 
 def lost_records(store: CheckpointStore, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:

@@ -1,11 +1,11 @@
-"""Lightning trainings that report their checkpoints: a callback, the way back, and the ranks that exist.
+"""Lightning trainings that report: checkpoints by a callback, metrics by a logger, on the ranks that exist; and the way back.
 
     def train_fn(config):
         trainer = lightning.Trainer(
-            strategy="ddp",
-            devices=get_context().local_world_size,
+            strategy=PrefectDDPStrategy(),
             plugins=[PrefectEnvironment()],
             callbacks=[ReportCallback()],
+            logger=ReportLogger(),
         )
         with resume_path() as path:
             trainer.fit(Digits(), ckpt_path=path)
@@ -13,7 +13,6 @@
 Needs the extra `lightning`; nothing else of this package imports this module.
 """
 
-import os
 import shutil
 import signal
 import tempfile
@@ -22,18 +21,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from . import reporting
 from .arguments import Upload, check_upload
 from .checkpoint import Checkpoint
 from .context import TrainContext
 from .errors import CheckpointNotFoundError
-from .reporting import get_checkpoint, get_context, report
+from .lightning_logger import ReportLogger
+from .lightning_ranks import (
+    PrefectDDPStrategy,
+    PrefectEnvironment,
+    PrefectModelParallelStrategy,
+    check_world_size,
+    context_or_none,
+    prepare_trainer,
+)
+from .reporting import get_checkpoint, report
+
+__all__ = [
+    "CHECKPOINT_NAME",
+    "PrefectDDPStrategy",
+    "PrefectEnvironment",
+    "PrefectModelParallelStrategy",
+    "ReportCallback",
+    "ReportLogger",
+    "prepare_trainer",
+    "resume_path",
+]
 
 CHECKPOINT_NAME = "checkpoint.ckpt"
 
@@ -47,9 +65,11 @@ class ReportCallback(CheckpointCallback):
     Lightning counts it among its checkpoint callbacks: it runs after all others, whose state is stored as it is by then, and
     the Trainer adds no ModelCheckpoint of its own; `enable_checkpointing=False` contradicts it.
 
-    After each batch it asks `get_context().should_checkpoint()`, a message of a tenth of a millisecond or more, and reports if
-    told to. When the training is about to be ended from outside, it stops the Trainer then. What is reported within an epoch
-    resumes there, but a dataloader begins anew unless it has a `state_dict`: Lightning's rule.
+    After each batch it asks `get_context().should_checkpoint()`, a fraction of a millisecond at most, and reports if told to.
+    When the training is about to be ended from outside, it stops the Trainer then. What is reported within an epoch resumes
+    there, but a dataloader begins anew unless it has a `state_dict`: Lightning's rule.
+
+    There is no CheckpointIO: Lightning calls one on rank 0 alone, and without metrics, where a report is every rank's.
 
     A SIGTERM to a rank's own process is left to end it, which counts as a preemption; Lightning's handler would let it look
     like a finished training.
@@ -90,13 +110,23 @@ class ReportCallback(CheckpointCallback):
         self._ends_soon = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
-        """Find this rank's place, and refuse a Trainer that does not train on exactly the ranks that exist."""
-        self._context = _context()
+        """Find this rank's place.
+
+        Raises:
+            ValueError: If the Trainer does not train on exactly the ranks that exist, or writes its files behind our back.
+
+        """
+        self._context = context_or_none()
         self._ends_soon = False
         if self._context is None:
             rank_zero_warn("ReportCallback reports nothing: this is no training function of prefect_torch.flows.train()")
             return
-        _check_world_size(trainer.world_size, self._context)
+        check_world_size(trainer.world_size, self._context)
+        if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+            raise ValueError(  # noqa: TRY004 - the Trainer's arguments are wrong
+                "the Trainer's AsyncCheckpointIO would have half a file reported; leave it out and give ReportCallback "
+                'upload="async"'
+            )
         self._signal_handler = signal.getsignal(signal.SIGTERM)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
@@ -136,7 +166,7 @@ class ReportCallback(CheckpointCallback):
         is_told = self._context.should_checkpoint()
         if is_told or _crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
             self._report(trainer)
-        if is_told and _ends_soon(trainer):
+        if is_told and self._context.ends_soon():
             self._ends_soon = trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
@@ -170,77 +200,6 @@ class ReportCallback(CheckpointCallback):
             signal.signal(signal.SIGTERM, self._signal_handler)
 
 
-class PrefectEnvironment(ClusterEnvironment):
-    """Have Lightning use the ranks that run already, and start none: `Trainer(plugins=[PrefectEnvironment()])`.
-
-    The process group exists, so Lightning neither makes nor ends one.
-
-    Raises:
-        RuntimeError: Outside of a training function.
-
-    """
-
-    def __init__(self) -> None:
-        self._context = get_context()
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: Lightning starts no processes."""
-        return True
-
-    @property
-    def main_address(self) -> str:
-        """Where the ranks meet."""
-        return os.environ["MASTER_ADDR"]
-
-    @property
-    def main_port(self) -> int:
-        """The port where the ranks meet."""
-        return int(os.environ["MASTER_PORT"])
-
-    @staticmethod
-    def detect() -> bool:
-        """Say whether this is a rank of a training."""
-        return _context() is not None
-
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return self._context.world_size
-
-    def set_world_size(self, size: int) -> None:
-        """Return only if Lightning counts as many ranks as there are.
-
-        Raises:
-            ValueError: If it does not.
-
-        """
-        _check_world_size(size, self._context)
-
-    def global_rank(self) -> int:
-        """Return this rank."""
-        return self._context.world_rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Ignore what Lightning reckons: ranks have their numbers."""
-
-    def local_rank(self) -> int:
-        """Return this rank's number on its machine."""
-        return self._context.local_rank
-
-    def node_rank(self) -> int:
-        """Return this machine's number."""
-        return self._context.node_rank
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Return only if `devices` and `num_nodes` amount to the ranks that there are.
-
-        Raises:
-            ValueError: If they do not.
-
-        """
-        _check_world_size(num_devices * num_nodes, self._context)
-
-
 @contextmanager
 def resume_path() -> Iterator[str | None]:
     """Yield the `ckpt_path` with which `trainer.fit` goes on from the latest checkpoint, verified; None on a fresh start.
@@ -252,7 +211,7 @@ def resume_path() -> Iterator[str | None]:
         CheckpointCorruptError: If a file differs from what was committed.
 
     """
-    checkpoint = None if _context() is None else get_checkpoint()
+    checkpoint = None if context_or_none() is None else get_checkpoint()
     if checkpoint is None:
         yield None
         return
@@ -276,22 +235,6 @@ def _folder_of_all_ranks(trainer: Trainer, context: TrainContext) -> Iterator[Pa
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _ends_soon(trainer: Trainer) -> bool:
-    """Return on every rank whether rank 0 knows that the training is about to be ended.
-
-    `should_checkpoint` is true for a pace, too (`target_overhead`), which must not end the training.
-    """
-    session = reporting._require_session("ReportCallback")  # noqa: SLF001 - this package's own; users need only one question
-    return trainer.strategy.broadcast(session._prompts._ends_soon())  # noqa: SLF001 - as above
-
-
-def _context() -> TrainContext | None:
-    try:
-        return get_context()
-    except RuntimeError:
-        return None
-
-
 def _check_moments(every_n_epochs: int | None, every_n_train_steps: int | None, on_validation_end: bool) -> None:
     numbers = {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}
     for name, number in numbers.items():
@@ -301,15 +244,6 @@ def _check_moments(every_n_epochs: int | None, every_n_train_steps: int | None, 
     chosen += ["on_validation_end=True"] if on_validation_end else []
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} contradict each other; choose one moment to report at")
-
-
-def _check_world_size(size: int, context: TrainContext) -> None:
-    if size != context.world_size:
-        raise ValueError(
-            f"the Trainer counts {size} ranks but the training has {context.world_size}; give it "
-            f'strategy="ddp", devices={context.local_world_size}, num_nodes={context.world_size // context.local_world_size} '
-            "and plugins=[PrefectEnvironment()]"
-        )
 
 
 def _crosses_multiple(before: int, now: int, number: int | None) -> bool:

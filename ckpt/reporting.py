@@ -67,6 +67,23 @@ def report(
     _require_session("report").report(metrics, checkpoint, state=state, step=step, progress=progress, upload=upload)
 
 
+def log_metrics(metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
+    """Record metrics of rank 0 in the run's history; other ranks' are ignored, and none waits for another.
+
+    For what a framework's logger logs, on whichever ranks. `Result.metrics` has the newest of them besides the last report's.
+
+    Args:
+        metrics: As `report` takes them.
+        step: Where they belong; any order. None means the step that the next report would count on to.
+
+    Raises:
+        ValueError: If a metric or the step cannot be what it should.
+        RuntimeError: Outside of a training function.
+
+    """
+    _require_session("log_metrics").log_metrics(metrics, step)
+
+
 def get_checkpoint() -> Checkpoint | None:
     """Return the checkpoint that this attempt continues, the same one on every rank; None on a fresh start.
 

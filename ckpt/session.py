@@ -84,7 +84,7 @@ class RankSession:
         self._max_in_flight = settings.max_in_flight
         self._pace = CheckpointPace(settings.target_overhead)
         self._prompts = CheckpointPrompts(self._peers, self._pace, ends_soon)
-        self.context = replace(context, _decide=self._prompts.ask)
+        self.context = replace(context, _decide=self._prompts.ask, _has_told_end=lambda: self._prompts.has_told_end)
         self._committed_step = self._last_step
         self._parted: CheckpointError | None = None
         self._state_reports: StateReports | None = None
@@ -124,6 +124,14 @@ class RankSession:
             if agreement.refusal is not None:
                 raise agreement.refusal.error()
             self._act(agreement, self._settle(agreement, brought, held), cleaned, progress, started_s)
+
+    def log_metrics(self, metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
+        """Record metrics without a report; see `reporting.log_metrics`."""
+        cleaned = clean_metrics(metrics)
+        step = check_step(step, following=self._last_step + 1, after=None)
+        if self.context.world_rank == 0:
+            record = MetricRecord(self.context.attempt, step, cleaned, None, utc_now(), is_logged=True)
+            self._events.send(ReportEvent(record))
 
     def finish(self) -> None:
         """Return once every background commit is durable and every rank returned after equally many reports.

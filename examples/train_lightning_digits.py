@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from prefect_torch.ckpt import get_context
-from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, resume_path
+from prefect_torch.ckpt.lightning import PrefectDDPStrategy, PrefectEnvironment, ReportCallback, ReportLogger, resume_path
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
@@ -52,11 +51,10 @@ def train_digits(config: dict[str, Any]) -> float:
     trainer = Trainer(
         max_epochs=config["epochs"],
         accelerator="cpu",
-        strategy="ddp",
-        devices=get_context().local_world_size,
+        strategy=PrefectDDPStrategy(),
         plugins=[PrefectEnvironment()],
         callbacks=[ReportCallback()],
-        logger=False,
+        logger=ReportLogger(),
         enable_progress_bar=False,
     )
     model = Digits()

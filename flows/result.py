@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointStore
 from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
-from prefect_torch.ckpt.history import MetricRecord, read_history
+from prefect_torch.ckpt.history import MetricRecord, newest_metrics, read_history
 from prefect_torch.ckpt.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.opening import StorageLike
 from prefect_torch.ckpt.retention import RetentionPolicy, rank_best
@@ -23,7 +23,7 @@ class Result:
     """The outcome of a training.
 
     Attributes:
-        metrics: What rank 0 reported last; empty if it never did.
+        metrics: What rank 0 reported last, and the newest of each metric that was logged since; empty if there is none.
         checkpoint: The latest checkpoint, or None.
         best_checkpoints: The checkpoints in storage with their metrics, best first; at most `num_to_keep`.
         history: Every report of rank 0, in order.
@@ -97,7 +97,7 @@ class Result:
         policy = RetentionPolicy(**attempt.settings)
         best = rank_best(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
         return cls(
-            metrics=history[-1].metrics if history else {},
+            metrics=newest_metrics(history),
             checkpoint=store.checkpoint(manifests[-1]) if manifests else None,
             best_checkpoints=[(store.checkpoint(it), it.metrics) for it in best[: policy.num_to_keep]],
             history=history,

@@ -13,6 +13,7 @@ PUBLIC = {
         "TrainContext",
         "get_checkpoint",
         "get_context",
+        "log_metrics",
         "report",
         "CheckpointNotFoundError",
         "CheckpointCorruptError",

@@ -80,9 +80,9 @@ class ConsoleProgress:
                 self._attempt, self._first, self._newest = attempt.number, None, None
                 if resumed_from is not None:
                     self._tell(f"attempt {attempt.number} resumes from {resumed_from.rpartition('/')[2]}", "green")
-            case ReportEvent(_, progress):
+            case ReportEvent(record, progress):
                 self._report = happening
-                self._num_reports += 1
+                self._num_reports += not record.is_logged
                 if progress is not None:
                     self._newest = _Place(progress, time.monotonic())
                     self._first = self._first or self._newest

@@ -7,9 +7,11 @@ import sys
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_models import BATCHES, Regression, make_trainer
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
-from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, resume_path
+from prefect_torch.ckpt.history import newest_metrics
+from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, ReportLogger, prepare_trainer, resume_path
 from prefect_torch.ckpt.reporting import start_session
 from ranks import Attempt, folder, read_files
 
@@ -215,10 +217,56 @@ def test_a_checkpoint_of_another_kind_is_refused(store, tmp_path):
 def test_a_trainer_that_does_not_use_the_ranks_is_refused(store):
     start_session(Attempt(store, world_size=2).session())
     try:
-        with pytest.raises(ValueError, match='counts 1 ranks but the training has 2; give it strategy="ddp", devices=2'):
+        with pytest.raises(ValueError, match="counts 1 ranks but the training has 2; give it strategy=PrefectDDP"):
             make_trainer(callbacks=[ReportCallback()]).fit(Regression())
         with pytest.raises(ValueError, match="counts 3 ranks"):
             PrefectEnvironment().validate_settings(num_devices=3, num_nodes=1)
+    finally:
+        start_session(None)
+
+
+def test_a_trainer_that_writes_in_the_background_by_itself_is_refused(store):
+    start_session(Attempt(store).session())
+    try:
+        with pytest.raises(ValueError, match=r'AsyncCheckpointIO would have half a file reported; .* upload="async"'):
+            make_trainer(callbacks=[ReportCallback()], plugins=[AsyncCheckpointIO()]).fit(Regression())
+    finally:
+        start_session(None)
+
+
+def test_what_is_logged_is_recorded_without_a_callback_and_without_a_report(store):
+    attempt = Attempt(store)
+    start_session(session := attempt.session())
+    try:
+        trainer = make_trainer(logger=ReportLogger(), log_every_n_steps=2, max_epochs=1, enable_checkpointing=False)
+        trainer.fit(Regression())
+        session.finish()
+    finally:
+        start_session(None)
+    records = [event.record for event in attempt.events()]
+    assert [record.step for record in records if "train/loss_step" in record.metrics] == [1, 3]
+    assert "val_loss" in newest_metrics(records)
+    assert all(record.is_logged and record.checkpoint is None for record in records)
+    assert (trainer.logger.name, trainer.logger.version) == ("run", 1)
+
+
+def test_outside_of_a_training_the_logger_only_warns():
+    with pytest.warns(UserWarning, match="ReportLogger records nothing"):
+        logger = ReportLogger()
+    logger.log_metrics({"loss": 1.0}, step=1)
+    assert (logger.name, logger.version) == (None, None)
+
+
+def test_outside_of_a_training_any_trainer_is_right():
+    trainer = make_trainer()
+    assert prepare_trainer(trainer) is trainer
+
+
+def test_a_trainer_that_would_start_ranks_of_its_own_is_refused(store):
+    start_session(Attempt(store, world_size=2).session())
+    try:
+        with pytest.raises(ValueError, match=r"environment is LightningEnvironment; give it plugins=\[PrefectEnvironment"):
+            prepare_trainer(make_trainer(strategy="ddp", devices=2))
     finally:
         start_session(None)
 

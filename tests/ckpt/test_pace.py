@@ -2,7 +2,10 @@ import threading
 
 import pytest
 from prefect_torch.ckpt import CheckpointError, CheckpointStore
+from prefect_torch.ckpt.key_value import MemoryKeyValue
 from prefect_torch.ckpt.pace import CheckpointPace
+from prefect_torch.ckpt.peers import Peers
+from prefect_torch.ckpt.prompts import CheckpointPrompts
 from ranks import Attempt, folder
 
 
@@ -78,6 +81,58 @@ def test_the_end_from_outside_is_seen_in_the_same_call_on_every_rank(store):
 
     assert attempt.run(train) == [None, None]
     assert calls[0] == calls[1] > 50
+
+
+def test_the_end_is_told_from_a_pace_that_is_due(store):
+    attempt = Attempt(store, 2, target_overhead=0.5)
+    told = {}
+
+    def train(session, rank):
+        told[rank] = [(session.context.should_checkpoint(), session.context.ends_soon())]
+        session.report({})
+        attempt.ends_soon = True
+        told[rank].append((session.context.should_checkpoint(), session.context.ends_soon()))
+
+    assert attempt.run(train) == [None, None]
+    assert told[0] == told[1] == [(True, False), (True, True)]
+
+
+class AskingRank:
+    """Rank 0, who asks in a loop of steps that take as long as one says."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.key_value = MemoryKeyValue()
+        self.ends_soon = False
+        self.prompts = CheckpointPrompts(
+            Peers(self.key_value, 0, 2), CheckpointPace(None, self.clock), lambda: self.ends_soon, self.clock
+        )
+
+    def messages_of(self, steps, step_s):
+        before = len(self.key_value._values)
+        for _ in range(steps):
+            self.clock.now_s += step_s
+            self.prompts.ask()
+        return len(self.key_value._values) - before
+
+
+@pytest.mark.parametrize(("step_s", "most"), [(0.1, 160), (0.005, 40), (0.0001, 10)])
+def test_quick_steps_share_a_message(step_s, most):
+    rank = AskingRank()
+    rank.messages_of(20, step_s)  # to learn how quick they are
+    assert most - 1 <= rank.messages_of(160, step_s) <= most + 1
+
+
+def test_the_end_is_seen_within_sixteen_quick_steps_also_when_they_become_slow():
+    rank = AskingRank()
+    rank.messages_of(100, 0.0001)
+    rank.ends_soon = True
+    asked = 0
+    while not rank.prompts.ask():
+        asked += 1
+        rank.clock.now_s += 10
+    assert asked <= 16
+    assert rank.prompts.has_told_end
 
 
 def test_a_rank_that_asks_after_rank_0_has_left_is_told(store):

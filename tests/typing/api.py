@@ -11,6 +11,7 @@ from prefect_torch.ckpt import (
     RetentionPolicy,
     get_checkpoint,
     get_context,
+    log_metrics,
     report,
 )
 from prefect_torch.flows import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig, train
@@ -22,7 +23,9 @@ def train_fn(config: dict[str, Any]) -> dict[str, float] | None:
         with checkpoint.as_directory() as directory:
             Path(directory)
     rank: int = get_context().world_rank
-    ends: bool = get_context().should_checkpoint()
+    due: bool = get_context().should_checkpoint()
+    ends: bool = get_context().ends_soon()
+    log_metrics({"speed": 1.0}, step=1)
     report({"loss": 0.5, "nested": {"a": None}}, checkpoint=Checkpoint.from_directory("x"), step=3, progress=0.5)
     report({"loss": rank}, Checkpoint.from_directory(Path("x")), upload="async")
     state: dict[str, Any] = {"epoch": 1, "rng": RankLocal([1, 2])}

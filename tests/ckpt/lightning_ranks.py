@@ -1,0 +1,59 @@
+"""A Lightning training as one of several ranks: python lightning_ranks.py <strategy> <rank> <place>"""
+
+import sys
+from pathlib import Path
+
+import torch
+from lightning_models import Regression, make_trainer
+from prefect_torch.ckpt.lightning import (
+    PrefectDDPStrategy,
+    PrefectEnvironment,
+    PrefectModelParallelStrategy,
+    ReportCallback,
+    ReportLogger,
+    prepare_trainer,
+    resume_path,
+)
+from rank_processes import joined
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+class Sharded(Regression):
+    def configure_model(self):
+        if not any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
+def fit(strategy, model, epochs):
+    trainer = prepare_trainer(
+        make_trainer(
+            max_epochs=epochs,
+            devices="auto",
+            strategy=strategy,
+            plugins=[PrefectEnvironment()],
+            callbacks=[ReportCallback()],
+            logger=ReportLogger(),
+            log_every_n_steps=1,
+        )
+    )
+    with resume_path() as path:
+        trainer.fit(model, ckpt_path=path)
+    return trainer
+
+
+def main(kind, epochs, *place):
+    with joined(*place) as session:
+        if kind == "ddp":
+            strategy, model = PrefectDDPStrategy(), Regression()
+        else:
+            strategy, model = PrefectModelParallelStrategy(), Sharded()
+        trainer = fit(strategy, model, int(epochs))
+        assert trainer.world_size == 2
+        weights = [it.full_tensor() if isinstance(it, DTensor) else it for it in map(torch.Tensor.detach, model.parameters())]
+        if session.context.world_rank == 0:
+            torch.save(weights, Path(session.store.storage.url, f"weights-{kind}-{session.context.attempt}.pt"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
