@@ -17,6 +17,7 @@ from .keys import check_key
 from .object_store_errors import first_reason, translate
 from .object_store_opening import open_object_store
 from .storage import ObjectInfo, Transfer
+from .unsaid_range import read_unsaid_range
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class ObstoreStorage:
     def __init__(self, url: str, options: Mapping[str, str]) -> None:
         self._url = url.rstrip("/")
         self._store = open_object_store(self._url, dict(options))
+        self._leaves_ranges_unsaid = False
 
     @property
     def url(self) -> str:
@@ -99,11 +101,14 @@ class ObstoreStorage:
         """Copy the object's bytes from `start` on into `into`, with one request; returns how many there were."""
         if not into:
             return 0
+        if self._leaves_ranges_unsaid:
+            return self._get_unsaid_range(key, start, into)
         try:
             data = self._call(key, lambda: obstore.get_range(self._store, check_key(key), start=start, length=len(into)))
         except (OSError, StorageError) as exc:
-            if "non-partial response" in str(exc):  # rclone serves ranges, but does not say so
-                return self._skim(key, start, into)
+            if "non-partial response" in str(exc):
+                self._leaves_ranges_unsaid = True
+                return self._get_unsaid_range(key, start, into)
             left = max(0, self.size(key) - start)
             if left >= len(into):
                 raise
@@ -111,6 +116,10 @@ class ObstoreStorage:
         view = memoryview(data)
         into[: len(view)] = view
         return len(view)
+
+    def _get_unsaid_range(self, key: str, start: int, into: memoryview) -> int:
+        count = read_unsaid_range(self._store, check_key(key), start, into)
+        return self._skim(key, start, into) if count is None else count
 
     def _skim(self, key: str, start: int, into: memoryview) -> int:
         """Read a range by reading all that is before it, from a server that gives whole objects only."""

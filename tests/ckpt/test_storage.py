@@ -305,6 +305,21 @@ class TestS3OnRclone(S3Contract):
     def server(self, rclone):
         return rclone
 
+    def test_a_range_is_read_without_what_is_before_it(self, storage, monkeypatch):
+        monkeypatch.delattr(ObstoreStorage, "_skim")
+        storage.put_bytes("run/x", bytes(range(256)) * 1000)
+        into = bytearray(300)
+        for start, count in ((0, 300), (5, 300), (255_900, 100)):
+            assert storage.get_range("run/x", start, memoryview(into)) == count
+            assert into[:count] == (bytes(range(256)) * 1000)[start : start + 300]
+
+    def test_where_a_range_cannot_be_asked_for_what_is_before_it_is_read(self, storage, monkeypatch):
+        monkeypatch.setattr(obstore_storage, "read_unsaid_range", lambda *_: None)
+        storage.put_bytes("run/x", bytes(range(256)))
+        into = bytearray(10)
+        assert storage.get_range("run/x", 100, memoryview(into)) == 10
+        assert bytes(into) == bytes(range(100, 110))
+
     def test_wrong_credentials_are_refused_without_showing_them(self, server, bucket):
         options = {**server.options(), "aws_secret_access_key": "not-the-secret"}
         storage = ObstoreStorage(f"s3://{bucket}", options)
