@@ -28,10 +28,14 @@ docs: install
 screenshots: install
 	PREFECT_TORCH_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/browser
 
+# About an hour on two idle cores; each program prints its table and writes it to tests/benchmarks/results.
 bench: install
 	$(BIN)/python tests/benchmarks/main_job.py
+	$(BIN)/python tests/benchmarks/integrations.py
+	$(BIN)/python tests/benchmarks/scaling.py
 	TORCH='$(TORCH)' $(BIN)/python tests/benchmarks/peers/install.py
 	$(BIN)/python tests/benchmarks/state
+	$(BIN)/python tests/benchmarks/goodput.py
 
 # Kills a training at every file event of a save, a prune and a resume: about ten minutes on two idle cores.
 chaos: install

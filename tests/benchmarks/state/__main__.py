@@ -1,13 +1,14 @@
 """What a checkpoint costs a training, ours and others', on the same state, with the same steps, in the same run.
 
-    python tests/benchmarks/state [--sizes 64 512 2048] [--peers NAME ...] [--places disk rclone sink] [--quick]
+    python tests/benchmarks/state [--sizes 64 512 2048] [--peers NAME ...] [--places disk rclone sink] [--device cuda] [--quick]
 
 Two ranks as processes, gloo, one thread each; a replicated model with AdamW, as under DDP; a step is a number of matmuls, the
 same everywhere. Every way runs in gangs of its own; all take turns, and again while there is time. S3 is measured at 512 MiB:
 `rclone serve s3`, and a server that keeps nothing and answers after 50 ms; "-" there stands for ways that cannot write to S3,
 or for what cannot be read again. A resumed state is compared with the saved one, by a checksum of every tensor. Prints a table
 and how our targets were met; a run of everything is written to tests/benchmarks/results/state.txt. --quick runs one way at
-64 MiB, without other libraries.
+64 MiB, without other libraries. --device cuda measures a state of 7 GiB on a GPU that both ranks share, on disk, and writes
+tests/benchmarks/results/state_gpu.txt.
 """
 
 import argparse
@@ -34,9 +35,9 @@ from targets import judge  # noqa: E402
 from training import matmuls_in  # noqa: E402
 from ways import QUICK, WAYS  # noqa: E402
 
-RESULT = HERE.parent / "results" / "state.txt"
+RESULTS = HERE.parent / "results"
 STEP_S = 0.1
-SIZES = [64, 512, 2048]
+SIZES = {"cpu": [64, 512, 2048], "cuda": [7168]}
 SIZE_ON_S3 = 512
 MOST_TURNS = 4
 
@@ -48,6 +49,7 @@ class Block:
     mebibytes: int
     where: str
     rounds: int = 4
+    device: str = "cpu"
 
 
 class Measured:
@@ -64,6 +66,8 @@ class Measured:
         started_s = time.monotonic()
         for name in self._ways:
             if self._block.where != "disk" and not WAYS[name].is_on_s3:
+                self._problems[name] = "-"
+            if self._block.device != "cpu" and not WAYS[name].is_on_gpu:
                 self._problems[name] = "-"
             if name not in self._problems:
                 try:
@@ -88,7 +92,7 @@ class Measured:
         with places.scratch(parent) as folder, places.PLACES[block.where](folder) as place:
             files = folder / "gang"
             files.mkdir()
-            plan = Plan(name, "save", block.mebibytes, block.rounds, matmuls, block.where, place.url, str(files))
+            plan = Plan(name, "save", block.mebibytes, block.rounds, matmuls, block.where, place.url, str(files), block.device)
             self._saves[name].append(gang.run(plan, place.environment))
             if place.keeps and not self.turns:
                 self._resumes[name].append(gang.run(plan.resuming(), place.environment))
@@ -97,7 +101,9 @@ class Measured:
 def blocks_of(options):
     if options.quick:
         return [Block(64, "disk", 2)]
-    blocks = [*(Block(size, "disk") for size in options.sizes), Block(SIZE_ON_S3, "rclone"), Block(SIZE_ON_S3, "sink")]
+    blocks = [Block(size, "disk", device=options.device) for size in options.sizes]
+    if options.device == "cpu":
+        blocks += [Block(SIZE_ON_S3, "rclone"), Block(SIZE_ON_S3, "sink")]
     return [block for block in blocks if block.where in options.places]
 
 
@@ -118,7 +124,8 @@ def report_of(blocks, options, minutes, turns):
     steps_s = [row.step for row in rows if row.step is not None]
     lines = [
         f"$ {shlex.join(['python', os.path.relpath(HERE), *sys.argv[1:]])}",
-        f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}",
+        f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"
+        + ("" if options.device == "cpu" else f", {torch.cuda.get_device_name()}"),
         f"{minutes:.0f} min, at most {turns} turns, load average {os.getloadavg()[0]:.1f} at the end",
         f"a step took {min(steps_s, default=0) * 1e3:.0f} to {max(steps_s, default=0) * 1e3:.0f} ms",
         *("", HEAD, *(row.text for row in rows), "", LEGEND, "", "What is sure once it is durable:"),
@@ -130,25 +137,28 @@ def report_of(blocks, options, minutes, turns):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="MiB, on local disk")
+    parser.add_argument("--sizes", type=int, nargs="+", help="MiB, on local disk")
     parser.add_argument("--peers", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="NAME", help=", ".join(WAYS))
     parser.add_argument("--places", nargs="+", choices=list(places.PLACES), default=list(places.PLACES))
+    parser.add_argument("--device", choices=list(SIZES), default="cpu", help="where the state lies")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--minutes", type=float, default=24, help="begin no further repetition that would take longer")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    options.sizes = options.sizes or SIZES[options.device]
     if options.quick:
         options.peers = [name for name in QUICK if name in options.peers]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ranks and files are cleaned up, as on Ctrl-C
     started_s = time.monotonic()
-    matmuls = matmuls_in(STEP_S / 10 if options.quick else STEP_S)
+    matmuls = matmuls_in(STEP_S / 10 if options.quick else STEP_S, options.device)
     print(HEAD, flush=True)
     measured = measure_all(options, matmuls, started_s + options.minutes * 60)
     blocks = [of_block.rows() for of_block in measured]
     report = report_of(blocks, options, (time.monotonic() - started_s) / 60, max(it.turns for it in measured))
     print(f"\n{report}")
-    if not options.quick and (options.sizes, options.peers, options.places) == (SIZES, list(WAYS), list(places.PLACES)):
-        RESULT.write_text(report + "\n")
+    everything = (SIZES[options.device], list(WAYS), list(places.PLACES))
+    if not options.quick and (options.sizes, options.peers, options.places) == everything:
+        (RESULTS / ("state.txt" if options.device == "cpu" else "state_gpu.txt")).write_text(report + "\n")
     return 1 if any(row.problem not in ("", "-") for rows in blocks for row in rows) else 0
 
 

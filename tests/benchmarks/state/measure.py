@@ -1,6 +1,7 @@
 """The same measurement for every way, in each of its ranks: how long training stands still, and what goes on behind it."""
 
 import json
+import mmap
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ def measure(plan, way, training):
 
 def measure_saves(plan, way, training):
     training.stamp(0)
-    floor = Floor(training.bytes // WORLD_SIZE)
+    floor = Floor(training.bytes // WORLD_SIZE, training.device)
     training.ten_steps_s()
     floor.copy_s()
     roots = _roots()
@@ -35,6 +36,7 @@ def measure_saves(plan, way, training):
         "rounds": [{key: value for key, value in of.items() if key != "checksums"} for of in rounds],
         "checksums": rounds[-1]["checksums"],
         "bytes": training.bytes,
+        "fresh": floor.fresh_copy_s(),
         "memory": memory.extra_bytes() if memory else 0,
     }
 
@@ -51,6 +53,7 @@ def _measure_round(plan, way, training, floor, roots, number):
     dist.barrier()
     cpu_before_s = cpu_s(roots) if plan.rank == 0 else 0.0
     dist.barrier()
+    training.synchronize()
     started_s = time.perf_counter()
     way.save(number)
     stall_s = time.perf_counter() - started_s
@@ -108,23 +111,32 @@ class Durable:
 
 
 class Floor:
-    """What no way can do without: a copy of the bytes that this rank owns, into memory that is warm.
+    """What no way can do without: a copy of the bytes that this rank owns, into memory that is warm, page-locked from a GPU.
 
     Many bytes are copied as the same part several times, which is too large for any cache.
     """
 
     PART_BYTES = 256 * 2**20
 
-    def __init__(self, count):
+    def __init__(self, count, device):
         self._times = -(-count // self.PART_BYTES)
-        self._source = torch.ones(count // self._times, dtype=torch.uint8)
-        self._target = torch.zeros_like(self._source)
+        self._source = torch.ones(count // self._times, dtype=torch.uint8, device=device)
+        self._target = torch.zeros(self._source.shape, dtype=torch.uint8, pin_memory=device != "cpu")
 
     def copy_s(self):
         self._target.copy_(self._source)
         started_s = time.perf_counter()
         for _ in range(self._times):
             self._target.copy_(self._source)
+        return time.perf_counter() - started_s
+
+    def fresh_copy_s(self):
+        """Copy the same into memory that this process has never touched, in the largest pages: what any first copy costs."""
+        started_s = time.perf_counter()
+        pages = mmap.mmap(-1, self._times * self._source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        for part in torch.frombuffer(pages, dtype=torch.uint8).split(self._source.nbytes):
+            part.copy_(self._source)
         return time.perf_counter() - started_s
 
 

@@ -19,6 +19,7 @@ class Plan:
         where: A key of `places.PLACES`.
         url: Where the checkpoints go, a folder or `s3://bucket/prefix`; only this way's.
         folder: Local files of this gang: its results, and what a way needs beside its storage.
+        device: Where the state lies, "cpu" or "cuda"; all ranks share one GPU.
         rank: Of this process; None for the driver of a way that starts its ranks itself.
         started_s: When the gang was started, by `time.monotonic()`.
         group_port: Where the ranks' process group meets.
@@ -34,6 +35,7 @@ class Plan:
     where: str
     url: str
     folder: str
+    device: str = "cpu"
     rank: int | None = None
     started_s: float = 0.0
     group_port: int = 0

@@ -35,6 +35,7 @@ class Row:
     p50: float | None = None
     p95: float | None = None
     memcpy: float | None = None
+    fresh: float | None = None
     next_steps: float | None = None
     step: float | None = None
     durable: float | None = None
@@ -71,6 +72,7 @@ def summarize(mebibytes, where, way, saves, resumes):
         p50=statistics.median(stalls),
         p95=sorted(stalls)[-1 - len(stalls) // 20],
         memcpy=statistics.median(of["floor"] for of in later),
+        fresh=statistics.median(max(rank["fresh"] for rank in ranks) for ranks in saves),
         next_steps=statistics.median(of["after"] / of["before"] - 1 for of in going_on),
         step=statistics.median(of["before"] / 10 for of in going_on),
         durable=statistics.median(of["durable"] for of in going_on),

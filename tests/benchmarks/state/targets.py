@@ -14,6 +14,8 @@ def judge(rows):
         told = "met   " if value <= most else "MISSED"
         by = "" if value <= most else f", {value / most:.2f} x too much"
         yield f"{ours.mebibytes:>5} {ours.where:7} {told} {text}: {value:.3g}, at most {most:g}{by}"
+    floor = f"a copy of the owned bytes into memory never touched / a later stall: {ours.fresh / ours.p50:.3g}"
+    yield f"{ours.mebibytes:>5} {ours.where:7} floor  of a first stall, {floor}"
 
 
 def _targets(ours, peers, measured):

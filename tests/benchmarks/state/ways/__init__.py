@@ -26,6 +26,7 @@ class Way:
         starts_ranks: Whether it starts its ranks itself.
         joins_group: Whether it joins the ranks' process group itself.
 
+    A way whose trainer starts ranks or joins them itself places them on devices itself, too: those are measured on CPUs only.
     """
 
     module: str
@@ -35,6 +36,10 @@ class Way:
     is_on_s3: bool = True
     starts_ranks: bool = False
     joins_group: bool = False
+
+    @property
+    def is_on_gpu(self):
+        return not self.starts_ranks and not self.joins_group
 
     @property
     def is_ours(self):

@@ -76,5 +76,5 @@ def _s3():
 
 
 def run(plan):
-    training = Training(plan.mebibytes, plan.matmuls, fresh=plan.phase == "resume")
+    training = Training(plan.mebibytes, plan.matmuls, fresh=plan.phase == "resume", device=plan.device)
     measure(plan, Dcp(plan, training), training)

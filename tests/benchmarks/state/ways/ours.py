@@ -81,7 +81,7 @@ def run(plan):
     from measure import measure
     from training import Training
 
-    training = Training(plan.mebibytes, plan.matmuls, fresh=plan.phase == "resume")
+    training = Training(plan.mebibytes, plan.matmuls, fresh=plan.phase == "resume", device=plan.device)
     port, chosen = json.loads(plan.leader)
     store = CheckpointStore.open(plan.url, RUN)
     restored = None if chosen is None else Checkpoint.committed(store, store.get(chosen))

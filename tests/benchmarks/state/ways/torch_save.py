@@ -41,5 +41,5 @@ class TorchSave:
 
 
 def run(plan):
-    training = Training(plan.mebibytes, plan.matmuls, fresh=plan.phase == "resume")
+    training = Training(plan.mebibytes, plan.matmuls, fresh=plan.phase == "resume", device=plan.device)
     measure(plan, TorchSave(plan, training), training)

@@ -1,0 +1,215 @@
+"""One rank of tests/benchmarks/integrations.py: trains with one framework, bare and with ours, and writes down each step."""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, get_context, report
+from prefect_torch.ckpt.attempts import Owner, claim_attempt
+from prefect_torch.tasks.rendezvous import Rendezvous
+from rank_processes import process_group, training
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+STEPS, BATCH, SAVED_STEP = 30, 128, 20
+KINDS = ["bare", "ours", "stall bare", "stall sync", "stall async"]
+
+
+class Classifier(nn.Module):
+    """Notes when each forward pass of a training begins; gives what every framework wants of a model."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        wide = [layer for _ in range(2) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+        self.layers = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), *wide, nn.Linear(1024, 10))
+        self.begun_s = []
+
+    def forward(self, pixels, labels):
+        self.begun_s.append(time.perf_counter())
+        scores = self.layers(pixels)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def digits():
+    loaded = load_digits()
+    pixels, labels = torch.tensor(loaded.data, dtype=torch.float32), torch.tensor(loaded.target)
+    times = -(-STEPS * BATCH * 2 // len(labels))  # one epoch has all steps of both ranks
+    return TensorDataset(pixels.repeat(times, 1), labels.repeat(times))
+
+
+def with_pytorch(kind, upload):
+    from prefect_torch.tasks import prepare_data_loader, prepare_model
+
+    model, data = Classifier(), digits()
+    if kind == "bare":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        loader = DataLoader(data, BATCH, sampler=DistributedSampler(data))
+    else:
+        wrapped, loader = prepare_model(model), prepare_data_loader(DataLoader(data, BATCH, shuffle=True))
+    optimizer = torch.optim.Adam(wrapped.parameters())
+    for step, (pixels, labels) in enumerate(loader, 1):
+        optimizer.zero_grad()
+        wrapped(pixels, labels)["loss"].backward()
+        optimizer.step()
+        is_due = kind == "ours" and get_context().should_checkpoint()
+        if step == SAVED_STEP and (upload or is_due):
+            _save_by_hand(wrapped, optimizer, upload)
+        if step > STEPS:
+            break
+    return model
+
+
+def _save_by_hand(model, optimizer, upload):
+    with tempfile.TemporaryDirectory() as folder:
+        if dist.get_rank() == 0:
+            torch.save([model.state_dict(), optimizer.state_dict()], Path(folder, "training.pt"))
+        if upload == "bare":
+            dist.barrier()
+        else:
+            report({}, Checkpoint.from_directory(folder) if dist.get_rank() == 0 else None, upload=upload)
+
+
+def with_lightning(kind, upload):
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from prefect_torch.ckpt.lightning import PrefectDDPStrategy, PrefectEnvironment, ReportCallback, ReportLogger
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Classifier()
+
+        def training_step(self, batch):
+            loss = self.model(*batch)["loss"]
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    every = SAVED_STEP if upload else 10**9
+    own = ModelCheckpoint(tempfile.gettempdir(), every_n_train_steps=every, save_top_k=1)
+    ours = ReportCallback(every_n_train_steps=every, upload="async" if upload == "async" else "sync")
+    module = Module()
+    Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        strategy=PrefectDDPStrategy(),
+        plugins=[PrefectEnvironment()],
+        callbacks=[own if kind == "bare" else ours],
+        logger=False if kind == "bare" else ReportLogger(),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, DataLoader(digits(), BATCH, shuffle=True))
+    return module.model
+
+
+def with_transformers(kind, upload):
+    from prefect_torch.ckpt.transformers import ReportCallback
+    from transformers import Trainer, TrainingArguments
+
+    model = Classifier()
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        arguments = TrainingArguments(
+            folders[0],
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            logging_steps=10,
+            save_strategy="steps" if upload else "no",
+            save_steps=SAVED_STEP,
+        )
+        trainer = Trainer(model, arguments, train_dataset=digits(), data_collator=_as_batch)
+        if kind == "ours":
+            trainer.add_callback(ReportCallback(upload="async" if upload == "async" else "sync"))
+        trainer.train()
+        dist.barrier()
+    return model
+
+
+def _as_batch(items):
+    pixels, labels = zip(*items, strict=True)
+    return {"pixels": torch.stack(pixels), "labels": torch.stack(labels)}
+
+
+def with_accelerate(kind, upload):
+    from accelerate import Accelerator
+    from prefect_torch.ckpt.accelerate import report_state
+
+    accelerator, model = Accelerator(cpu=True), Classifier()
+    optimizer = torch.optim.Adam(model.parameters())
+    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(digits(), BATCH, shuffle=True))
+    for step, (pixels, labels) in enumerate(loader, 1):
+        optimizer.zero_grad()
+        accelerator.backward(wrapped(pixels, labels)["loss"])
+        optimizer.step()
+        is_due = kind == "ours" and get_context().should_checkpoint()
+        if step == SAVED_STEP and (upload or is_due):
+            if upload == "bare":
+                with tempfile.TemporaryDirectory() as folder:
+                    accelerator.save_state(folder)
+            else:
+                report_state(accelerator, {}, upload=upload)
+        if step > STEPS:
+            break
+    return model
+
+
+WITH = {"PyTorch": with_pytorch, "Lightning": with_lightning, "Transformers": with_transformers, "Accelerate": with_accelerate}
+
+
+@contextmanager
+def one_training(root, number):
+    """Be a rank of a run of its own, led by rank 0."""
+    run, told = f"run-{number}", [0, 0]
+    if dist.get_rank() == 0:
+        rendezvous = Rendezvous()
+        served = rendezvous.serve()
+        claimed = claim_attempt(CheckpointStore.open(root, run), Owner.current(), world_size=dist.get_world_size())
+        told = [claimed.number, rendezvous.address.port]
+    dist.broadcast_object_list(told)
+    with training(root, run, *told) as session:
+        yield session
+    if dist.get_rank() == 0:
+        del served
+
+
+def main(framework, rounds, folder, rank, world_size, root, *ports):
+    warnings.simplefilter("ignore")
+    measured = defaultdict(list)
+    with process_group(rank, world_size, ports[-1]):
+        for number in range(int(rounds)):
+            for kind in KINDS if number % 2 else reversed(KINDS):
+                with one_training(root, f"{number}-{KINDS.index(kind)}"):
+                    model = WITH[framework](*_what(kind))
+                steps_s = [after - before for before, after in pairwise(model.begun_s)][2:]
+                middle_s = statistics.median(steps_s)
+                measured[kind].append(max(steps_s) - middle_s if kind.startswith("stall") else middle_s)
+    Path(folder, f"measured-{rank}.json").write_text(json.dumps(measured))
+
+
+def _what(kind):
+    """Return whether to train bare or with ours, and how to save, None for not at all."""
+    if not kind.startswith("stall"):
+        return kind, None
+    upload = kind.removeprefix("stall ")
+    return ("bare", "bare") if upload == "bare" else ("ours", upload)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
