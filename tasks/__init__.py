@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from .data_loading import prepare_data_loader
     from .errors import RankFailedError
     from .evaluation_task import evaluate_checkpoint
-    from .prepare import get_device, prepare_data_loader, prepare_model
+    from .parallel_model import prepare_model
     from .prune_task import prune_checkpoints
+    from .rank_device import get_device
     from .rank_task import train_rank
     from .workers_task import train_workers
 
@@ -21,9 +23,9 @@ _MODULES = {
     "RunConfig": "config",
     "ScalingConfig": "config",
     "evaluate_checkpoint": "evaluation_task",
-    "get_device": "prepare",
-    "prepare_data_loader": "prepare",
-    "prepare_model": "prepare",
+    "get_device": "rank_device",
+    "prepare_data_loader": "data_loading",
+    "prepare_model": "parallel_model",
     "prune_checkpoints": "prune_task",
     "train_rank": "rank_task",
     "train_workers": "workers_task",

@@ -1,14 +1,18 @@
 """Training functions that leave the distribution to prepare_model, prepare_data_loader and Lightning."""
 
+import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from prefect_torch.ckpt import get_context
+from prefect_torch.ckpt import get_checkpoint, get_context, report
 from prefect_torch.tasks import get_device, prepare_data_loader, prepare_model
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,19 +32,73 @@ def prepare_everything(config: dict) -> dict:
     )
     shares = gathered([number for numbers, _ in loader for number in numbers.tolist()])
     told = {"share": sorted(shares[0] + shares[1]) == list(range(16)), "device": str(get_device())}
-    for strategy, kind in [("ddp", DistributedDataParallel), ("fsdp", FSDPModule)]:
-        torch.manual_seed(0)
-        model = prepare_model(torch.nn.Linear(5, 2), parallel_strategy=strategy)
-        assert isinstance(model, kind)
+    mesh = init_device_mesh("cpu", (2,))
+    for name, strategy, arguments in [
+        ("ddp", "ddp", {"gradient_as_bucket_view": True}),
+        ("fsdp2", "fsdp2", None),
+        ("given mesh", "fsdp2", {"mesh": mesh, "reshard_after_forward": False}),
+        ("own blocks", "fsdp2", {"mesh": mesh}),
+    ]:
+        model = new_model()
+        if name == "own blocks":
+            fully_shard(model[2], mesh=mesh)
+        model = prepare_model(model, parallel_strategy=strategy, parallel_strategy_kwargs=arguments)
+        assert isinstance(model, FSDPModule if strategy == "fsdp2" else DistributedDataParallel)
         assert prepare_model(model) is model
         model(data[get_context().world_rank :: 2]).square().mean().backward()
-        torch.manual_seed(0)
-        alone = torch.nn.Linear(5, 2)
+        alone = new_model()
         alone(data).square().mean().backward()
-        gradient = next(model.parameters()).grad
-        whole = gradient.full_tensor() if strategy == "fsdp" else gradient
-        told[strategy] = torch.allclose(whole, alone.weight.grad, atol=1e-6)
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        told[name] = all(torch.allclose(whole(mine.grad), other.grad, atol=1e-6) for mine, other in pairs)
+        told[f"blocks of {name}"] = [place for place, part in model.named_modules() if place and isinstance(part, FSDPModule)]
     return {**told, "prefect": "prefect" in sys.modules}
+
+
+def new_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+
+
+def whole(gradient):
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def use_samples(config: dict) -> dict:
+    """Report every second batch, and write down which samples each report has; the first attempt is killed after two.
+
+    What is used after the last report of an attempt is written nowhere: its weights are lost, too, and it is used again.
+    """
+    context = get_context()
+    data = TensorDataset(torch.arange(config["samples"]), torch.randn(config["samples"], 5))
+    loader = DataLoader(data, batch_size=3, shuffle=True, num_workers=1, persistent_workers=True)
+    loader = prepare_data_loader(loader, resumable=True)
+    model = prepare_model(torch.nn.Linear(5, 2))
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": loader}
+    if checkpoint := get_checkpoint():
+        checkpoint.load_state(state)
+    begun, reports = loader.state_dict(), []
+
+    def report_samples(epoch: int, used: list) -> None:
+        report({"epoch": epoch}, state=state, upload="sync")
+        reports.append([epoch, used])
+        Path(config["told"], f"{context.attempt}-{context.world_rank}.json").write_text(json.dumps(reports))
+
+    for epoch in range(loader.epoch, config["epochs"]):
+        used: list = []
+        for number, (samples, batch) in enumerate(loader, 1):
+            state["optimizer"].zero_grad()
+            model(batch).square().mean().backward()
+            state["optimizer"].step()
+            used += samples.tolist()
+            if context.attempt == 1 and len(reports) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number % 2 == 0:
+                report_samples(epoch, used)
+                used = []
+                if len(reports) == config.get("stop_after"):
+                    return begun
+        report_samples(epoch, used)
+    return begun
 
 
 def train_with_lightning(config: dict) -> dict:

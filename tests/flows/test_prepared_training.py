@@ -1,5 +1,6 @@
 """Two real ranks with prepare_model and prepare_data_loader, and with Lightning."""
 
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,35 @@ def run(tmp_path):
 
 def test_prepared_models_and_loaders_train_as_one_process_would(run):
     told = train("prepared_trainings:prepare_everything", {}, TWO, run).return_value
-    assert told == {"share": True, "device": "cpu", "ddp": True, "fsdp": True, "prefect": False}
+    assert told == {
+        "share": True,
+        "device": "cpu",
+        "ddp": True,
+        "blocks of ddp": [],
+        "fsdp2": True,
+        "blocks of fsdp2": ["0", "2"],
+        "given mesh": True,
+        "blocks of given mesh": ["0", "2"],
+        "own blocks": True,
+        "blocks of own blocks": ["2"],
+        "prefect": False,
+    }
+
+
+def test_a_training_ended_in_the_middle_of_epochs_uses_every_sample_once_also_with_fewer_ranks(run, tmp_path):
+    """Killed on two ranks in epoch 0, resumed on two, ended in epoch 1, and resumed on one."""
+    config = {"samples": 60, "epochs": 2, "told": str(tmp_path)}
+    killed = train("prepared_trainings:use_samples", {**config, "stop_after": 6}, TWO, run)
+    assert (killed.attempts, killed.return_value["epoch"], killed.return_value["used"]) == (2, 0, 24)
+    alone = train("prepared_trainings:use_samples", config, ScalingConfig(num_workers=1), run)
+    assert (alone.return_value["epoch"], alone.return_value["used"]) == (1, 24)
+    told = {path.stem: json.loads(path.read_text()) for path in sorted(tmp_path.glob("*-*.json"))}
+    assert list(told) == ["1-0", "1-1", "2-0", "2-1", "3-0"]
+    epochs = {0: [], 1: []}
+    for reports in told.values():
+        for epoch, used in reports:
+            epochs[epoch] += used
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(60))
 
 
 def test_a_killed_lightning_training_of_two_ranks_continues_to_the_same_weights(run):

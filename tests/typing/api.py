@@ -15,6 +15,9 @@ from prefect_torch.ckpt import (
     report,
 )
 from prefect_torch.flows import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig, train
+from prefect_torch.tasks import prepare_data_loader, prepare_model
+from torch import nn, randn
+from torch.utils.data import DataLoader, TensorDataset
 
 
 def train_fn(config: dict[str, Any]) -> dict[str, float] | None:
@@ -31,9 +34,13 @@ def train_fn(config: dict[str, Any]) -> dict[str, float] | None:
     state: dict[str, Any] = {"epoch": 1, "rng": RankLocal([1, 2])}
     report({"loss": rank}, state=state)
     Checkpoint("x").load_state(state, rank_local=lambda name, values, rank, world_size: values[rank % len(values)])
-    return {"ends": float(ends)}
+    return {"ends": float(due and ends)}
 
 
+model: nn.Module = prepare_model(
+    nn.Linear(4, 1), parallel_strategy="fsdp2", parallel_strategy_kwargs={"reshard_after_forward": True}
+)
+loader = prepare_data_loader(DataLoader(TensorDataset(randn(8, 4)), shuffle=True), resumable=True)
 result: Result = train(
     train_fn,
     config={"epochs": 5},

@@ -1,14 +1,13 @@
-"""Models and loaders of one rank, as if it were one of two; real ranks are in tests/flows/test_prepared_training.py."""
+"""Loaders of one rank, as if it were one of two; real ranks are in tests/flows/test_prepared_training.py."""
 
 import copy
+import inspect
 import subprocess
 import sys
-from collections import OrderedDict
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from prefect_torch.tasks import get_device, prepare, prepare_data_loader, prepare_model
+from prefect_torch.tasks import data_loading, prepare_data_loader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,11 +23,6 @@ from torch.utils.data import (
 DATA = TensorDataset(torch.arange(10))
 
 
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
 def collate(items):
     return [int(item[0]) for item in items]
 
@@ -42,7 +36,7 @@ def places(monkeypatch):
     """Yield a function that makes this process rank `rank` of two."""
 
     def become(rank):
-        monkeypatch.setattr(prepare, "_place", lambda: (rank, 2))
+        monkeypatch.setattr(data_loading, "get_place", lambda: (rank, 2))
 
     become(0)
     return become
@@ -84,36 +78,50 @@ def test_an_epoch_that_was_set_is_the_next_and_counts_on(places):
         assert items(by_hand) == epochs[epoch]
 
 
-def test_every_argument_of_the_loader_is_kept(places):
-    arguments = {
-        "batch_size": 3,
-        "num_workers": 2,
-        "collate_fn": collate,
-        "pin_memory": True,
-        "drop_last": True,
-        "timeout": 7,
-        "worker_init_fn": begin_worker,
-        "generator": torch.Generator().manual_seed(5),
-        "prefetch_factor": 3,
-        "persistent_workers": True,
-    }
-    loader = DataLoader(DATA, multiprocessing_context="spawn", **arguments)
-    loader_of_rank = prepare._with_sampler(loader, DistributedSampler(DATA, 2, 0))
-    prepared = prepare.PreparedDataLoader(loader_of_rank, None)
-    for candidate in (loader_of_rank, prepared):
-        assert {name: getattr(candidate, name) for name in arguments} == arguments
-        assert candidate.multiprocessing_context.get_start_method() == "spawn"
-        assert candidate.batch_sampler.drop_last
-        assert candidate.batch_sampler.sampler is candidate.sampler
+ARGUMENTS = {
+    "batch_size": 3,
+    "num_workers": 2,
+    "collate_fn": collate,
+    "pin_memory": True,
+    "drop_last": True,
+    "timeout": 7,
+    "worker_init_fn": begin_worker,
+    "multiprocessing_context": "spawn",
+    "generator": torch.Generator().manual_seed(5),
+    "prefetch_factor": 3,
+    "persistent_workers": True,
+    "pin_memory_device": "meta",
+    "in_order": True,
+}
+REPLACED = {"shuffle", "sampler", "batch_sampler"}
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_every_argument_of_the_loader_is_kept(places, monkeypatch, resumable):
+    """All there are: torch's own signature says which, so one that it adds is missed here."""
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda seeds, src: None)
+    arguments = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", "dataset"} - REPLACED
+    assert arguments <= ARGUMENTS.keys()
+    given = {name: ARGUMENTS[name] for name in arguments}
+    loader = DataLoader(DATA, shuffle=True, **given)
+    prepared = prepare_data_loader(loader, resumable=resumable)
+    for candidate in (prepared, prepared._wrapped()):
+        kept = {name: getattr(candidate, name) for name in arguments}
+        kept["multiprocessing_context"] = kept["multiprocessing_context"].get_start_method()
+        assert kept == given
         assert isinstance(candidate, DataLoader)
-    assert isinstance(loader.sampler, SequentialSampler)  # the caller's is as it was
+        assert isinstance(candidate.sampler, DistributedSampler)
+        assert candidate.sampler.shuffle
+        assert candidate.batch_sampler.sampler is candidate.sampler
+        assert (candidate.batch_sampler.batch_size, candidate.batch_sampler.drop_last) == (3, True)
+    assert isinstance(loader.sampler, RandomSampler)  # the caller's is as it was
 
 
 WITH_WORKERS = """
 import torch
-from prefect_torch.tasks import prepare, prepare_data_loader
+from prefect_torch.tasks import data_loading, prepare_data_loader
 from torch.utils.data import DataLoader, TensorDataset
-prepare._place = lambda: (0, 2)
+data_loading.get_place = lambda: (0, 2)
 data = TensorDataset(torch.arange(10))
 loader = prepare_data_loader(DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True))
 for epoch in range(2):
@@ -185,45 +193,19 @@ def test_what_cannot_be_shared_is_refused_unless_it_shares_itself(places, loader
     assert prepare_data_loader(loader, add_distributed_sampler=False).sampler is loader.sampler
 
 
-def test_a_single_rank_keeps_its_sampler_and_its_model():
+def test_a_single_rank_keeps_its_sampler():
     loader = DataLoader(DATA, shuffle=True, collate_fn=collate)
     prepared = prepare_data_loader(loader)
     assert prepared.sampler is loader.sampler
     prepared.set_epoch(3)
     assert sorted(items(prepared)) == list(range(10))
-    model = torch.nn.Linear(2, 1)
-    assert prepare_model(model) is model
-    assert prepare_model(model, parallel_strategy="fsdp") is model
 
 
-def test_batches_move_to_the_device_however_nested(monkeypatch):
+def test_batches_move_to_the_device_of_the_rank_unless_told_otherwise(monkeypatch):
     """The device "meta" stands in for a GPU."""
-    monkeypatch.setattr(prepare, "get_device", lambda: torch.device("meta"))
-    one = torch.ones(1)
-    packed = torch.nn.utils.rnn.pack_sequence([one])
-    batch = {"tensors": [one, (one, 3)], "pair": Pair(one, "text"), "packed": packed, "none": None, "more": OrderedDict(a=one)}
-    (moved,) = prepare_data_loader(DataLoader([batch], batch_size=None, collate_fn=lambda item: item))
-    assert moved["tensors"][0].is_meta
-    assert moved["tensors"][1][0].is_meta
-    assert moved["pair"].first.is_meta
-    assert moved["packed"].data.is_meta
-    assert moved["more"]["a"].is_meta
-    assert not batch["more"]["a"].is_meta
-    assert (moved["tensors"][1][1], moved["pair"].second, moved["none"]) == (3, "text", None)
-    (stayed,) = prepare_data_loader(DataLoader([one], batch_size=None), move_to_device=False)
+    monkeypatch.setattr(data_loading, "get_device", lambda: torch.device("meta"))
+    loader = DataLoader([torch.ones(1)], batch_size=None)
+    (moved,) = prepare_data_loader(loader)
+    assert moved.is_meta
+    (stayed,) = prepare_data_loader(loader, move_to_device=False)
     assert not stayed.is_meta
-
-
-def test_a_model_moves_to_the_device_given():
-    assert prepare_model(torch.nn.Linear(2, 1), move_to_device=torch.device("meta")).weight.is_meta
-    assert get_device() == torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def test_an_unknown_strategy_is_refused():
-    with pytest.raises(ValueError, match="parallel_strategy='zero': give 'ddp', 'fsdp' or None"):
-        prepare_model(torch.nn.Linear(2, 1), parallel_strategy="zero")
-
-
-def test_preparing_imports_no_prefect():
-    program = "import sys; from prefect_torch.tasks import prepare_model; assert 'prefect' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)

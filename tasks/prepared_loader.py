@@ -1,0 +1,59 @@
+"""The loader that `prepare_data_loader` returns. Imports torch, never prefect: ranks use it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from .batch_transfer import on_device
+
+
+class PreparedDataLoader(DataLoader[Any]):
+    """A DataLoader that counts epochs for its DistributedSampler and moves its batches; see `prepare_data_loader`.
+
+    Args:
+        loader: What loads.
+        device: Where batches go; None leaves them where they are.
+
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
+        # Not super().__init__: it would make other samplers. Attributes are the loader's, for whoever asks.
+        vars(self).update(vars(loader))
+        vars(self).update(_loader=loader, _device=device, _begun_epoch=None)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
+        """Begin the next epoch."""
+        self._begin_epoch()
+        loader = self._wrapped()
+        batches: Iterator[Any] = iter(loader)  # now: workers begin to load
+        # A loader that is asked for its own position must not be ahead of the training.
+        return on_device(batches, vars(self)["_device"], may_look_ahead=not hasattr(loader, "state_dict"))
+
+    def __len__(self) -> int:
+        return len(self._wrapped())
+
+    def __getattr__(self, name: str) -> Any:
+        # What a subclass of DataLoader has besides, such as StatefulDataLoader.state_dict.
+        if "_loader" not in vars(self):  # while copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._wrapped(), name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is; those after it count on. Without a DistributedSampler nothing changes."""
+        if isinstance(self.sampler, DistributedSampler):
+            self.sampler.set_epoch(epoch)
+            vars(self)["_begun_epoch"] = None
+
+    def _wrapped(self) -> "DataLoader[Any]":
+        loader: DataLoader[Any] = vars(self)["_loader"]
+        return loader
+
+    def _begin_epoch(self) -> None:
+        sampler = self.sampler
+        if not isinstance(sampler, DistributedSampler):
+            return
+        if sampler.epoch == vars(self)["_begun_epoch"]:  # else somebody has said which epoch it is
+            sampler.set_epoch(sampler.epoch + 1)
+        vars(self)["_begun_epoch"] = sampler.epoch
