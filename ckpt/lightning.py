@@ -37,10 +37,9 @@ from .lightning_ranks import (
     PrefectEnvironment,
     PrefectModelParallelStrategy,
     check_world_size,
-    context_or_none,
     prepare_trainer,
 )
-from .reporting import get_checkpoint, report
+from .reporting import context_or_none, get_checkpoint, report
 
 __all__ = [
     "CHECKPOINT_NAME",

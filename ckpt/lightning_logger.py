@@ -10,8 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from . import reporting
-from .lightning_ranks import context_or_none
+from .reporting import context_or_none, log_metrics
 
 
 class ReportLogger(Logger):
@@ -46,7 +45,7 @@ class ReportLogger(Logger):
 
         """
         if self._context is not None:
-            reporting.log_metrics(metrics, step=step)
+            log_metrics(metrics, step=step)
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Record nothing: the training's `config` stands among its flow run's parameters."""

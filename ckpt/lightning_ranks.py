@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from .context import TrainContext
-from .reporting import get_context
+from .reporting import context_or_none, get_context
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy as _Parallel
@@ -145,14 +145,6 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
             f"the Trainer's cluster environment is {type(environment).__name__}; give it plugins=[PrefectEnvironment()]"
         )
     return trainer
-
-
-def context_or_none() -> TrainContext | None:
-    """Return this rank's place; None outside of a training function."""
-    try:
-        return get_context()
-    except RuntimeError:
-        return None
 
 
 def check_world_size(size: int, context: TrainContext) -> None:

@@ -104,6 +104,11 @@ def get_context() -> TrainContext:
     return _require_session("get_context").context
 
 
+def context_or_none() -> TrainContext | None:
+    """Return this rank's place; None outside of a training function."""
+    return None if _session is None else _session.context
+
+
 def place_of_this_rank() -> tuple[int, int]:
     """Return this rank and the number of ranks; outside of a training, a process on its own."""
     return (0, 1) if _session is None else (_session.context.world_rank, _session.context.world_size)

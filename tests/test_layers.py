@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "deployments": {"ckpt", "tasks", "flows"},
 }
 MODULES = [path for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))]
+INTEGRATIONS = ("accelerate", "lightning", "transformers")
 RANK_SIDE = ["rank_main", "rank_spec", "rank_result", "checkpoint_ref", "function", "rendezvous", "errors", "job"]
 
 
@@ -45,7 +46,7 @@ def test_a_folder_imports_only_folders_below_it(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "ckpt").glob("*.py")), ids=lambda path: path.name)
 def test_only_blocks_imports_prefect_and_only_states_import_torch(path):
     tops = {name.partition(".")[0] for name in imports(path)}
-    assert "torch" not in tops or path.name.startswith("state_")
+    assert "torch" not in tops or path.name.startswith(("state_", *INTEGRATIONS))
     assert ("prefect" in tops) == (path.name == "blocks.py")
 
 
@@ -54,6 +55,14 @@ def test_states_are_imported_only_when_used(path):
     tree = ast.parse(path.read_text())
     at_top = {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.level}
     assert path.name.startswith("state_") or not any(name.startswith("state_") for name in at_top if name)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_integrations_are_imported_by_their_users_alone(path):
+    for name in imports(path):
+        own = name.removeprefix("prefect_torch.ckpt").removeprefix(".")
+        integration = next((it for it in INTEGRATIONS if own.startswith(it) and own != name), None)
+        assert integration is None or path.name.startswith(integration), name
 
 
 def test_importing_ckpt_pulls_in_neither_prefect_nor_torch():

@@ -118,6 +118,7 @@ def with_lightning(kind, upload):
 def with_transformers(kind, upload):
     from prefect_torch.ckpt.transformers import ReportCallback
     from transformers import Trainer, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
 
     model = Classifier()
     with tempfile.TemporaryDirectory() as folder:
@@ -135,6 +136,7 @@ def with_transformers(kind, upload):
             save_steps=SAVED_STEP,
         )
         trainer = Trainer(model, arguments, train_dataset=digits(), data_collator=_as_batch)
+        trainer.remove_callback(PrinterCallback)
         if kind == "ours":
             trainer.add_callback(ReportCallback(upload="async" if upload == "async" else "sync"))
         trainer.train()

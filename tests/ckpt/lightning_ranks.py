@@ -1,6 +1,5 @@
-"""A Lightning training as one of several ranks: python lightning_ranks.py <strategy> <rank> <place>"""
+"""A Lightning training as one of several ranks."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -53,7 +52,3 @@ def main(kind, epochs, *place):
         weights = [it.full_tensor() if isinstance(it, DTensor) else it for it in map(torch.Tensor.detach, model.parameters())]
         if session.context.world_rank == 0:
             torch.save(weights, Path(session.store.storage.url, f"weights-{kind}-{session.context.attempt}.pt"))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,15 +1,11 @@
 """Lightning on two ranks that exist already: replicated and sharded, ended early and gone on with."""
 
-from pathlib import Path
-
-import lightning_ranks
 import pytest
 import torch
+from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointStore
-from rank_processes import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-SCRIPT = Path(lightning_ranks.__file__)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "sharded"])
@@ -17,7 +13,7 @@ def test_a_training_of_two_ranks_counts_them_itself_and_goes_on_where_it_was(tmp
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     for root, epochs in ((whole, 2), (halved, 1), (halved, 2)):
         root.mkdir(exist_ok=True)
-        assert launch(SCRIPT, [kind, str(epochs)], 2, root) == [0, 0]
+        assert launch("lightning_ranks", (kind, str(epochs)), 2, root) == [0, 0]
     expected = torch.load(whole / f"weights-{kind}-1.pt")
     assert all(map(torch.equal, torch.load(halved / f"weights-{kind}-2.pt"), expected))
     manifests = CheckpointStore.open(halved, "run").list()

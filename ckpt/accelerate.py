@@ -1,0 +1,139 @@
+"""Accelerate trainings that report their state: a loop of one's own that saves and loads with an Accelerator.
+
+    def train_fn(config):
+        accelerator = Accelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        checkpoint = load_state(accelerator)
+        for epoch in range(0 if checkpoint is None else checkpoint.step + 1, config["epochs"]):
+            ...
+            report_state(accelerator, {"loss": loss}, step=epoch)
+
+Needs the extra `accelerate`; nothing else of this package imports this module.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from .arguments import Upload
+from .checkpoint import Checkpoint
+from .context import TrainContext
+from .errors import CheckpointNotFoundError
+from .rank_parts import CHECKPOINT_NAME, part_of_rank
+from .reporting import context_or_none, get_checkpoint, report
+
+
+def report_state(
+    accelerator: Accelerator,
+    metrics: Mapping[str, object],
+    *,
+    step: SupportsIndex | None = None,
+    progress: float | None = None,
+    upload: Upload | None = None,
+) -> None:
+    """Report what `accelerator.save_state` writes, durable when this returns; every rank calls it, equally often.
+
+    The checkpoint holds `checkpoint/`: models (safetensors), optimizers, schedulers, samplers, each rank's random state, and
+    all that is registered for checkpointing. Each rank brings what it owns. With `automatic_checkpoint_naming` the Accelerator
+    writes to its own folder and rotates there as ever; otherwise to a temporary one.
+
+    Outside of a training function it warns and does nothing, so that the same script runs on its own.
+
+    Args:
+        accelerator: It has prepared all that belongs to the state.
+        metrics: As `report` takes them; rank 0's count.
+        step: As `report` takes it.
+        progress: As `report` takes it.
+        upload: "sync" or "async", as `report` understands it; None means "sync".
+
+    Raises:
+        ValueError: Before anything is saved, if the Accelerator does not train on exactly the ranks that exist.
+        CheckpointError: As `report` raises it.
+
+    """
+    context = context_or_none()
+    if context is None:
+        if accelerator.is_main_process:
+            warnings.warn(
+                "report_state reports nothing: this is no training function of prefect_torch.flows.train()", stacklevel=2
+            )
+        return
+    _check_world_size(accelerator, context)
+    with _saved_state(accelerator, context) as (folder, is_ours):
+        accelerator.wait_for_everyone()  # save_state does not: other ranks may be writing
+        with part_of_rank(folder, context, os.link if is_ours else os.symlink) as part:
+            report(metrics, part, step=step, progress=progress, upload=upload)
+
+
+def load_state(accelerator: Accelerator, **arguments: Any) -> Checkpoint | None:
+    """Have `accelerator` load the checkpoint that this attempt continues, verified, and return it; None on a fresh start.
+
+    None, too, outside of a training function. Call it after `prepare` and `register_for_checkpointing`; the checkpoint's
+    `step` and `metrics` tell where to go on.
+
+    Args:
+        accelerator: It has prepared what it had prepared when the state was reported.
+        arguments: As `Accelerator.load_state` takes them besides the folder.
+
+    Raises:
+        ValueError: If the Accelerator does not train on exactly the ranks that exist.
+        CheckpointNotFoundError: If the checkpoint was not reported by `report_state`.
+        CheckpointCorruptError: If a file differs from what was committed.
+
+    """
+    context = context_or_none()
+    if context is None:
+        return None
+    _check_world_size(accelerator, context)
+    checkpoint = get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as directory:
+        folder = Path(directory, CHECKPOINT_NAME)
+        if not folder.is_dir():
+            raise CheckpointNotFoundError(f"{checkpoint.path} holds no {CHECKPOINT_NAME}/: report_state did not report it")
+        accelerator.load_state(str(folder), **arguments)
+    return checkpoint
+
+
+@contextmanager
+def _saved_state(accelerator: Accelerator, context: TrainContext) -> Iterator[tuple[Path, bool]]:
+    """Yield the folder with the saved state, and whether it is ours to take files from; it has one path on every rank."""
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        _skip_names_in_use(accelerator)
+        yield Path(accelerator.save_state()), False
+        return
+    told = [tempfile.mkdtemp(prefix="prefect-torch-") if context.world_rank == 0 else ""]
+    folder = Path(broadcast_object_list(told)[0])
+    folder.mkdir(mode=0o700, exist_ok=True)  # on another machine
+    try:
+        yield Path(accelerator.save_state(str(folder))), True
+    finally:
+        if context.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _skip_names_in_use(accelerator: Accelerator) -> None:
+    """Name on from the folders that an attempt before this one has left, which `save_state` would refuse to write to."""
+    accelerator.wait_for_everyone()  # before anybody makes the next
+    paths = list(folder.iterdir()) if (folder := Path(accelerator.project_dir, "checkpoints")).is_dir() else []
+    used = [int(match[1]) for path in paths if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))]
+    configuration = accelerator.project_configuration
+    configuration.iteration = max([configuration.iteration, *(number + 1 for number in used)])
+
+
+def _check_world_size(accelerator: Accelerator, context: TrainContext) -> None:
+    if accelerator.num_processes != context.world_size:
+        raise ValueError(
+            f"the Accelerator counts {accelerator.num_processes} ranks but the training has {context.world_size}; make it in "
+            "the training function, with the environment as it is, and start it with no other launcher"
+        )

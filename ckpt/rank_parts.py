@@ -1,0 +1,59 @@
+"""What each rank brings of a folder that a framework's ranks wrote together."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .checkpoint import Checkpoint
+from .context import TrainContext
+from .staging import scan_files
+
+CHECKPOINT_NAME = "checkpoint"
+# How Transformers, Accelerate, torch.distributed.checkpoint and DeepSpeed name what one rank wrote.
+_RANK_IN_NAME = re.compile(
+    r"(?:^rng_state_|^random_states_|^__|^(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank|zero_pp_rank_)(\d+)[._]"
+)
+
+
+@contextmanager
+def part_of_rank(
+    folder: Path, context: TrainContext, link: Callable[[str, str], None] = os.symlink
+) -> Iterator[Checkpoint | None]:
+    """Yield what this rank brings of `folder`, below `checkpoint/`; the ranks' parts together are the whole folder.
+
+    A rank brings the files that are named after it, as `rng_state_1.pth` is, and the first rank of each machine all others
+    that lie there, so that each has one owner on a machine. Nothing is copied, moved or deleted in `folder`.
+
+    Args:
+        folder: Complete: every rank has written what it writes.
+        context: This rank's place.
+        link: Makes a link to a file. With the default an async report copies files and leaves `folder` alone; with `os.link`
+            it takes them without a copy, for a folder among the temporary ones that nobody writes to again.
+
+    Yields:
+        None if nothing is this rank's.
+
+    """
+    paths = [path for path in scan_files(folder) if _owner(path, context) == context.world_rank] if folder.is_dir() else []
+    if not paths:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="prefect-torch-") as part:
+        for path in paths:
+            target = Path(part, CHECKPOINT_NAME, path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            link(str((folder / path).resolve()), str(target))
+        yield Checkpoint.from_directory(part)
+
+
+def _owner(path: str, context: TrainContext) -> int | None:
+    """Return the rank that brings `path` from this machine; None where an attempt of more ranks has left it."""
+    first = context.world_rank - context.local_rank
+    named = _RANK_IN_NAME.search(path.rpartition("/")[2])
+    rank = first if named is None else int(named[1])
+    if rank >= context.world_size:
+        return None
+    return rank if first <= rank < first + context.local_world_size else first

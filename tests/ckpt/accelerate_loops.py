@@ -1,0 +1,90 @@
+"""A loop with an Accelerator on scans of digits, with shuffling and dropout, the same bit for bit whenever it is repeated."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from prefect_torch.ckpt import get_context
+from prefect_torch.ckpt.accelerate import load_state, report_state
+from rank_processes import joined
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+EPOCHS = 4
+
+
+class Counter:
+    """Stands for what a user registers."""
+
+    def __init__(self):
+        self.batches = 0
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.batches = state["batches"]
+
+
+def make_loader(batch_size=8):
+    digits = load_digits()
+    images = torch.tensor(digits.images[:64], dtype=torch.float32) / 16
+    return DataLoader(TensorDataset(images, torch.tensor(digits.target[:64])), batch_size=batch_size, shuffle=True)
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = (torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 10))
+    return torch.nn.Sequential(*layers)
+
+
+def make_accelerator(**arguments):
+    shuffle = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
+    return Accelerator(cpu=True, dataloader_config=shuffle, **arguments)
+
+
+def train(accelerator, epochs=EPOCHS, upload=None, before_epoch=lambda epoch: None):
+    """Train, report after each epoch, and return the model and what was loaded."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+    torch.manual_seed(get_context().world_rank)  # each rank drops out on its own
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, make_loader(), schedule)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    loaded = load_state(accelerator)
+    for epoch in range(0 if loaded is None else loaded.step + 1, epochs):
+        before_epoch(epoch)
+        loader.set_epoch(epoch)
+        for images, labels in loader:
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            counter.batches += 1
+        report_state(accelerator, {"loss": loss.item(), "batches": counter.batches}, step=epoch, upload=upload)
+    return accelerator.unwrap_model(model), loaded
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def kill_before(last):
+    def before_epoch(epoch):
+        if epoch == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return before_epoch
+
+
+def main(job, *place):
+    """Train on this rank: "whole", "killed" before its third epoch, or "resumed"."""
+    with joined(*place) as session:
+        end = {"before_epoch": kill_before(2)} if job == "killed" else {}
+        model, _ = train(make_accelerator(), upload="async" if job == "resumed" else None, **end)
+        torch.save(weights(model), Path(session.store.storage.url, f"weights-{session.context.world_rank}.pt"))

@@ -1,0 +1,124 @@
+"""Accelerate's own save_state and load_state: one rank in this process, and two as processes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate.utils import ProjectConfiguration
+from accelerate_loops import EPOCHS, make_accelerator, train
+from forked_ranks import launch
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt.accelerate import load_state, report_state
+from prefect_torch.ckpt.reporting import start_session
+from ranks import Attempt, folder
+
+OF_RANK_0 = {
+    "checkpoint/custom_checkpoint_0.pkl",
+    "checkpoint/model.safetensors",
+    "checkpoint/optimizer.bin",
+    "checkpoint/random_states_0.pkl",
+    "checkpoint/scheduler.bin",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """More would only wait for each other on so small a model."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def in_training(attempt, function, *arguments, **options):
+    """Call `function` as a rank's function, and return what it returns."""
+    session = attempt.session()
+    start_session(session)
+    try:
+        returned = function(*arguments, **options)
+        session.finish()
+        return returned
+    finally:
+        start_session(None)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the folder of a training that was not disturbed, and of one that was killed and resumed, of two ranks."""
+    whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
+    assert launch("accelerate_loops", ("whole",), 2, whole) == [0, 0]
+    assert launch("accelerate_loops", ("killed",), 2, killed) == [-9, -9]
+    assert launch("accelerate_loops", ("resumed",), 2, killed) == [0, 0]
+    return whole, killed
+
+
+def test_two_killed_ranks_continue_to_the_very_weights_of_an_undisturbed_training(trained):
+    whole, *resumed = (torch.load(path) for path in (trained[0] / "weights-0.pt", *trained[1].glob("weights-*.pt")))
+    assert len(resumed) == 2
+    assert all(torch.equal(of_rank, whole) for of_rank in resumed)
+    manifests = CheckpointStore.open(trained[1], "run").list()
+    assert [(manifest.attempt, manifest.metrics["batches"]) for manifest in manifests] == [(1, 4), (1, 8), (2, 12), (2, 16)]
+
+
+def test_each_rank_brings_what_it_owns_with_safetensors(trained):
+    for root in trained:
+        for manifest in CheckpointStore.open(root, "run").list():
+            owners = {entry.path: entry.rank for entry in manifest.files}
+            assert owners == {**dict.fromkeys(OF_RANK_0, 0), "checkpoint/random_states_1.pkl": 1}
+
+
+def test_what_was_loaded_tells_where_to_go_on(store):
+    _, loaded = in_training(Attempt(store), train, make_accelerator(), epochs=2)
+    assert loaded is None
+    _, loaded = in_training(Attempt(store), train, make_accelerator(), epochs=3)
+    assert (loaded.step, loaded.metrics["batches"]) == (1, 16)
+    assert [manifest.step for manifest in store.list()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_accelerates_own_folders_are_rotated_and_named_on_after_a_restart(store, tmp_path, upload):
+    own = tmp_path / "project/checkpoints"
+    for epochs, folders in [(3, {"checkpoint_1", "checkpoint_2"}), (EPOCHS, {"checkpoint_2", "checkpoint_3"})]:
+        configuration = ProjectConfiguration(str(tmp_path / "project"), automatic_checkpoint_naming=True, total_limit=2)
+        in_training(Attempt(store), train, make_accelerator(project_config=configuration), epochs=epochs, upload=upload)
+        assert {path.name for path in own.iterdir()} == folders
+    with store.checkpoint(store.latest()).as_directory() as directory:
+        for path in (own / "checkpoint_3").iterdir():
+            assert path.read_bytes() == (type(path)(directory) / "checkpoint" / path.name).read_bytes()
+
+
+def test_nothing_is_left_of_temporary_folders(store, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    in_training(Attempt(store), train, make_accelerator(), epochs=2, upload="async")
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_outside_of_a_training_it_only_warns():
+    with pytest.warns(UserWarning, match="report_state reports nothing"):
+        report_state(make_accelerator(), {"loss": 1.0})
+    assert load_state(make_accelerator()) is None
+
+
+def test_a_checkpoint_of_another_kind_is_refused(store, tmp_path):
+    attempt = Attempt(store)
+    attempt.run(lambda session, rank: session.report({}, folder(tmp_path / "folder", model=b"x")))
+    with pytest.raises(CheckpointNotFoundError, match="report_state did not report it"):
+        in_training(Attempt(store), load_state, make_accelerator())
+
+
+def test_an_accelerator_that_does_not_use_the_ranks_is_refused(store):
+    for function, arguments in [(report_state, [{}]), (load_state, [])]:
+        with pytest.raises(ValueError, match="counts 1 ranks but the training has 2"):
+            in_training(Attempt(store, world_size=2), function, make_accelerator(), *arguments)
+
+
+def test_importing_ckpt_does_not_import_accelerate():
+    program = "import sys, prefect_torch.ckpt; assert 'accelerate' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
