@@ -257,19 +257,19 @@ class RankSession:
             return replace(agreement, refusal=Refusal.of(exc))
 
     def _act(self, agreement: Agreement, brought: Brought, metrics: Metrics, progress: float | None, started_s: float) -> None:
+        job = CommitJob(self._topic(), agreement, brought, metrics, started_s)
         if agreement.checkpoint_id is not None:
-            job = CommitJob(self._topic(), agreement, brought, metrics, started_s)
             self._pace.begin()
             if agreement.upload == "sync":
                 self._commit(job)
-            else:
-                self._commit_in_background(replace(job, stall_s=time.monotonic() - started_s))
             self._last_checkpoint_step = agreement.step
         self._last_step = agreement.step
         self._reports += 1
         if self.context.world_rank == 0:
             record = MetricRecord(self.context.attempt, agreement.step, metrics, agreement.checkpoint_id, utc_now())
             self._events.send(ReportEvent(record, progress))
+        if agreement.checkpoint_id is not None and agreement.upload != "sync":  # last: from here on two threads want one GIL
+            self._commit_in_background(replace(job, stall_s=time.monotonic() - started_s))
 
     def _commit(self, job: CommitJob) -> None:
         started_s = time.monotonic()

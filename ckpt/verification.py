@@ -52,9 +52,7 @@ def _verify_sizes(store: "CheckpointStore", manifest: Manifest) -> None:
         if size is None:
             raise missing(store, manifest, entry)
         if size != entry.bytes:
-            raise CheckpointCorruptError(
-                f"{store.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}"
-            )
+            raise CheckpointCorruptError(f"{store.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}")
 
 
 def missing(store: "CheckpointStore", manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
