@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Prefect gives its embedded server 20 s, which a busy laptop may exceed.
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 
-.PHONY: demo test lint docs screenshots bench chaos soak install
+.PHONY: demo test lint docs ray-pages screenshots bench chaos soak install
 
 demo: install
 	$(BIN)/python examples/digits.py
@@ -23,6 +23,10 @@ lint: install
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# What pages say about Ray Train, from its tests and from the rows of migrate-check.
+ray-pages: install
+	$(BIN)/python docs/extensions/ray_pages.py
 
 # The pictures of the documentation, from Chromium's visit to a real server.
 screenshots: install

@@ -33,6 +33,30 @@ class TrainContext:
     _decide: Callable[[], bool] = field(default=_never, repr=False, compare=False)
     _has_told_end: Callable[[], bool] = field(default=_never, repr=False, compare=False)
 
+    def get_world_rank(self) -> int:
+        """Return `world_rank`; this and the getters below are for functions written for Ray Train."""
+        return self.world_rank
+
+    def get_local_rank(self) -> int:
+        """Return `local_rank`."""
+        return self.local_rank
+
+    def get_node_rank(self) -> int:
+        """Return `node_rank`."""
+        return self.node_rank
+
+    def get_world_size(self) -> int:
+        """Return `world_size`."""
+        return self.world_size
+
+    def get_local_world_size(self) -> int:
+        """Return `local_world_size`."""
+        return self.local_world_size
+
+    def get_experiment_name(self) -> str:
+        """Return `run_name`."""
+        return self.run_name
+
     def should_checkpoint(self) -> bool:
         """Say whether to report a checkpoint now; the n-th call says the same on every rank, so call it equally often on all.
 

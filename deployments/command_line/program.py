@@ -23,6 +23,7 @@ _MODULES = {
     "unpin": "pin_commands",
     "prune": "prune_command",
     "doctor": "doctor_command",
+    "migrate-check": "migrate_check_command",
 }
 
 
@@ -39,7 +40,8 @@ class _Commands(click.Group):
         del ctx
         if cmd_name not in _MODULES:
             return None
-        command: click.Command = getattr(importlib.import_module(f".{_MODULES[cmd_name]}", __package__), cmd_name)
+        module = importlib.import_module(f".{_MODULES[cmd_name]}", __package__)
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
     def invoke(self, ctx: click.Context) -> object:

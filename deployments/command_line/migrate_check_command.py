@@ -1,0 +1,120 @@
+"""`migrate-check`: what of Ray a file uses, and what stands here for it."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from .parameters import json_option
+from .ray_equivalents import Equivalents
+from .ray_usages import Usage, find_usages
+from .terminal import print_json, print_table, say, show_count
+
+_STYLES = {"same": "green", "better": "green", "different": "yellow", "missing": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One use of a name of Ray; the fields are keys of `migrate-check --json`."""
+
+    file: str
+    line: int
+    column: int
+    ray: str
+    verdict: str
+    here: str
+    note: str
+    imports: tuple[str, ...]
+
+
+@click.command("migrate-check")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@json_option
+def migrate_check(files: Sequence[str], as_json: bool) -> int:
+    """List what FILE uses of Ray, with its equivalent here.
+
+    Every use of ray.train, and of ray.tune, ray.data and the rest of Ray, through whatever it was imported as: functions,
+    their arguments, methods and attributes. The files are read, never imported or run. Each is the same here, better,
+    different (the note says how) or missing; exits with 1 if something is missing.
+
+    \b
+    --json: a list of
+      file, line, column, ray (the name), verdict (same, better, different,
+      missing), here (what to write), note, imports (names to import)
+    """  # noqa: D301 - click's mark for lines that it must not fill
+    sources = [(name, _read(name)) for name in files]
+    findings = [finding for name, source in sources for finding in _check(name, source)]
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        _print(findings)
+    return int(any(finding.verdict == "missing" for finding in findings))
+
+
+def _read(name: str) -> bytes:
+    path = Path(name)
+    if path.is_dir():
+        raise click.UsageError(f"{name} is a folder: give the Python files in it")
+    if path.suffix == ".ipynb":
+        raise click.UsageError(f"{name} is a notebook: give what 'jupyter nbconvert --to script {name}' makes of it")
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as exc:
+        raise click.UsageError(f"there is no file {name}") from exc
+
+
+def _check(name: str, source: bytes) -> Iterator[Finding]:
+    equivalents = Equivalents()
+    for usage in _find(name, source, equivalents):
+        row = equivalents.of_argument(usage.name, usage.keyword, usage.value) if usage.keyword else equivalents.of(usage.name)
+        if row is not None:
+            shown = row.ray if usage.keyword else usage.name
+            yield Finding(name, usage.line, usage.column, shown, row.verdict, row.plain_here, row.plain_note, row.imports)
+
+
+def _find(name: str, source: bytes, equivalents: Equivalents) -> list[Usage]:
+    try:
+        return find_usages(source, equivalents)
+    except UnicodeDecodeError as exc:
+        raise click.UsageError(f"{name} is not text in {exc.encoding}, which Python expects: {exc.reason}") from exc
+    except SyntaxError as exc:
+        place = name if exc.lineno is None else f"{name}:{exc.lineno}"
+        raise click.UsageError(f"{place} is no Python of this version: {exc.msg}") from exc
+    except (RecursionError, MemoryError) as exc:
+        raise click.UsageError(f"{name} nests too deeply to be looked through") from exc
+    except ValueError as exc:  # null bytes
+        raise click.UsageError(f"{name} is no Python: {exc}") from exc
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    if not findings:
+        say("nothing of Ray is used")
+        return
+    print_table(
+        ["place", "Ray", "", "here", "how it behaves"],
+        (
+            [
+                f"{it.file}:{it.line}:{it.column}",
+                it.ray,
+                (it.verdict, _STYLES[it.verdict]),
+                it.here or None,
+                it.note,
+            ]
+            for it in findings
+        ),
+    )
+    counts = Counter(it.verdict for it in findings)
+    say("")
+    say(f"{show_count(len(findings), 'use')}: " + ", ".join(f"{counts[it]} {it}" for it in _STYLES if counts[it]))
+    for line in _imports(findings):
+        say(line)
+
+
+def _imports(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield the import statements that what stands here needs."""
+    names = sorted({name for finding in findings for name in finding.imports if "." in name})
+    for module in sorted({name.rpartition(".")[0] for name in names}):
+        of_module = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == module]
+        yield f"from {module} import {', '.join(of_module)}"

@@ -1,0 +1,136 @@
+"""Writes what is said about Ray Train where it is read, from where it is tested.
+
+    python docs/extensions/ray_pages.py
+
+The tables of docs/how-to/from-ray-train.md are the rows of `prefect-torch migrate-check`; docs/how-to/ray-behaviours.md and
+the table in README.md are what tests/test_ray_behaviours.py says of its tests.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from prefect_torch.deployments.command_line.ray_equivalents import UNKNOWN, Section, sections
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests/test_ray_behaviours.py"
+_VERDICTS = ("same", "better", "different", "missing")
+# With empty lines around the table, or Markdown takes it for a part of the comment.
+_BEGIN, _END = "<!-- {}: written by docs/extensions/ray_pages.py -->\n\n", "\n<!-- end -->"
+
+_INTRODUCTION = """# Ray Train's behaviours
+
+What the documentation of Ray Train 2.60 promises of reports, checkpoints, retention, restores and results, and what happens
+here. Each line is a test of [tests/test_ray_behaviours.py](../../tests/test_ray_behaviours.py), of which this page is made.
+What to write for each name stands in [Moving from Ray Train](from-ray-train.md).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """What a test says that Ray documents, and how it is here."""
+
+    api: str
+    documented: str
+    verdict: str
+    reason: str = ""
+    short: str = ""
+
+
+def main() -> None:
+    """Write the pages."""
+    for path, text in pages().items():
+        path.write_text(text)
+
+
+def pages() -> dict[Path, str]:
+    """Return each page as it should be."""
+    moving, readme = ROOT / "docs/how-to/from-ray-train.md", ROOT / "README.md"
+    behaviours = read_behaviours(TESTS)
+    return {
+        moving: _filled(moving.read_text(), {section.title: _section_table(section) for section in sections()}),
+        ROOT / "docs/how-to/ray-behaviours.md": _behaviours_page(behaviours),
+        readme: _filled(readme.read_text(), {"behaviours": summary(behaviours)}),
+    }
+
+
+def read_behaviours(path: Path) -> list[Behaviour]:
+    """Return what the decorators `behaviour` of a file of tests say, in its order; nothing is imported."""
+    tests = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+    marks = (mark for test in tests for mark in test.decorator_list if isinstance(mark, ast.Call))
+    return [_read(mark) for mark in marks if isinstance(mark.func, ast.Name) and mark.func.id == "behaviour"]
+
+
+def summary(behaviours: Sequence[Behaviour]) -> str:
+    """Return the table that counts what is the same, with what is most worth knowing."""
+    rows = [
+        [f"`{api}`", *(str(count) for count in _counts(of_api)), "; ".join(it.short for it in of_api if it.short)]
+        for api, of_api in _by_api(behaviours)
+    ]
+    rows.append(["all", *(str(count) for count in _counts(behaviours)), ""])
+    return _table(["", *_VERDICTS, "notable"], rows)
+
+
+def _read(mark: ast.Call) -> Behaviour:
+    given: dict[str, Any] = {str(it.arg): ast.literal_eval(it.value) for it in mark.keywords}
+    return Behaviour(*(ast.literal_eval(it) for it in mark.args), **given)
+
+
+def _by_api(behaviours: Iterable[Behaviour]) -> Iterator[tuple[str, list[Behaviour]]]:
+    ranks: dict[str, int] = {}
+    for it in behaviours:
+        ranks.setdefault(it.api, len(ranks))
+    in_order = sorted(behaviours, key=lambda it: ranks[it.api])
+    return ((api, list(of_api)) for api, of_api in groupby(in_order, key=lambda it: it.api))
+
+
+def _counts(behaviours: Iterable[Behaviour]) -> list[int]:
+    counts = Counter(it.verdict for it in behaviours)
+    return [counts[verdict] for verdict in _VERDICTS]
+
+
+def _behaviours_page(behaviours: Sequence[Behaviour]) -> str:
+    page = _INTRODUCTION
+    for api, of_api in _by_api(behaviours):
+        rows = ([it.documented, it.verdict, it.reason] for it in of_api)
+        page += f"\n## {api}\n\n{_table(['Ray Train', 'here', ''], rows)}"
+    return page
+
+
+def _section_table(section: Section) -> str:
+    rows = (
+        [
+            f"`{row.ray.removeprefix(section.prefix).replace('*', '…')}`" if row.ray else "",
+            row.here,
+            row.verdict,
+            row.note,
+        ]
+        for row in section.rows
+        if row.note != UNKNOWN
+    )
+    return _table([f"`{section.prefix.rstrip('.') or 'ray'}`", "Here", "", "How it behaves"], rows)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(re.sub(" +", " ", f"| {' | '.join(line)} |\n") for line in lines)
+
+
+def _filled(text: str, tables: dict[str, str]) -> str:
+    """Return `text` with each table between the comments that name it."""
+    for name, table in tables.items():
+        begin = _BEGIN.format(name)
+        if begin not in text:
+            raise ValueError(f"a page has no comment {begin!r} for its table")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{table}{_END}{rest.partition(_END)[2]}"
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Ray Train's Transformers example, option 2: a callback of one's own.
+
+python examples/ray_train/transformers_custom.py
+"""
+
+from typing import Any
+
+import transformers
+from prefect_torch.ckpt import Checkpoint, get_context, report
+from transformers_callback import load_scans, make_model
+
+
+class MyReportCallback(transformers.TrainerCallback):
+    """Reports what was logged since the last save, with what was saved."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Any] = {}
+
+    def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
+        """Remember what is logged."""
+        self.metrics.update(logs or {})
+
+    def on_save(self, args: transformers.TrainingArguments, *_: Any, **__: Any) -> None:
+        """Report the folder that rank 0 has saved."""
+        checkpoint = None
+        if get_context().get_world_rank() == 0:
+            saved: Any = transformers.trainer_utils.get_last_checkpoint(args.output_dir)  # type: ignore[no-untyped-call]  # it has none
+            checkpoint = Checkpoint.from_directory(saved)
+        report(self.metrics, checkpoint=checkpoint)
+        self.metrics = {}
+
+
+def train_func(config: dict[str, Any]) -> int:
+    """Return the step that this attempt ended with."""
+    args = transformers.TrainingArguments(
+        output_dir=config["output_dir"],
+        num_train_epochs=config["num_epochs"],
+        per_device_train_batch_size=32,
+        save_strategy="epoch",
+        logging_strategy="epoch",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(make_model(), args, train_dataset=load_scans(), callbacks=[MyReportCallback()])
+    trainer.train()
+    return int(trainer.state.global_step)
+
+
+if __name__ == "__main__":
+    from prefect_torch.flows import RunConfig, ScalingConfig, train
+
+    result = train(
+        f"{__file__}:train_func",
+        config={"num_epochs": 3, "output_dir": "demo-checkpoints/transformers-custom-output"},
+        scaling=ScalingConfig(num_workers=2),
+        run=RunConfig(storage="demo-checkpoints"),
+    )
+    print(result.metrics, result.checkpoint)

@@ -1,0 +1,1177 @@
+"""What Ray Train's documentation promises of reports, checkpoints, retention, restores and results, and what happens here.
+
+Of Ray 2.60. Ranks are threads wherever that is enough; what needs processes shares one training of two ranks.
+"""
+
+import os
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from faulty_storage import FaultyStorage
+from prefect.testing.utilities import prefect_test_harness
+from prefect_torch.ckpt import (
+    Checkpoint,
+    CheckpointCorruptError,
+    CheckpointStore,
+    CommitFailedError,
+    ReportMismatchError,
+    RetentionPolicy,
+    get_checkpoint,
+    get_context,
+    report,
+)
+from prefect_torch.ckpt.attempts import Outcome, write_outcome
+from prefect_torch.ckpt.events import ReportEvent
+from prefect_torch.ckpt.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.local_storage import LocalStorage
+from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.flows import (
+    CheckpointConfig,
+    FailureConfig,
+    RankFailedError,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    train,
+)
+from prefect_torch.flows.run_name import default_run_name
+from prefect_torch.tasks.function import check_signature
+from pydantic import ValidationError
+from ranks import Attempt, folder, read_files
+from ray_behaviours import behaviour
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+@pytest.fixture
+def remote(tmp_path):
+    return CheckpointStore.open(f"memory://{tmp_path}", "run")
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """The folder for temporary files of this machine, empty and our own."""
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
+    return tmp_path / "node"
+
+
+@pytest.fixture
+def uploads_may_go_on(monkeypatch):
+    """An event that every upload waits for."""
+    put_file, go_on = LocalStorage.put_file, threading.Event()
+
+    def wait_until_told(self, key, path):
+        assert go_on.wait(30)
+        return put_file(self, key, path)
+
+    monkeypatch.setattr(LocalStorage, "put_file", wait_until_told)
+    return go_on
+
+
+def commit(store, tmp_path, *all_metrics, **files):
+    """Report a checkpoint for each of `all_metrics` in one attempt, and return the last."""
+    session = Attempt(store).session()
+    for metrics in all_metrics or [{}]:
+        session.report(metrics, folder(tmp_path / "c", **(files or {"model": "x"})))
+    return store.checkpoint(store.list()[-1])
+
+
+def epochs(manifests):
+    return [manifest.metrics["epoch"] for manifest in manifests]
+
+
+# ray.train.report
+
+
+@behaviour(
+    "ray.train.report",
+    "is a barrier: all workers call it the same number of times",
+    verdict="better",
+    reason="a rank that leaves early, or reports another step, is an error on every rank instead of a wait without end",
+    short="ranks that disagree are an error, not a wait",
+)
+def test_a_rank_that_reports_less_often_is_an_error_on_the_others(store):
+    errors = Attempt(store, 2).run(lambda session, rank: [session.report({}) for _ in range(2 - rank)])
+    assert isinstance(errors[0], ReportMismatchError)
+    assert "rank 1 returned after 1 reports" in str(errors[0])
+
+
+@behaviour("ray.train.report", "attaches the metrics of rank 0 alone to the checkpoint", verdict="same")
+def test_rank_0s_metrics_are_the_checkpoints(store, tmp_path):
+    def train_fn(session, rank):
+        session.report({"rank": rank}, folder(tmp_path / str(rank), **{f"of-{rank}": "x"}))
+
+    assert Attempt(store, 2).run(train_fn) == [None, None]
+    assert store.latest().metrics == {"rank": 0}
+
+
+@behaviour("ray.train.report", "registers a checkpoint as soon as one worker reports one", verdict="same")
+def test_one_rank_with_a_checkpoint_is_enough(store, tmp_path):
+    def train_fn(session, rank):
+        session.report({}, folder(tmp_path / "c", model="x") if rank == 1 else None)
+
+    assert Attempt(store, 2).run(train_fn) == [None, None]
+    assert [entry.path for entry in store.latest().files] == ["model"]
+
+
+@behaviour("ray.train.report", "merges the checkpoints of all workers into one directory", verdict="same")
+def test_all_ranks_files_are_one_directory(store, tmp_path):
+    def train_fn(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"model-{rank}": str(rank)}))
+
+    assert Attempt(store, 2).run(train_fn) == [None, None]
+    assert read_files(store.checkpoint(store.latest())) == {"model-0": b"0", "model-1": b"1"}
+
+
+@behaviour("ray.train.report", "takes files of one name that are equal on all workers", verdict="same")
+def test_equal_files_of_one_name_are_one_file(store, tmp_path):
+    errors = Attempt(store, 2).run(lambda session, rank: session.report({}, folder(tmp_path / str(rank), vocabulary="a b")))
+    assert errors == [None, None]
+    assert len(store.latest().files) == 1
+
+
+@behaviour(
+    "ray.train.report",
+    "lets files of one name collide without an error: the last uploaded stays",
+    verdict="better",
+    reason="different files of one name fail the report on every rank and name both ranks",
+    short="files of one name never overwrite each other",
+)
+def test_different_files_of_one_name_are_an_error(store, tmp_path):
+    errors = Attempt(store, 2).run(lambda session, rank: session.report({}, folder(tmp_path / str(rank), model=str(rank))))
+    assert [type(error) for error in errors] == [ReportMismatchError] * 2
+    assert store.list() == []
+
+
+@behaviour(
+    "ray.train.report",
+    "names the checkpoint's directory after checkpoint_dir_name, which must be unique",
+    verdict="different",
+    reason="ids are made of attempt and step, and never used twice; a name of your own goes into the metadata",
+)
+def test_a_checkpoint_is_named_by_attempt_and_step(store, tmp_path):
+    Attempt(store).session().report({}, folder(tmp_path / "c", model="x"), step=7)
+    assert store.latest().id.startswith("000001-00000007-")
+    with pytest.raises(TypeError, match="checkpoint_dir_name"):
+        report({}, None, checkpoint_dir_name="mine")
+
+
+@behaviour(
+    "ray.train.report",
+    "uploads synchronously unless told otherwise, and returns after the upload",
+    verdict="better",
+    reason="and the manifest is written by then, so that a kill right after the return resumes from this checkpoint; Ray's "
+    "controller learns of it later",
+    short="a returned report is durable",
+)
+def test_a_returned_report_is_what_the_next_attempt_restores(store, tmp_path):
+    session = Attempt(store).session()
+    for epoch in range(3):
+        session.report({"epoch": epoch}, folder(tmp_path / "c", model=str(epoch)))
+    assert Attempt(store).restored.metrics == {"epoch": 2}  # of a training that never said how it ended
+
+
+@behaviour(
+    "ray.train.report",
+    "with upload mode ASYNC returns at once, so the local directory must live until the upload is done",
+    verdict="better",
+    reason="the files are taken over before it returns: a TemporaryDirectory may go",
+)
+def test_an_async_report_takes_the_files_over(store, uploads_may_go_on):
+    def train_fn(session, rank):
+        with tempfile.TemporaryDirectory() as directory:
+            session.report({}, folder(Path(directory), model="x"), upload="async")
+        assert store.list() == []
+        uploads_may_go_on.set()
+
+    assert Attempt(store).run(train_fn) == [None]
+    assert read_files(store.checkpoint(store.latest())) == {"model": b"x"}
+
+
+@behaviour("ray.train.report", "with ASYNC waits for the upload of the report before", verdict="same")
+def test_one_upload_is_under_way_at_a_time(store, tmp_path, uploads_may_go_on):
+    second_returned = threading.Event()
+
+    def train_fn(session, rank):
+        session.report({}, folder(tmp_path / "a", model="x"), upload="async")
+        session.report({}, folder(tmp_path / "b", model="y"), upload="async")
+        second_returned.set()
+
+    training = threading.Thread(target=lambda: Attempt(store).run(train_fn))
+    training.start()
+    assert not second_returned.wait(0.1)
+    uploads_may_go_on.set()
+    training.join(30)
+    assert len(store.list()) == 2
+
+
+@behaviour(
+    "ray.train.report", "deletes the local directory after an ASYNC upload, and leaves it after a SYNC one", verdict="same"
+)
+def test_a_sync_report_leaves_the_folder(store, tmp_path):
+    def train_fn(session, rank):
+        session.report({}, folder(tmp_path / "sync", model="x"))
+        session.report({}, folder(tmp_path / "async", model="x"), upload="async")
+
+    assert Attempt(store).run(train_fn) == [None]
+    assert (tmp_path / "sync/model").read_text() == "x"
+    assert not (tmp_path / "async/model").exists()
+
+
+@behaviour(
+    "ray.train.report",
+    "ends the training when an ASYNC upload fails",
+    verdict="different",
+    reason="the next report raises it, or the end of the function, on every rank, which may catch it and go on",
+)
+def test_a_failed_async_upload_is_raised_by_the_next_report_on_every_rank(store, tmp_path, monkeypatch):
+    def no_space(self, key, path):
+        raise OSError("the disk is gone")
+
+    def train_fn(session, rank):
+        monkeypatch.setattr(LocalStorage, "put_file", no_space)
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), upload="async")
+        with pytest.raises(CommitFailedError):
+            session.report({}, folder(tmp_path / f"again-{rank}", **{f"m{rank}": "x"}))
+
+    assert Attempt(store, 2).run(train_fn) == [None, None]
+
+
+@behaviour(
+    "ray.train.report",
+    "with upload mode NO_UPLOAD registers what the user has uploaded",
+    verdict="missing",
+    reason="what the report does not store is no checkpoint: its digests would be unknown",
+    short="no `NO_UPLOAD`, no `checkpoint_upload_fn`",
+)
+def test_there_is_no_report_without_an_upload(store, tmp_path):
+    with pytest.raises(ValueError, match="give 'sync' or 'async'"):
+        Attempt(store).session().report({}, folder(tmp_path / "c", model="x"), upload="no_upload")
+
+
+@behaviour(
+    "ray.train.report",
+    "calls a checkpoint_upload_fn of the user's",
+    verdict="missing",
+    reason="as above; a storage of one's own is an fsspec filesystem",
+)
+def test_there_is_no_upload_function():
+    with pytest.raises(TypeError, match="checkpoint_upload_fn"):
+        report({}, None, checkpoint_upload_fn=print)
+
+
+@behaviour(
+    "ray.train.report",
+    "with validation=True starts a validation of the checkpoint",
+    verdict="different",
+    reason="`evaluate(…, watch=True)`, a flow of its own, finds new checkpoints by itself, from any machine",
+)
+def test_a_report_starts_no_validation():
+    with pytest.raises(TypeError, match="validation"):
+        report({}, None, validation=True)
+
+
+@behaviour(
+    "ray.train.report",
+    "refuses metrics that hold torch tensors",
+    verdict="better",
+    reason="a tensor of one number becomes that number; larger ones are refused before anything is stored",
+)
+def test_tensors_of_one_number_are_numbers(store, tmp_path):
+    assert commit(store, tmp_path, {"loss": torch.tensor(0.5)}).metrics == {"loss": 0.5}
+    with pytest.raises(ValueError, match="metric 'loss' is a Tensor"):
+        Attempt(store).session().report({"loss": torch.zeros(2)})
+
+
+@behaviour(
+    "ray.train.report",
+    "wants metrics that can be serialized",
+    verdict="better",
+    reason="numpy's numbers are numbers, and what cannot be is a ValueError in the caller's line; an np.float32 ends Ray's run",
+)
+def test_numpys_numbers_are_numbers(store, tmp_path):
+    assert commit(store, tmp_path, {"loss": np.float32(0.5)}).metrics == {"loss": 0.5}
+    with pytest.raises(ValueError, match="metric 'losses' is a list"):
+        Attempt(store).session().report({"losses": [1.0]})
+
+
+@behaviour(
+    "ray.train.report",
+    "does not keep metrics that come without a checkpoint",
+    verdict="better",
+    reason="every report is in the history, the UI and the result",
+    short="metrics without a checkpoint are kept",
+)
+def test_metrics_without_a_checkpoint_are_recorded(store):
+    attempt = Attempt(store)
+    assert attempt.run(lambda session, rank: session.report({"loss": 0.5})) == [None]
+    assert [(event.record.metrics, event.record.checkpoint) for event in attempt.events()] == [({"loss": 0.5}, None)]
+
+
+@behaviour("ray.train.report", "raises outside of a training function", verdict="same")
+@pytest.mark.parametrize("call", [lambda: report({}), get_checkpoint, get_context])
+def test_outside_of_a_training_it_raises(call):
+    with pytest.raises(RuntimeError, match="may be called only inside the function"):
+        call()
+
+
+# ray.train.Checkpoint
+
+
+@behaviour("ray.train.Checkpoint", "from_directory refers to a local directory, of which nothing is read", verdict="same")
+def test_a_checkpoint_of_a_folder_is_a_reference(tmp_path):
+    assert Checkpoint.from_directory(tmp_path / "later").path == str(tmp_path / "later")
+
+
+@behaviour("ray.train.Checkpoint", "as_directory gives a local directory in place, without a copy", verdict="same")
+def test_a_local_checkpoint_is_read_in_place(store, tmp_path):
+    checkpoint = commit(store, tmp_path)
+    with checkpoint.as_directory() as directory:
+        assert directory == checkpoint.path
+
+
+@behaviour("ray.train.Checkpoint", "as_directory downloads a remote one and deletes the copy afterwards", verdict="same")
+def test_a_remote_checkpoint_is_downloaded_for_as_long_as_it_is_read(remote, tmp_path, node):
+    with commit(remote, tmp_path).as_directory() as directory:
+        assert Path(directory, "model").read_text() == "x"
+        assert node in Path(directory).parents
+    assert not Path(directory).exists()
+
+
+@behaviour(
+    "ray.train.Checkpoint",
+    "as_directory downloads once for all processes of a node that hold the same Checkpoint object",
+    verdict="better",
+    reason="equal handles share the download, too, wherever they come from",
+)
+def test_equal_handles_share_one_download(remote, tmp_path, node):
+    manifest = commit(remote, tmp_path).manifest
+    counting = FaultyStorage(remote.storage)
+    all_read = threading.Barrier(4)
+    seen = Counter()
+
+    def read():
+        with CheckpointStore(counting, Layout("run"), remote.spec).checkpoint(manifest).as_directory() as directory:
+            seen[directory] += 1
+            all_read.wait(20)
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(30)
+    assert list(seen.values()) == [4]
+    assert counting.counts()["get_file"] == 1
+
+
+@behaviour("ray.train.Checkpoint", "to_directory(path) writes the files into path", verdict="same")
+def test_to_directory_copies(remote, tmp_path):
+    assert Path(commit(remote, tmp_path).to_directory(tmp_path / "mine"), "model").read_text() == "x"
+
+
+@behaviour(
+    "ray.train.Checkpoint",
+    "to_directory() without a path gives processes of a node one temporary directory",
+    verdict="different",
+    reason="a new one for each call, which is the caller's to change and delete",
+)
+def test_to_directory_without_a_path_is_the_callers_own(remote, tmp_path, node):
+    checkpoint = commit(remote, tmp_path)
+    assert checkpoint.to_directory() != checkpoint.to_directory()
+
+
+@behaviour(
+    "ray.train.Checkpoint",
+    "hands out what is in the directory",
+    verdict="better",
+    reason="what differs from what was committed raises, naming the file",
+    short="what is damaged is never handed out",
+)
+def test_a_checkpoint_that_changed_is_never_handed_out(store, tmp_path):
+    checkpoint = commit(store, tmp_path)
+    Path(checkpoint.path, "model").write_text("y")
+    with pytest.raises(CheckpointCorruptError, match="model differs"), checkpoint.as_directory():
+        pass
+
+
+@behaviour("ray.train.Checkpoint", "get_metadata is empty where none was set", verdict="same")
+def test_there_is_no_metadata_at_first(tmp_path):
+    assert folder(tmp_path / "c", model="x").get_metadata() == {}
+
+
+@behaviour("ray.train.Checkpoint", "set_metadata replaces, update_metadata adds", verdict="same")
+def test_metadata_is_replaced_or_added_to(tmp_path):
+    checkpoint = folder(tmp_path / "c", model="x")
+    checkpoint.set_metadata({"a": 1})
+    checkpoint.set_metadata({"b": 2})
+    checkpoint.update_metadata({"c": 3})
+    assert checkpoint.get_metadata() == {"b": 2, "c": 3}
+
+
+@behaviour("ray.train.Checkpoint", "keeps its metadata when it is reported", verdict="same")
+def test_metadata_is_reported_with_the_files(store, tmp_path):
+    checkpoint = folder(tmp_path / "c", model="x")
+    checkpoint.set_metadata({"a": 1})
+    Attempt(store).session().report({}, checkpoint)
+    committed = store.checkpoint(store.latest())
+    assert committed.get_metadata() == {"a": 1}
+    committed.update_metadata({"b": 2})
+    assert store.checkpoint(store.latest()).get_metadata() == {"a": 1, "b": 2}
+
+
+@behaviour("ray.train.Checkpoint", "is no path itself", verdict="same")
+def test_a_checkpoint_is_no_path(tmp_path):
+    with pytest.raises(TypeError):
+        os.fspath(Checkpoint.from_directory(tmp_path))
+
+
+@behaviour(
+    "ray.train.Checkpoint",
+    "is made of any URI",
+    verdict="different",
+    reason="of a local folder, or the path or URL of a committed checkpoint; another URL is refused, since its files could not "
+    "be verified",
+)
+def test_a_checkpoint_is_made_of_what_is_committed(store, tmp_path):
+    checkpoint = commit(store, tmp_path)
+    assert Checkpoint(checkpoint.path).id == checkpoint.id
+    with pytest.raises(ValueError, match="is not a committed checkpoint"):
+        Checkpoint("s3://bucket/folder")
+
+
+@behaviour(
+    "ray.train.Checkpoint",
+    "has a path without the URI's scheme, and a pyarrow filesystem",
+    verdict="different",
+    reason="the path has the scheme, and `store.storage` is where it lies; no pyarrow",
+)
+def test_a_remote_path_has_its_scheme(remote, tmp_path):
+    checkpoint = commit(remote, tmp_path)
+    assert checkpoint.path.startswith("memory://")
+    assert checkpoint.store.storage.url.startswith("memory://")
+
+
+@behaviour(
+    "ray.train.Checkpoint",
+    "holds files alone: from_dict and to_dict are gone",
+    verdict="better",
+    reason="`report(…, state={…})` stores live objects and plain values, `load_state` restores them at any number of ranks",
+    short="live objects: `state=`",
+)
+def test_a_dict_is_a_state(store):
+    state = {"epoch": 3, "weights": torch.arange(3.0)}
+    assert Attempt(store).run(lambda session, rank: session.report({}, state=state)) == [None]
+    restored = {"epoch": 0, "weights": torch.zeros(3)}
+    store.checkpoint(store.latest()).load_state(restored)
+    assert restored["epoch"] == 3
+    assert torch.equal(restored["weights"], state["weights"])
+
+
+# ray.train.get_checkpoint
+
+
+@behaviour("ray.train.get_checkpoint", "is None on a fresh start", verdict="same")
+def test_a_fresh_start_has_no_checkpoint(store):
+    assert Attempt(store).session().restored is None
+
+
+@behaviour("ray.train.get_checkpoint", "is the latest reported checkpoint after a failure", verdict="same")
+def test_the_latest_checkpoint_is_restored_not_the_best(store, tmp_path):
+    commit(store, tmp_path, {"epoch": 0, "loss": 0.1}, {"epoch": 1, "loss": 0.9})
+    assert Attempt(store).session().restored.metrics["epoch"] == 1
+
+
+@behaviour("ray.train.get_checkpoint", "is the same on all workers", verdict="same")
+def test_all_ranks_restore_the_same_checkpoint(store, tmp_path):
+    commit(store, tmp_path, {})
+    seen = []
+    Attempt(store, 3).run(lambda session, rank: seen.append(session.restored.id))
+    assert seen == [store.latest().id] * 3
+
+
+@behaviour(
+    "ray.train.get_checkpoint",
+    "becomes what this worker reported last",
+    verdict="different",
+    reason="it stays the one that the attempt continues; what was reported since is in `CheckpointStore.list()`",
+    short="it stays the restored one",
+)
+def test_the_restored_checkpoint_stays_during_the_attempt(store, tmp_path):
+    session = Attempt(store).session()
+    start_session(session)
+    try:
+        report({}, folder(tmp_path / "c", model="x"))
+        assert get_checkpoint() is None
+    finally:
+        start_session(None)
+
+
+@behaviour(
+    "ray.train.get_checkpoint",
+    "fails the run at its start when a checkpoint that its snapshot lists is gone",
+    verdict="better",
+    reason="what is damaged is set aside with a warning, and the one before is restored; one deleted by hand is not missed",
+    short="a damaged one is set aside",
+)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(store, tmp_path, caplog):
+    latest = commit(store, tmp_path, {"epoch": 0}, {"epoch": 1})
+    Path(latest.path, "model").unlink()
+    assert Attempt(store).restored.metrics == {"epoch": 0}
+    assert f"checkpoint {latest.id} of run 'run' is damaged and set aside" in caplog.text
+
+
+# ray.train.get_context
+
+
+@behaviour("ray.train.get_context", "knows world rank and size, local rank and size, and node rank", verdict="same")
+def test_a_rank_knows_its_place(store):
+    context = Attempt(store, 2).session(1).context
+    assert (context.world_rank, context.world_size) == (1, 2)
+    assert (context.local_rank, context.local_world_size, context.node_rank) == (1, 2, 0)
+
+
+@behaviour("ray.train.get_context", "tells them by methods, get_world_rank() and so on", verdict="same")
+def test_a_place_is_told_by_methods_and_by_attributes(store):
+    context = Attempt(store, 2).session(1).context
+    getters = [name for name in dir(context) if name.startswith("get_")]
+    assert len(getters) == 6
+    for name in getters:
+        attribute = name.removeprefix("get_").replace("experiment_name", "run_name")
+        assert getattr(context, name)() == getattr(context, attribute)
+
+
+@behaviour("ray.train.get_context", "knows the run's name", verdict="same")
+def test_a_rank_knows_its_run(store):
+    assert Attempt(store).session().context.run_name == "run"
+
+
+@behaviour(
+    "ray.train.get_context",
+    "get_storage() tells where the run lies",
+    verdict="missing",
+    reason="a training function does not write there; give the place in the config if it reads there",
+    short="no `get_storage()`",
+)
+def test_a_rank_is_not_told_the_storage(store):
+    assert not hasattr(Attempt(store).session().context, "get_storage")
+
+
+# ray.train.get_preemption_info
+
+
+@behaviour(
+    "ray.train.get_preemption_info",
+    "is None until a node is about to be taken, then tells which and when; all workers call it equally often",
+    verdict="different",
+    reason="`should_checkpoint()` is a bool, the same on every rank; which node and when is not told",
+    short="a bool: `should_checkpoint()`",
+)
+def test_all_ranks_are_told_alike_to_checkpoint(store):
+    told = []
+    for is_about_to_end in (False, True):
+        attempt = Attempt(store, 2)
+        attempt.ends_soon = is_about_to_end
+        attempt.run(lambda session, rank: told.append(session.context.should_checkpoint()))
+    assert told == [False, False, True, True]
+
+
+# ray.train.get_all_reported_checkpoints
+
+
+@behaviour(
+    "ray.train.get_all_reported_checkpoints",
+    "returns the reported checkpoints that were kept, with their metrics",
+    verdict="better",
+    reason="`CheckpointStore.list()` does so from any process, also of a run that has ended",
+    short="from any process, at any time",
+)
+def test_reported_checkpoints_are_listed_from_anywhere(store, tmp_path):
+    commit(store, tmp_path, {"epoch": 0}, {"epoch": 1})
+    assert epochs(CheckpointStore.open(tmp_path / "store", "run").list()) == [0, 1]
+
+
+@behaviour(
+    "ray.train.get_all_reported_checkpoints",
+    "with COMMITTED waits until the latest report is uploaded",
+    verdict="different",
+    reason="what is listed is committed; a sync report is when it returns",
+)
+def test_what_is_listed_is_committed(store, tmp_path, uploads_may_go_on):
+    def train_fn(session, rank):
+        session.report({}, folder(tmp_path / "c", model="x"), upload="async")
+        assert store.list() == []
+        uploads_may_go_on.set()
+
+    assert Attempt(store).run(train_fn) == [None]
+    store.verify(store.latest())
+
+
+@behaviour(
+    "ray.train.get_all_reported_checkpoints",
+    "with VALIDATED has the metrics of validations, in place of reported ones of the same name",
+    verdict="different",
+    reason="they stand under the evaluation's name, beside what was reported, of which nothing changes",
+)
+def test_attached_metrics_stand_under_their_own_name(store, tmp_path):
+    checkpoint = commit(store, tmp_path, {"loss": 0.5})
+    store.attach_metrics(checkpoint.id, {"loss": 0.4}, name="eval")
+    assert store.latest().metrics == {"loss": 0.5, "eval": {"loss": 0.4}}
+
+
+@behaviour(
+    "ray.train.get_all_reported_checkpoints",
+    "tells each one's status: pending, validated, timed out, failed",
+    verdict="missing",
+    reason="an evaluation that is done is in the metrics; how the others stand is told by their flow runs",
+    short="no status of validations",
+)
+def test_a_manifest_has_no_status(store, tmp_path):
+    assert not hasattr(commit(store, tmp_path).manifest, "status")
+
+
+# ray.train.CheckpointConfig
+
+
+def kept(store, tmp_path, metrics, **policy):
+    """Return the epochs of what a policy keeps of checkpoints with `metrics`."""
+    commit(store, tmp_path, *({"epoch": epoch, **it} for epoch, it in enumerate(metrics)))
+    store.prune(CheckpointConfig(**policy).policy())
+    return epochs(store.list())
+
+
+LOSSES = [{"loss": loss} for loss in (0.5, 0.1, 0.9, 0.7)]
+
+
+@behaviour("ray.train.CheckpointConfig", "keeps all checkpoints by default", verdict="same")
+def test_all_are_kept(store, tmp_path):
+    assert kept(store, tmp_path, LOSSES) == [0, 1, 2, 3]
+
+
+@behaviour("ray.train.CheckpointConfig", "num_to_keep without a score keeps the most recent", verdict="same")
+def test_the_newest_are_kept(store, tmp_path):
+    assert kept(store, tmp_path, LOSSES, num_to_keep=2) == [2, 3]
+
+
+@behaviour(
+    "ray.train.CheckpointConfig", "num_to_keep with a score keeps the best, by max unless told otherwise", verdict="same"
+)
+def test_the_best_are_kept(store, tmp_path):
+    assert kept(store, tmp_path, [*LOSSES, {"loss": 0.8}], num_to_keep=2, checkpoint_score_attribute="loss") == [2, 4]
+
+
+@behaviour("ray.train.CheckpointConfig", 'with order "min" the lowest scores are the best', verdict="same")
+def test_a_low_score_may_be_good(store, tmp_path):
+    config = {"num_to_keep": 2, "checkpoint_score_attribute": "loss", "checkpoint_score_order": "min"}
+    assert kept(store, tmp_path, LOSSES, **config)[:2] == [0, 1]
+
+
+@behaviour("ray.train.CheckpointConfig", "never deletes the latest, which may be one more than num_to_keep", verdict="same")
+def test_the_latest_is_kept_besides(store, tmp_path):
+    config = {"num_to_keep": 1, "checkpoint_score_attribute": "loss", "checkpoint_score_order": "min"}
+    assert kept(store, tmp_path, LOSSES, **config) == [1, 3]
+
+
+@behaviour("ray.train.CheckpointConfig", "num_to_keep must be at least 1, and the order max or min", verdict="same")
+@pytest.mark.parametrize("wrong", [{"num_to_keep": 0}, {"num_to_keep": -1}, {"checkpoint_score_order": "best"}])
+def test_a_policy_that_means_nothing_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        CheckpointConfig(**wrong)
+
+
+@behaviour("ray.train.CheckpointConfig", 'a score "a/b" is found in nested metrics', verdict="same")
+def test_a_nested_metric_ranks(store, tmp_path):
+    metrics = [{"eval": {"loss": loss}} for loss in (0.9, 0.1, 0.5)]
+    assert kept(store, tmp_path, metrics, num_to_keep=1, checkpoint_score_attribute="eval/loss") == [0, 2]
+
+
+@behaviour("ray.train.CheckpointConfig", "a NaN score is worse than any number", verdict="same")
+@pytest.mark.parametrize("order", ["max", "min"])
+def test_nan_is_worst(store, tmp_path, order):
+    metrics = [{"loss": 1.0}, {"loss": float("nan")}, {"loss": 2.0}]
+    config = {"num_to_keep": 2, "checkpoint_score_attribute": "loss", "checkpoint_score_order": order}
+    assert kept(store, tmp_path, metrics, **config) == [0, 2]
+
+
+@behaviour("ray.train.CheckpointConfig", "of equal scores the later counts as better", verdict="same")
+def test_ties_go_to_the_newer(store, tmp_path):
+    metrics = [{"loss": 1.0}, {"loss": 1.0}, {"loss": 0.0}]
+    assert kept(store, tmp_path, metrics, num_to_keep=1, checkpoint_score_attribute="loss") == [1, 2]
+
+
+@behaviour(
+    "ray.train.CheckpointConfig",
+    "a checkpoint without the score is logged as an error",
+    verdict="better",
+    reason="it ranks as the worst in both orders; with Ray's min it ranks as the best, and good ones are deleted",
+    short="a missing score is worst in both orders",
+)
+def test_a_missing_score_is_worst_in_both_orders(store, tmp_path):
+    config = {"num_to_keep": 1, "checkpoint_score_attribute": "loss", "checkpoint_score_order": "min"}
+    assert kept(store, tmp_path, [{"loss": 0.5}, {}, {"loss": 0.9}], **config) == [0, 2]
+
+
+@behaviour(
+    "ray.train.CheckpointConfig",
+    "a score must be a number: text ends the run",
+    verdict="better",
+    reason="it ranks as a missing one",
+)
+def test_a_score_of_text_ends_nothing(store, tmp_path):
+    config = {"num_to_keep": 1, "checkpoint_score_attribute": "loss"}
+    assert kept(store, tmp_path, [{"loss": 0.5}, {"loss": "low"}, {"loss": 0.1}], **config) == [0, 2]
+
+
+@behaviour("ray.train.CheckpointConfig", "checkpoint_frequency and checkpoint_at_end are refused", verdict="same")
+@pytest.mark.parametrize("gone", [{"checkpoint_frequency": 1}, {"checkpoint_at_end": True}])
+def test_a_frequency_is_no_configuration(gone):
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        CheckpointConfig(**gone)
+
+
+@behaviour(
+    "ray.train.CheckpointConfig",
+    "ranks a checkpoint when it is reported; another score or order at a resume ranks none again",
+    verdict="better",
+    reason="the policy of the day decides about all there are",
+    short="a new policy ranks old checkpoints",
+)
+def test_a_new_policy_ranks_old_checkpoints(store, tmp_path):
+    policy = {"checkpoint_score_attribute": "loss", "checkpoint_score_order": "min"}
+    assert kept(store, tmp_path, LOSSES, num_to_keep=3, **policy) == [0, 1, 3]
+    Attempt(store)
+    store.prune(RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="max"))
+    assert epochs(store.list()) == [3]
+
+
+@behaviour(
+    "ray.train.CheckpointConfig",
+    "records what goes before it deletes, so that a crash leaves no dangling entry",
+    verdict="same",
+)
+def test_a_crash_while_pruning_leaves_whole_checkpoints(store, tmp_path, monkeypatch):
+    commit(store, tmp_path, {"epoch": 0}, {"epoch": 1})
+    delete = LocalStorage.delete
+
+    def stop_at_data(self, keys):
+        keys = list(keys)
+        if any("/checkpoints/" in key for key in keys):
+            raise KeyboardInterrupt
+        delete(self, keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "delete", stop_at_data)
+        with pytest.raises(KeyboardInterrupt):
+            store.prune(RetentionPolicy(num_to_keep=1))
+    assert epochs(store.list()) == [1]
+    store.verify(store.latest())
+
+
+# ray.train.FailureConfig
+
+
+@behaviour("ray.train.FailureConfig", "max_failures is 0 by default: no restart", verdict="same")
+def test_no_restart_after_an_exception_by_default():
+    assert FailureConfig().max_failures == 0
+
+
+@behaviour("ray.train.FailureConfig", "-1 restarts without end", verdict="same")
+def test_minus_one_is_without_end():
+    assert FailureConfig(max_failures=-1).max_failures == -1
+    with pytest.raises(ValidationError):
+        FailureConfig(max_failures=-2)
+
+
+@behaviour("ray.train.FailureConfig", "preemptions have a budget of their own, without end by default", verdict="same")
+def test_preemptions_are_counted_apart():
+    assert FailureConfig().max_preemptions == -1
+
+
+@behaviour(
+    "ray.train.FailureConfig",
+    "max_failures counts every failure of a worker: exceptions, killed processes, lost nodes",
+    verdict="different",
+    reason="exceptions of the function alone; lost processes and storages have `max_infrastructure_failures`, 3 by default",
+    short="budgets for lost processes apart",
+)
+def test_lost_processes_are_counted_apart():
+    assert FailureConfig().max_infrastructure_failures == 3
+
+
+@behaviour(
+    "ray.train.FailureConfig",
+    "controller_failure_limit restarts the controller",
+    verdict="different",
+    reason="an automation runs a crashed flow again: `serve(…, max_restarts=)`, `resume_crashed`",
+)
+def test_there_is_no_controller_to_restart():
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        FailureConfig(controller_failure_limit=3)
+
+
+@behaviour(
+    "ray.train.FailureConfig",
+    "preemption_grace_s is how long survivors go on after the deadline, 0 by default",
+    verdict="different",
+    reason="`grace_s` is how long all ranks have for a last report, 20 s by default",
+)
+def test_a_grace_is_for_all_ranks():
+    assert FailureConfig().grace_s == 20
+
+
+@behaviour(
+    "ray.train.FailureConfig",
+    "relax_collectives_on_preemption lets survivors commit without the lost ranks",
+    verdict="missing",
+    reason="a checkpoint without a rank's files would not be whole",
+    short="no commit without the lost ranks",
+)
+def test_a_report_needs_all_ranks():
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        FailureConfig(relax_collectives_on_preemption=True)
+
+
+# ray.train.RunConfig and ray.train.ScalingConfig
+
+
+@behaviour("ray.train.RunConfig", "a run that nobody named gets a name of its own", verdict="same")
+def test_an_unnamed_run_gets_a_name():
+    assert RunConfig().name is None
+    assert default_run_name("quick-fox", "0123456789") != default_run_name("quick-fox", "9876543210")
+
+
+@behaviour(
+    "ray.train.RunConfig",
+    "storage_path is ~/ray_results by default",
+    verdict="different",
+    reason="`./checkpoints`, beside what is run",
+)
+def test_the_default_storage():
+    assert RunConfig().storage == "./checkpoints"
+
+
+@behaviour("ray.train.RunConfig", "everything of a run lies in storage_path/name", verdict="same")
+def test_a_run_lies_in_its_folder(store, tmp_path):
+    commit(store, tmp_path)
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["run"]
+
+
+@behaviour(
+    "ray.train.RunConfig", "the same name and storage_path, started again, continue from the latest checkpoint", verdict="same"
+)
+def test_the_same_name_continues(store, tmp_path):
+    commit(store, tmp_path, {"epoch": 4})
+    again = CheckpointStore.open(tmp_path / "store", "run")
+    assert Attempt(again).restored.metrics == {"epoch": 4}
+    assert Attempt(CheckpointStore.open(tmp_path / "store", "other")).restored is None
+
+
+@behaviour(
+    "ray.train.RunConfig",
+    "a run needs its snapshot file whole to continue",
+    verdict="better",
+    reason="there is no such file: each checkpoint has a manifest, and a torn `latest.json` is but a hint",
+    short="no file that must be whole",
+)
+def test_a_torn_file_stops_nothing(store, tmp_path):
+    commit(store, tmp_path, {"epoch": 4})
+    (tmp_path / "store/run/latest.json").write_text('{"id": "0000')
+    assert Attempt(store).restored.metrics == {"epoch": 4}
+
+
+@behaviour(
+    "ray.train.RunConfig",
+    "callbacks are told of reports and exceptions, with the metrics of all workers",
+    verdict="different",
+    reason="events and automations tell of commits and failures, outside of the training; rank 0's metrics alone are recorded",
+    short="no callbacks with all ranks' metrics",
+)
+def test_rank_0s_metrics_alone_are_told(store):
+    attempt = Attempt(store, 2)
+    attempt.run(lambda session, rank: session.report({"rank": rank}))
+    assert [event.record.metrics for event in attempt.events() if isinstance(event, ReportEvent)] == [{"rank": 0}]
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        RunConfig(callbacks=[])
+
+
+@behaviour("ray.train.RunConfig", "what belonged to Ray Tune (verbose, stop, sync_config …) is refused", verdict="same")
+@pytest.mark.parametrize("gone", ["sync_config", "verbose", "stop", "progress_reporter", "log_to_file"])
+def test_unknown_settings_are_refused(gone):
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        RunConfig(**{gone: None})
+
+
+@behaviour("ray.train.ScalingConfig", "is one worker without a GPU by default", verdict="same")
+def test_one_rank_without_a_gpu_by_default():
+    assert (ScalingConfig().num_workers, ScalingConfig().use_gpu) == (1, False)
+
+
+@behaviour(
+    "ray.train.ScalingConfig",
+    "num_workers=(min, max) resizes the worker group",
+    verdict="missing",
+    reason="an attempt has as many ranks as the one before; a state loads at another number when you change it",
+    short="no elastic number of ranks",
+)
+def test_the_number_of_ranks_is_one_number():
+    with pytest.raises(ValidationError):
+        ScalingConfig(num_workers=(2, 8))
+
+
+@behaviour(
+    "ray.train.ScalingConfig",
+    "num_workers=0 runs the function in the same process",
+    verdict="different",
+    reason="a rank is a process of its own; one without Prefect starts in a second or two",
+)
+def test_there_is_at_least_one_rank():
+    with pytest.raises(ValidationError):
+        ScalingConfig(num_workers=0)
+
+
+@behaviour(
+    "ray.train.ScalingConfig",
+    "resources_per_worker reserves resources",
+    verdict="different",
+    reason="a work pool's job variables do so for the flow run, whose ranks share its machine",
+)
+def test_resources_are_the_work_pools():
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        ScalingConfig(resources_per_worker={"CPU": 4})
+
+
+# ray.train.torch.TorchTrainer and ray.train.Result
+
+
+@behaviour("ray.train.torch.TorchTrainer", "takes a function of no argument, or of one: the config", verdict="same")
+def test_a_function_takes_the_config_or_nothing():
+    for function in (lambda: None, lambda config: None):
+        assert check_signature(function) is function
+    with pytest.raises(TypeError, match="must take one argument, the config, or none"):
+        check_signature(lambda config, more: None)
+
+
+def train_with_a_failure(config):
+    """Report three epochs on two ranks; fail in the first attempt after the second."""
+    context, checkpoint = get_context(), get_checkpoint()
+    start = 0 if checkpoint is None else int(read_files(checkpoint)["epoch"]) + 1
+    for epoch in range(start, 3):
+        with tempfile.TemporaryDirectory() as directory:
+            name = "epoch" if context.world_rank == 0 else "of-rank-1"
+            report({"epoch": epoch, "loss": config["losses"][epoch]}, folder(Path(directory), **{name: str(epoch)}))
+        if context.attempt == 1 and epoch == 1 and context.world_rank == 1:
+            raise ValueError("boom from the training")
+    report({"epoch": 3, "loss": 9.0})
+    torch.distributed.barrier()
+    told = [f"told by rank {context.world_rank}"]
+    torch.distributed.broadcast_object_list(told)
+    return {"rank": context.world_rank, "start": start, "attempt": context.attempt, "told": told[0]}
+
+
+@pytest.fixture(scope="module")
+def prefect_server():
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory, prefect_server):
+    """The result of one training of two ranks that failed once."""
+    storage = str(tmp_path_factory.mktemp("store"))
+    keeps = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    return train(
+        train_with_a_failure,
+        {"losses": [0.3, 0.5, 0.4]},
+        ScalingConfig(num_workers=2),
+        RunConfig(name="run", storage=storage),
+        keeps,
+        FailureConfig(max_failures=1),
+    )
+
+
+@behaviour(
+    "ray.train.FailureConfig", "max_failures=n restarts all workers at most n times from the latest checkpoint", verdict="same"
+)
+def test_a_failed_rank_restarts_all_from_the_latest_checkpoint(result):
+    assert (result.attempts, result.return_value["start"], result.return_value["attempt"]) == (2, 2, 2)
+
+
+@behaviour("ray.train.collective", "barrier and broadcast_from_rank_zero work between all workers", verdict="same")
+def test_ranks_can_wait_for_each_other_and_tell_each_other(result):
+    assert result.return_value["told"] == "told by rank 0"
+
+
+def fail_after_the_checkpoint(config):
+    raise ValueError(f"began after epoch {read_files(get_checkpoint())['epoch'].decode()}")
+
+
+@pytest.fixture(scope="module")
+def failure(result):
+    """What is raised by a training of one rank that begins from another's checkpoint, and fails."""
+    other = RunConfig(name="other", storage=result.path.rpartition("/")[0])
+    with pytest.raises(ValueError, match="began after epoch") as caught:
+        train(fail_after_the_checkpoint, {}, run=other, resume_from=result.checkpoint)
+    return caught.value
+
+
+@behaviour(
+    "ray.train.torch.TorchTrainer",
+    "fit() raises a TrainingFailedError that tells the workers' exceptions",
+    verdict="different",
+    reason="`train` raises what the function raised, from a RankFailedError with the rank's own traceback",
+    short="the function's own error",
+)
+def test_a_failed_training_raises_what_its_function_raised(failure):
+    assert type(failure) is ValueError
+    assert isinstance(failure.__cause__, RankFailedError)
+    assert "in fail_after_the_checkpoint" in str(failure.__cause__)
+
+
+@behaviour(
+    "ray.train.torch.TorchTrainer",
+    "resume_from_checkpoint is gone: give the checkpoint in the config",
+    verdict="better",
+    reason="`resume_from=` begins from another run's checkpoint, verified, while this run has none of its own",
+    short="`resume_from=`",
+)
+def test_a_training_begins_from_another_runs_checkpoint(failure):
+    assert str(failure) == "began after epoch 2"
+
+
+@behaviour("ray.train.Result", "return_value is what the function returned on rank 0", verdict="same")
+def test_the_return_value_is_rank_0s(result):
+    assert result.return_value["rank"] == 0
+
+
+@behaviour(
+    "ray.train.Result",
+    "metrics are those attached to the last checkpoint",
+    verdict="better",
+    reason="those reported last, with a checkpoint or without; the checkpoint's are `result.checkpoint.metrics`",
+)
+def test_metrics_are_what_was_reported_last(result):
+    assert result.metrics == {"epoch": 3, "loss": 9.0}
+    assert result.checkpoint.metrics == {"epoch": 2, "loss": 0.4}
+
+
+@behaviour("ray.train.Result", "checkpoint is the latest", verdict="same")
+def test_the_checkpoint_is_the_latest(result):
+    assert read_files(result.checkpoint) == {"epoch": b"2", "of-rank-1": b"2"}
+
+
+@behaviour(
+    "ray.train.Result",
+    "best_checkpoints has the kept ones with their metrics, the best last",
+    verdict="different",
+    reason="the best first",
+    short="the best first",
+)
+def test_the_best_checkpoint_is_the_first(result):
+    assert [metrics["loss"] for _, metrics in result.best_checkpoints] == [0.3, 0.4]
+
+
+@behaviour(
+    "ray.train.Result",
+    "metrics_dataframe has a row for each checkpoint that was kept",
+    verdict="better",
+    reason="for each report, with a checkpoint or without, pruned or not, in order, with step and attempt",
+    short="every report",
+)
+def test_the_dataframe_has_every_report(result):
+    frame = result.metrics_dataframe
+    assert list(frame["epoch"]) == [0, 1, 2, 3]
+    assert list(frame["attempt"]) == [1, 1, 2, 2]
+
+
+@behaviour("ray.train.Result", "path is where the run lies", verdict="same")
+def test_the_path_is_the_runs_folder(result):
+    assert Path(result.path, "manifests").is_dir()
+
+
+@behaviour(
+    "ray.train.Result",
+    "from_path reads metrics and checkpoints back from storage",
+    verdict="better",
+    reason="and the return value, the history and how each attempt ended; also while it trains",
+)
+def test_a_result_is_read_back_from_storage(result):
+    storage, _, run = result.path.rpartition("/")
+    again = Result.from_storage(storage, run)
+    assert (again.metrics, again.checkpoint, again.return_value) == (result.metrics, result.checkpoint, result.return_value)
+    assert again.best_checkpoints == result.best_checkpoints
+
+
+@behaviour(
+    "ray.train.Result",
+    "get_best_checkpoint(metric, mode) ranks by any metric",
+    verdict="different",
+    reason="`CheckpointStore.best(k, metric, mode)` returns the manifests of the best k",
+)
+def test_the_best_by_any_metric(result):
+    assert result.checkpoint.store.best(1, "epoch", "max")[0].metrics["epoch"] == 2
+
+
+def failed_run(store, tmp_path):
+    """Leave behind what a training does that failed in its second epoch."""
+    attempt = Attempt(store)
+    attempt.session().report({"epoch": 0}, folder(tmp_path / "c", model="x"))
+    history = HistoryWriter(store, attempt.number)
+    history.append(MetricRecord(1, 0, {"epoch": 0}, store.latest().id, store.latest().created_at.isoformat()))
+    history.flush()
+    write_outcome(store, Outcome(1, "failed", None, "user", "ValueError: boom", errors={"1": "ValueError: boom"}))
+    return Result.from_storage(tmp_path / "store", "run")
+
+
+@behaviour(
+    "ray.train.Result",
+    "error is not loaded by from_path",
+    verdict="better",
+    reason="it is read from storage, also when nobody waited for the training",
+)
+def test_an_error_is_read_from_storage(store, tmp_path):
+    error = failed_run(store, tmp_path).error
+    assert isinstance(error, TrainingFailedError)
+    assert "boom" in str(error)
+
+
+@behaviour(
+    "ray.train.Result",
+    "there is none of a failed training: fit() raises",
+    verdict="better",
+    reason="`Result.from_storage` has its metrics and checkpoints all the same",
+    short="of failed and living trainings, too",
+)
+def test_a_failed_training_has_a_result(store, tmp_path):
+    result = failed_run(store, tmp_path)
+    assert (result.metrics, result.completed, len(result.best_checkpoints)) == ({"epoch": 0}, False, 1)
+
+
+@behaviour(
+    "ray.train.Result",
+    "the error of a failed training has the exceptions by rank (worker_failures)",
+    verdict="different",
+    reason="`result.errors` has them as text, also from storage",
+)
+def test_errors_are_told_by_rank(store, tmp_path):
+    assert failed_run(store, tmp_path).errors == {1: "ValueError: boom"}
+
+
+@behaviour(
+    "ray.train.Result",
+    "from_path raises a RuntimeError where there is no run",
+    verdict="different",
+    reason="a FileNotFoundError",
+)
+def test_no_run_is_a_file_not_found(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no run 'run'"):
+        Result.from_storage(tmp_path, "run")
