@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointNotFoundError
-from .manifest import Manifest, is_id
+from .file_choice import Include, choose_files, choose_in_folder
+from .manifest import FileEntry, Manifest, is_id
 from .metrics import Metrics
 from .staging import METADATA_FILE
 from .store import CheckpointStore, VerifyLevel
-from .transfer import copy_directory, download
+from .transfer import copy_folder, download, readable_files
 
 if TYPE_CHECKING:
-    from .manifest import FileEntry
     from .state_read import StateReader
 
 
@@ -116,50 +116,69 @@ class Checkpoint:
             self._store.verify(self.manifest, level)
 
     @contextmanager
-    def as_directory(self) -> Iterator[str]:
+    def as_directory(self, *, include: Include = None, own_files: bool = False) -> Iterator[str]:
         """Yield the path of a local folder with the files, whole and verified; read it, do not change it.
 
-        In place where this machine sees the files, after reading them once to verify. Otherwise downloaded once per node,
-        whoever asks, and deleted after the last reader.
+        In place where this machine sees the files, after reading them once to verify. Otherwise each file is downloaded once
+        per node, however many processes and threads ask for it, and all are deleted after the last reader.
+
+        With `include` or `own_files`, only what they choose is verified, or downloaded, and counts; the folder may hold more.
+
+        Args:
+            include: Patterns of the paths to have: "*.pt", "optimizer/*", or a folder's name for all that is in it; "*"
+                matches "/", too. None means every file, or with `own_files` no more than those.
+            own_files: Have the files that this rank itself stored. What several ranks brought alike, the lowest of them
+                stored. Outside of a training, this is rank 0 of 1.
 
         Raises:
             CheckpointNotFoundError: If it was pruned or never existed.
             CheckpointCorruptError: If a file differs from what was committed.
+            ValueError: If a pattern matches no file, naming some that there are.
+            RankLocalStateError: If `own_files`, and another number of ranks stored it.
 
         """
         if self._store is None:
+            assert self.directory is not None
+            choose_in_folder(self.directory, include, own_files=own_files)
             yield str(self.directory)
             return
-        local = self._store.storage.local_path(self._store.layout.data(self.manifest.id))
-        if local is not None:
-            self._store.verify(self._store.committed(self.manifest.id))
-            yield str(local)
-            return
-        from .cache import downloaded  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
+        manifest, files = self._choose(self._store, include, own_files=own_files)
+        with readable_files(self._store, manifest, files) as folder:
+            yield str(folder)
 
-        with downloaded(self._content_name(), self._download) as files:
-            yield str(files)
-
-    def to_directory(self, path: str | PathLike[str] | None = None) -> str:
+    def to_directory(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        include: Include = None,
+        own_files: bool = False,
+    ) -> str:
         """Copy the files, verified, into a folder of the caller's and return its path.
 
         Args:
             path: The folder, made if missing; None makes a new temporary one.
+            include: Patterns of the paths to copy; see `as_directory`.
+            own_files: Copy the files that this rank itself stored; see `as_directory`.
 
         Raises:
             CheckpointNotFoundError: If it was pruned or never existed.
             CheckpointCorruptError: If a file differs from what was committed.
+            ValueError: If a pattern matches no file, naming some that there are.
+            RankLocalStateError: If `own_files`, and another number of ranks stored it.
 
         """
-        target = Path(tempfile.mkdtemp(prefix="prefect-torch-") if path is None else path)
-        target.mkdir(parents=True, exist_ok=True)
-        if (directory := self.directory) is not None:
-            copy_directory(directory, target)
+        if self._store is None:
+            assert self.directory is not None
+            chosen = choose_in_folder(self.directory, include, own_files=own_files)
+            target = _made(path)
+            copy_folder(self.directory, target, chosen)
         else:
-            self._download(target)
-            metadata = self.get_metadata()
-            if metadata:
-                Checkpoint.from_directory(target).set_metadata(metadata)
+            manifest, files = self._choose(self._store, include, own_files=own_files)
+            target = _made(path)
+            download(self._store, manifest, files, target)
+        metadata = self.get_metadata()
+        if metadata:
+            Checkpoint.from_directory(target).set_metadata(metadata)
         return str(target)
 
     def load_state(
@@ -198,6 +217,32 @@ class Checkpoint:
         place = (own_rank if rank is None else rank, own_world_size if world_size is None else world_size)
         reader, files = self._state_files()
         load_state(reader, files, state, place, rank_local)
+
+    def to_safetensors(self, path: str | PathLike[str], *, key: str = "model") -> str:
+        """Write the whole tensors of a reported state to one safetensors file, verified, and return its path.
+
+        They are put together from what all ranks stored, however the model was sharded, in the memory of a few blocks of
+        4 MiB; the file appears whole or not at all. Their names are those of the module's `state_dict()`; a tensor that has
+        several is written under each. What is no tensor is left out, with a warning.
+
+        Args:
+            path: The file; one that is there is replaced, a folder that is missing is made.
+            key: What to write: a name in the state that was reported, or a path of names in it, joined with dots.
+
+        Raises:
+            ValueError: If there is no tensor below `key`, each rank has its own of it, or safetensors has no such dtype.
+            CheckpointCorruptError: If what is stored differs from what was committed.
+            CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
+
+        """
+        from .state_export import export_tensors  # noqa: PLC0415 - torch, for states only
+        from .state_load import read_index  # noqa: PLC0415 - as above
+
+        reader, files = self._state_files()
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        export_tensors(reader, read_index(reader, files), key, target)
+        return str(target)
 
     def _state_files(self) -> "tuple[StateReader, dict[str, FileEntry]]":
         from .state_load import files_in  # noqa: PLC0415 - torch, for states only
@@ -262,13 +307,17 @@ class Checkpoint:
     def __hash__(self) -> int:
         return hash(self.path)
 
-    def _content_name(self) -> str:
-        # The manifest holds every digest: equal names are equal bytes, wherever they come from.
-        return f"{self.path} {self.manifest.encode().decode()}"
+    def _choose(self, store: CheckpointStore, include: Include, *, own_files: bool) -> tuple[Manifest, tuple[FileEntry, ...]]:
+        from .reporting import place_of_this_rank  # noqa: PLC0415 - it imports this module
 
-    def _download(self, target: Path) -> None:
-        assert self._store is not None
-        download(self._store, self._store.committed(self.manifest.id), target)
+        manifest = store.committed(self.manifest.id)  # raises if it was pruned
+        return manifest, choose_files(manifest, include, place_of_this_rank() if own_files else None, self.path)
+
+
+def _made(path: str | PathLike[str] | None) -> Path:
+    target = Path(tempfile.mkdtemp(prefix="prefect-torch-") if path is None else path)
+    target.mkdir(parents=True, exist_ok=True)
+    return target
 
 
 def _named(path: str | PathLike[str]) -> str:

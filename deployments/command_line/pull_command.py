@@ -1,14 +1,16 @@
-"""`pull`: a whole checkpoint, verified, in a directory of one's own."""
+"""`pull`: a checkpoint, or a part of it, verified, in a directory of one's own."""
 
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import click
-from prefect_torch.ckpt import Checkpoint
+from prefect_torch.ckpt import CheckpointStore, Manifest
+from prefect_torch.ckpt.file_choice import choose_files
 from prefect_torch.ckpt.wording import show_bytes
 
 from .parameters import metric_option, order_option, run_argument, storage_argument
@@ -18,39 +20,92 @@ from .terminal import note, say, show_count
 
 _LOOK_EVERY_S = 0.1
 _INTERRUPTED = 130
+_BLOCK_BYTES = 512  # what a file's blocks are counted in (man 2 stat)
+_WHOLE = "model.safetensors"
 
 
 @click.command
 @storage_argument
 @run_argument
 @click.argument("names", metavar="[ID] DIRECTORY", nargs=-1)
+@click.option(
+    "--include", metavar="PATTERN", multiple=True, help='Only files that match, as "*.pt", or a folder; may be repeated.'
+)
+@click.option("--consolidate", is_flag=True, help=f"Only the model of a reported state, whole, as one file {_WHOLE}.")
+@click.option("--key", metavar="NAME", help='What to consolidate: its name in the state; "model" if not given.')
 @metric_option
 @order_option
 @click.option("--force", is_flag=True, help="Into a directory that holds something: replaces what has the same name.")
-def pull(storage: str, run: str, names: tuple[str, ...], metric: str | None, order: Any, force: bool) -> None:
+def pull(
+    storage: str,
+    run: str,
+    names: tuple[str, ...],
+    include: tuple[str, ...],
+    consolidate: bool,
+    key: str | None,
+    metric: str | None,
+    order: Any,
+    force: bool,
+) -> None:
     """Copy a checkpoint to a directory.
 
     That of ID, or the latest of RUN, to DIRECTORY, which is made if missing. Every byte is verified on the way. The files
     appear together at the end: an interrupted or failed pull leaves none.
+
+    With --consolidate, what all ranks stored of the model is put together in one safetensors file, with little memory.
+    DIRECTORY may then be the file itself, with a name that ends in ".safetensors".
     """
     if len(names) not in (1, 2):
         raise click.UsageError("give DIRECTORY, or ID and DIRECTORY")
+    if include and consolidate:
+        raise click.UsageError("--consolidate reads what it needs: give it without --include")
+    if key is not None and not consolidate:
+        raise click.UsageError("--key says what to consolidate: give it with --consolidate")
     *chosen, directory = names
     target = Path(directory).expanduser()
-    if not force and target.exists() and any(target.iterdir()):
-        raise FileExistsError(f"{target} is not empty: give another directory, or --force to write into it")
+    file = (target if target.suffix == ".safetensors" else target / _WHOLE) if consolidate else None
+    _check_free(target, file, force=force)
     store = open_run(storage, run)
     manifest = find_checkpoint(store, chosen[0] if chosen else "latest", metric, order)
-    _pull(store.checkpoint(manifest), manifest.total_bytes, target)
-    files = show_count(len(manifest.files), "file")
-    say(f"{manifest.id}, step {manifest.step}: {files}, {show_bytes(manifest.total_bytes)}, in {target}")
+    if file is None:
+        _pull_files(store, manifest, include or None, target)
+    else:
+        _pull_consolidated(store, manifest, key or "model", file)
 
 
-def _pull(checkpoint: Checkpoint, total_bytes: int, target: Path) -> None:
+def _check_free(target: Path, file: Path | None, *, force: bool) -> None:
+    if force:
+        return
+    if file is not None and file.exists():
+        raise FileExistsError(f"{file} exists: give another name, or --force to replace it")
+    if file is None and target.exists() and any(target.iterdir()):
+        raise FileExistsError(f"{target} is not empty: give another directory, or --force to write into it")
+
+
+def _pull_files(store: CheckpointStore, manifest: Manifest, include: tuple[str, ...] | None, target: Path) -> None:
+    files = choose_files(manifest, include, None, store.path_of(manifest.id))
+    total_bytes = sum(entry.bytes for entry in files)
+    checkpoint = store.checkpoint(manifest)
+    _pull(target, total_bytes, lambda partial: checkpoint.to_directory(partial, include=include))
+    say(f"{_named(manifest)}: {show_count(len(files), 'file')}, {show_bytes(total_bytes)}, in {target}")
+
+
+def _pull_consolidated(store: CheckpointStore, manifest: Manifest, key: str, file: Path) -> None:
+    checkpoint = store.checkpoint(manifest)
+    _pull(file.parent, manifest.total_bytes, lambda partial: checkpoint.to_safetensors(partial / file.name, key=key))
+    say(f"{_named(manifest)}: {key!r}, {show_bytes(file.stat().st_size)}, in {file}")
+
+
+def _named(manifest: Manifest) -> str:
+    return f"{manifest.id}, step {manifest.step}"
+
+
+def _pull(target: Path, total_bytes: int, write: Callable[[Path], object]) -> None:
+    """Let `write` write into a folder, and move what it wrote into `target` once it is whole."""
     target.mkdir(parents=True, exist_ok=True)
     partial = Path(mkdtemp(prefix=".prefect-torch-pull-", dir=target))  # in there, so that a rename is enough
     try:
-        _download(checkpoint, total_bytes, partial)
+        _show_progress(partial, total_bytes, write)
         _move_all(partial, target)
     except KeyboardInterrupt:
         shutil.rmtree(partial, ignore_errors=True)
@@ -60,10 +115,10 @@ def _pull(checkpoint: Checkpoint, total_bytes: int, target: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _download(checkpoint: Checkpoint, total_bytes: int, partial: Path) -> None:
+def _show_progress(partial: Path, total_bytes: int, write: Callable[[Path], object]) -> None:
     with progress_bar("pulling", total_bytes, unit="bytes") as bar:
         pool = ThreadPoolExecutor(1, "prefect-torch-pull")  # not as a context, which would wait for it after Ctrl-C
-        done = pool.submit(checkpoint.to_directory, partial)
+        done = pool.submit(write, partial)
         shown = 0
         while not wait([done], _LOOK_EVERY_S).done:
             there = _bytes_below(partial)
@@ -79,9 +134,10 @@ def _bytes_below(folder: Path) -> int:
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
-                total += os.stat(f"{parent}/{name}").st_size  # noqa: PTH116 - many small ones, ten times a second
+                status = os.stat(f"{parent}/{name}")  # noqa: PTH116 - many small ones, ten times a second
             except FileNotFoundError:  # renamed since
                 continue
+            total += min(status.st_size, status.st_blocks * _BLOCK_BYTES)  # a consolidated file has its size at once
     return total
 
 

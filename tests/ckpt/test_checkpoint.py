@@ -1,3 +1,4 @@
+import errno
 import multiprocessing
 import os
 import pickle
@@ -8,11 +9,20 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import checkpoint_readers
 import pytest
 from faulty_storage import FaultyStorage
-from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt import (
+    Checkpoint,
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    RankLocalStateError,
+    RetentionPolicy,
+)
 from prefect_torch.ckpt.cache import downloaded
 from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.reporting import start_session
 from ranks import Attempt, folder, read_files
 
 
@@ -74,7 +84,7 @@ def test_a_remote_checkpoint_that_changed_is_never_handed_out(remote, tmp_path, 
 
 def test_many_threads_cost_one_download(remote, tmp_path, cache):
     checkpoint = commit(remote, tmp_path, model="x" * 1000, other="y")
-    counting = FaultyStorage(remote.storage)
+    counting = FaultyStorage(remote.storage, delay_s=0.02)
     store = CheckpointStore(counting, Layout("run"), remote.spec)
     handle = store.checkpoint(checkpoint.manifest)
     all_read = threading.Barrier(8)
@@ -95,8 +105,12 @@ def test_many_threads_cost_one_download(remote, tmp_path, cache):
     assert cached(cache) == []
 
 
+def _write(path, target):
+    target.write_text(path)
+
+
 def _hold(started, name):
-    with downloaded(name, lambda target: (target / "x").write_bytes(b"1")):
+    with downloaded(name, ["x"], _write):
         started.set()
         signal.pause()
 
@@ -106,23 +120,196 @@ def test_what_a_killed_reader_left_is_swept_by_the_next(cache):
     reader = multiprocessing.get_context("fork").Process(target=_hold, args=(started, "one"))
     reader.start()
     assert started.wait(20)
-    with downloaded("other", lambda target: (target / "y").write_bytes(b"2")):
+    with downloaded("other", ["y"], _write):
         assert {path.name for path in cached(cache)} == {"x", "y"}  # the living reader keeps its own
         os.kill(reader.pid, signal.SIGKILL)
         reader.join()
-    with downloaded("third", lambda target: (target / "z").write_bytes(b"3")):
+    with downloaded("third", ["z"], _write):
         assert {path.name for path in cached(cache)} == {"z"}
 
 
-def test_a_download_that_failed_is_done_again(cache):
-    def fail(target):
-        (target / "half").write_bytes(b"")
+def _hang(started):
+    def write_half(path, target):
+        target.write_text("half")
+        started.set()
+        signal.pause()
+
+    with downloaded("one", ["x"], write_half):
+        pass
+
+
+def test_a_reader_that_is_killed_while_it_downloads_holds_up_nobody_for_long(cache):
+    started = multiprocessing.get_context("fork").Event()
+    killed = multiprocessing.get_context("fork").Process(target=_hang, args=(started,))
+    killed.start()
+    assert started.wait(20)
+    seen = []
+
+    def read():
+        with downloaded("one", ["x", "y"], _write) as files:
+            seen.append({path.name: path.read_text() for path in files.iterdir()})
+
+    with downloaded("one", ["y"], _write) as files:  # what nobody downloads just now need not wait
+        assert [path.name for path in files.iterdir()] == ["y"]
+        reader = threading.Thread(target=read)
+        reader.start()
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.join()
+        reader.join(20)
+    assert seen == [{"x": "x", "y": "y"}]
+    assert cached(cache) == []
+
+
+def test_a_download_that_failed_is_the_error_of_its_reader_alone_and_done_again_by_the_next(cache):
+    def fail(path, target):
+        if path == "y":
+            target.write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        raise AssertionError("x is there already")
+
+    with downloaded("one", ["x"], _write) as files:
+        with pytest.raises(OSError, match="No space left"), downloaded("one", ["x", "y"], fail):
+            pass
+        assert [path.name for path in cached(cache)] == ["x"]  # the half is gone, since the disk is full
+        with downloaded("one", ["y"], _write):
+            assert {path.name: path.read_text() for path in files.iterdir()} == {"x": "x", "y": "y"}
+    assert cached(cache) == []
+
+
+def test_readers_who_want_one_file_at_once_do_not_share_an_error(cache):
+    first_downloads, second_waits = threading.Event(), threading.Event()
+    outcomes = {}
+
+    def fail(path, target):
+        first_downloads.set()
+        assert second_waits.wait(20)
         raise ConnectionError
 
-    with pytest.raises(ConnectionError), downloaded("one", fail):
+    def read(name, download):
+        try:
+            with downloaded("one", ["x"], download) as files:
+                outcomes[name] = (files / "x").read_text()
+        except ConnectionError:
+            outcomes[name] = "failed"
+
+    threads = [threading.Thread(target=read, args=it) for it in (("first", fail), ("second", _write))]
+    threads[0].start()
+    assert first_downloads.wait(20)
+    threads[1].start()
+    second_waits.set()
+    for thread in threads:
+        thread.join(20)
+    assert outcomes == {"first": "failed", "second": "x"}
+
+
+def test_many_processes_and_threads_download_each_file_once_whatever_each_wants_of_it(moto, tmp_path, cache, monkeypatch):
+    for name, value in moto.options().items():
+        monkeypatch.setenv(name.upper(), value)
+    url = f"s3://{moto.new_bucket()}/folder"
+    commit(CheckpointStore.open(url, "run"), tmp_path, **{name: name * 1000 for name in "abcd"})
+    wanted = [[None, ["a", "b"], ["b", "c"]], [["c"], None, ["a"]], [["b"], ["c", "b"], None]]
+    spawning = multiprocessing.get_context("spawn")  # obstore's threads do not live through a fork
+    everybody_reads = spawning.Barrier(9)
+    record = tmp_path / "downloads"
+    place = (url, str(cache), str(record))
+    readers = [spawning.Process(target=checkpoint_readers.read, args=(place, of, everybody_reads)) for of in wanted]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(120)
+    assert [reader.exitcode for reader in readers] == [0, 0, 0]
+    assert sorted(line.rpartition("/")[2] for line in record.read_text().splitlines()) == ["a", "b", "c", "d"]
+    assert cached(cache) == []
+
+
+@pytest.fixture(params=["local", "remote"])
+def sharded(request, tmp_path, cache):
+    """A checkpoint of two ranks, each with a file of its own, and some of both."""
+    store = request.getfixturevalue(request.param)
+
+    def report(session, rank):
+        files = folder(tmp_path / f"c{rank}", **{f"part-{rank}.pt": f"{rank}", "same.json": "{}"})
+        if rank == 0:
+            folder(tmp_path / "c0/optimizer", **{"a.pt": "a", "b.bin": "b"})
+        session.report({}, files)
+
+    assert Attempt(store, 2).run(report) == [None, None]
+    return store.checkpoint(store.latest())
+
+
+EVERYTHING = {"part-0.pt", "part-1.pt", "same.json", "optimizer/a.pt", "optimizer/b.bin"}
+
+
+@pytest.mark.parametrize(
+    ("include", "chosen"),
+    [
+        (None, EVERYTHING),
+        ("*", EVERYTHING),
+        ("*.pt", {"part-0.pt", "part-1.pt", "optimizer/a.pt"}),
+        ("part-[0-9].pt", {"part-0.pt", "part-1.pt"}),
+        ("optimizer", {"optimizer/a.pt", "optimizer/b.bin"}),
+        ("opt*/", {"optimizer/a.pt", "optimizer/b.bin"}),
+        (["same.json", "*/a.pt"], {"same.json", "optimizer/a.pt"}),
+        ([], set()),
+    ],
+)
+def test_a_part_of_a_checkpoint_is_chosen_by_patterns(sharded, tmp_path, include, chosen):
+    copied = Path(sharded.to_directory(tmp_path / "copy", include=include))
+    assert {path.relative_to(copied).as_posix() for path in copied.rglob("*") if path.is_file()} == chosen
+    with sharded.as_directory(include=include) as directory:
+        there = {path.relative_to(directory).as_posix() for path in Path(directory).rglob("*") if path.is_file()}
+    assert there == (EVERYTHING if "memory" not in sharded.path else chosen)  # in place, all are there
+    plain = Checkpoint(sharded.to_directory(tmp_path / "whole"))
+    again = Path(plain.to_directory(tmp_path / "again", include=include))
+    assert {path.relative_to(again).as_posix() for path in again.rglob("*") if path.is_file()} == chosen
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_that_names_what_is_there(sharded, tmp_path):
+    some = r"no file of .* matches '\*.onnx'; it has optimizer/a.pt, optimizer/b.bin, part-0.pt, part-1.pt, same.json"
+    plain = Checkpoint(sharded.to_directory(tmp_path / "whole"))
+    for checkpoint in (sharded, plain):
+        with pytest.raises(ValueError, match=some), checkpoint.as_directory(include=["*.pt", "*.onnx"]):
+            pass
+        with pytest.raises(ValueError, match=some):
+            checkpoint.to_directory(tmp_path / "none", include="*.onnx")
+    assert not (tmp_path / "none").exists()
+
+
+def test_only_the_chosen_files_are_verified(sharded):
+    assert sharded.store is not None
+    sharded.store.storage.put_bytes(sharded.store.layout.data(sharded.id, "part-1.pt"), b"2")
+    with sharded.as_directory(include="part-0.pt") as directory:
+        assert (Path(directory) / "part-0.pt").read_text() == "0"
+    with pytest.raises(CheckpointCorruptError, match=r"part-1.pt differs"), sharded.as_directory(include="part-*"):
         pass
-    with downloaded("one", lambda target: (target / "whole").write_bytes(b"")) as files:
-        assert [path.name for path in files.iterdir()] == ["whole"]
+
+
+@pytest.fixture
+def as_rank(sharded):
+    """Be a rank of a training that continues the checkpoint."""
+    yield lambda rank, world_size=2: start_session(Attempt(sharded.store, world_size).session(rank))
+    start_session(None)
+
+
+def test_a_rank_has_what_it_stored_and_what_it_includes(sharded, tmp_path, as_rank):
+    zero = {"part-0.pt", "same.json", "optimizer/a.pt", "optimizer/b.bin"}  # of what both brought, the lowest stored
+    for rank, own in enumerate([zero, {"part-1.pt"}]):
+        as_rank(rank)
+        for more in (set(), {"same.json"}):
+            target = tmp_path / f"{rank}{len(more)}"
+            sharded.to_directory(target, own_files=True, include=sorted(more))
+            assert {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()} == own | more
+        with sharded.as_directory(own_files=True) as directory:
+            assert all((Path(directory) / path).exists() for path in own)
+
+
+def test_no_file_is_a_ranks_own_when_there_were_more_or_fewer_ranks_or_no_rank_stored_it(sharded, tmp_path, as_rank):
+    as_rank(0, world_size=3)
+    with pytest.raises(RankLocalStateError, match=r"2 ranks stored .*, and now there are 3"):
+        sharded.to_directory(own_files=True)
+    plain = Checkpoint(sharded.to_directory(tmp_path / "whole"))
+    with pytest.raises(ValueError, match="plain folder"), plain.as_directory(own_files=True):
+        pass
 
 
 @pytest.mark.parametrize("kind", ["local", "remote"])

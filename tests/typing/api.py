@@ -23,8 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 def train_fn(config: dict[str, Any]) -> dict[str, float] | None:
     checkpoint: Checkpoint | None = get_checkpoint()
     if checkpoint is not None:
-        with checkpoint.as_directory() as directory:
+        with checkpoint.as_directory(include=["*.pt"], own_files=True) as directory:
             Path(directory)
+        copied: str = checkpoint.to_directory("x", include="*.pt") + checkpoint.to_safetensors("m.safetensors", key="model")
+        Path(copied)
     rank: int = get_context().world_rank
     due: bool = get_context().should_checkpoint()
     ends: bool = get_context().ends_soon()
