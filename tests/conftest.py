@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -141,6 +142,7 @@ def rclone_command(port: int, folder: Path, secret: str = SECRET_KEY) -> list[st
 @pytest.fixture(scope="session", autouse=True)
 def nothing_of_this_machine() -> Iterator[None]:
     """Let no test find the developer's AWS profile, ask a cloud's metadata service, or fail since the machine is slow."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts this in the background has it ignored
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             patch.delenv(name)
