@@ -27,9 +27,9 @@ from accelerate.utils import broadcast_object_list
 from .arguments import Upload
 from .checkpoint import Checkpoint
 from .context import TrainContext
-from .errors import CheckpointNotFoundError
 from .rank_parts import CHECKPOINT_NAME, part_of_rank
 from .reporting import context_or_none, get_checkpoint, report
+from .restored_part import restored_part
 
 
 def report_state(
@@ -94,15 +94,11 @@ def load_state(accelerator: Accelerator, **arguments: Any) -> Checkpoint | None:
     if context is None:
         return None
     _check_world_size(accelerator, context)
-    checkpoint = get_checkpoint()
-    if checkpoint is None:
-        return None
-    with checkpoint.as_directory() as directory:
-        folder = Path(directory, CHECKPOINT_NAME)
-        if not folder.is_dir():
-            raise CheckpointNotFoundError(f"{checkpoint.path} holds no {CHECKPOINT_NAME}/: report_state did not report it")
+    with restored_part(CHECKPOINT_NAME, report_state.__name__) as folder:
+        if folder is None:
+            return None
         accelerator.load_state(str(folder), **arguments)
-    return checkpoint
+    return get_checkpoint()
 
 
 @contextmanager

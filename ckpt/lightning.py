@@ -30,7 +30,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from .arguments import Upload, check_upload
 from .checkpoint import Checkpoint
 from .context import TrainContext
-from .errors import CheckpointNotFoundError
 from .lightning_logger import ReportLogger
 from .lightning_ranks import (
     PrefectDDPStrategy,
@@ -40,6 +39,7 @@ from .lightning_ranks import (
     prepare_trainer,
 )
 from .reporting import context_or_none, get_checkpoint, report
+from .restored_part import restored_part
 
 __all__ = [
     "CHECKPOINT_NAME",
@@ -210,15 +210,8 @@ def resume_path() -> Iterator[str | None]:
         CheckpointCorruptError: If a file differs from what was committed.
 
     """
-    checkpoint = None if context_or_none() is None else get_checkpoint()
-    if checkpoint is None:
-        yield None
-        return
-    with checkpoint.as_directory() as directory:
-        path = Path(directory, CHECKPOINT_NAME)
-        if not path.exists():
-            raise CheckpointNotFoundError(f"{checkpoint.path} holds no {CHECKPOINT_NAME}: ReportCallback did not report it")
-        yield str(path)
+    with restored_part(CHECKPOINT_NAME, ReportCallback.__name__) as path:
+        yield None if path is None else str(path)
 
 
 @contextmanager

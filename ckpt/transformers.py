@@ -27,6 +27,7 @@ from .context import TrainContext
 from .errors import CheckpointNotFoundError
 from .rank_parts import CHECKPOINT_NAME, part_of_rank
 from .reporting import context_or_none, get_checkpoint, log_metrics, report
+from .restored_part import restored_part
 from .transformers_weights import load_renamed_weights
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -177,17 +178,10 @@ def resume_path() -> Iterator[str | None]:
 
     """
     global _resumed_from  # noqa: PLW0603 - a rank is a process, and the callback is not told
-    checkpoint = None if context_or_none() is None else get_checkpoint()
-    if checkpoint is None:
-        yield None
-        return
-    with checkpoint.as_directory() as directory:
-        path = Path(directory, CHECKPOINT_NAME)
-        if not path.is_dir():
-            raise CheckpointNotFoundError(f"{checkpoint.path} holds no {CHECKPOINT_NAME}/: ReportCallback did not report it")
+    with restored_part(CHECKPOINT_NAME, ReportCallback.__name__) as path:
         _resumed_from = path
         try:
-            yield str(path)
+            yield None if path is None else str(path)
         finally:
             _resumed_from = None
 

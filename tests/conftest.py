@@ -153,6 +153,17 @@ def nothing_of_this_machine() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread: more would only wait for each other on small models, and add up in another order."""
+    import torch  # noqa: PLC0415 - most tests do without
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def moto() -> Iterator[S3Server]:
     port = free_port()

@@ -1,7 +1,8 @@
 """Ranks as threads: the real sessions over the real protocol, without processes."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from prefect_torch.ckpt import Checkpoint, CheckpointStore, TrainContext
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.events import EventReceiver
 from prefect_torch.ckpt.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting import start_session
 from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.session import RankSession, ReportSettings
 
@@ -53,6 +55,28 @@ class Attempt:
 
     def events(self) -> list[Any]:
         return list(EventReceiver(self.key_value).drain())
+
+
+@contextmanager
+def as_rank(session: RankSession) -> Iterator[RankSession]:
+    """Have this process be the rank of `session`, as inside a training function."""
+    start_session(session)
+    try:
+        yield session
+    finally:
+        start_session(None)
+
+
+@contextmanager
+def in_training(attempt: Attempt) -> Iterator[RankSession]:
+    """Be the only rank of `attempt`, from its function's beginning to its end."""
+    with as_rank(attempt.session()) as session:
+        try:
+            yield session
+            session.finish()
+        except Exception as exc:
+            session.fail(str(exc), flush_s=30)
+            raise
 
 
 def folder(path: Path, **files: bytes | str) -> Checkpoint:

@@ -10,9 +10,9 @@ from accelerate_loops import EPOCHS, make_accelerator, train
 from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.accelerate import load_state, report_state
-from prefect_torch.ckpt.reporting import start_session
-from ranks import Attempt, folder
+from ranks import Attempt, folder, in_training
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OF_RANK_0 = {
     "checkpoint/custom_checkpoint_0.pkl",
     "checkpoint/model.safetensors",
@@ -22,30 +22,15 @@ OF_RANK_0 = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """More would only wait for each other on so small a model."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def store(tmp_path):
     return CheckpointStore.open(tmp_path / "store", "run")
 
 
-def in_training(attempt, function, *arguments, **options):
+def called_in_training(attempt, function, *arguments, **options):
     """Call `function` as a rank's function, and return what it returns."""
-    session = attempt.session()
-    start_session(session)
-    try:
-        returned = function(*arguments, **options)
-        session.finish()
-        return returned
-    finally:
-        start_session(None)
+    with in_training(attempt):
+        return function(*arguments, **options)
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +59,9 @@ def test_each_rank_brings_what_it_owns_with_safetensors(trained):
 
 
 def test_what_was_loaded_tells_where_to_go_on(store):
-    _, loaded = in_training(Attempt(store), train, make_accelerator(), epochs=2)
+    _, loaded = called_in_training(Attempt(store), train, make_accelerator(), epochs=2)
     assert loaded is None
-    _, loaded = in_training(Attempt(store), train, make_accelerator(), epochs=3)
+    _, loaded = called_in_training(Attempt(store), train, make_accelerator(), epochs=3)
     assert (loaded.step, loaded.metrics["batches"]) == (1, 16)
     assert [manifest.step for manifest in store.list()] == [0, 1, 2]
 
@@ -86,7 +71,7 @@ def test_accelerates_own_folders_are_rotated_and_named_on_after_a_restart(store,
     own = tmp_path / "project/checkpoints"
     for epochs, folders in [(3, {"checkpoint_1", "checkpoint_2"}), (EPOCHS, {"checkpoint_2", "checkpoint_3"})]:
         configuration = ProjectConfiguration(str(tmp_path / "project"), automatic_checkpoint_naming=True, total_limit=2)
-        in_training(Attempt(store), train, make_accelerator(project_config=configuration), epochs=epochs, upload=upload)
+        called_in_training(Attempt(store), train, make_accelerator(project_config=configuration), epochs=epochs, upload=upload)
         assert {path.name for path in own.iterdir()} == folders
     with store.checkpoint(store.latest()).as_directory() as directory:
         for path in (own / "checkpoint_3").iterdir():
@@ -96,7 +81,7 @@ def test_accelerates_own_folders_are_rotated_and_named_on_after_a_restart(store,
 def test_nothing_is_left_of_temporary_folders(store, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    in_training(Attempt(store), train, make_accelerator(), epochs=2, upload="async")
+    called_in_training(Attempt(store), train, make_accelerator(), epochs=2, upload="async")
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
@@ -110,13 +95,13 @@ def test_a_checkpoint_of_another_kind_is_refused(store, tmp_path):
     attempt = Attempt(store)
     attempt.run(lambda session, rank: session.report({}, folder(tmp_path / "folder", model=b"x")))
     with pytest.raises(CheckpointNotFoundError, match="report_state did not report it"):
-        in_training(Attempt(store), load_state, make_accelerator())
+        called_in_training(Attempt(store), load_state, make_accelerator())
 
 
 def test_an_accelerator_that_does_not_use_the_ranks_is_refused(store):
     for function, arguments in [(report_state, [{}]), (load_state, [])]:
         with pytest.raises(ValueError, match="counts 1 ranks but the training has 2"):
-            in_training(Attempt(store, world_size=2), function, make_accelerator(), *arguments)
+            called_in_training(Attempt(store, world_size=2), function, make_accelerator(), *arguments)
 
 
 def test_importing_ckpt_does_not_import_accelerate():

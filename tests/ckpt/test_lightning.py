@@ -12,8 +12,7 @@ from lightning_models import BATCHES, Regression, make_trainer
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.history import newest_metrics
 from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, ReportLogger, prepare_trainer, resume_path
-from prefect_torch.ckpt.reporting import start_session
-from ranks import Attempt, folder, read_files
+from ranks import Attempt, as_rank, folder, in_training, read_files
 
 # Lightning's advice about workers, intervals and dataloaders that cannot resume.
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -28,17 +27,8 @@ def fit(attempt, callback=None, model=None, **arguments):
     """Train as a rank's function would, and return the model and the Trainer."""
     model = model or Regression()
     trainer = make_trainer(callbacks=[callback or ReportCallback()], **arguments)
-    session = attempt.session()
-    start_session(session)
-    try:
-        with resume_path() as path:
-            trainer.fit(model, ckpt_path=path)
-        session.finish()
-    except ValueError as exc:
-        session.fail(str(exc), flush_s=30)
-        raise
-    finally:
-        start_session(None)
+    with in_training(attempt), resume_path() as path:
+        trainer.fit(model, ckpt_path=path)
     return model, trainer
 
 
@@ -114,13 +104,10 @@ def test_reports_come_at_the_chosen_moments_and_never_in_a_sanity_check(store, c
 def test_the_sanity_check_of_a_second_fit_reports_nothing(store):
     attempt, model = Attempt(store), Regression()
     trainer = make_trainer(callbacks=[ReportCallback(on_validation_end=True)], check_val_every_n_epoch=2, max_epochs=3)
-    start_session(attempt.session())
-    try:
+    with as_rank(attempt.session()):
         trainer.fit(model)
         trainer.fit_loop.max_epochs = 4
         trainer.fit(model)
-    finally:
-        start_session(None)
     assert committed(store) == [(8, 1), (16, 3)]
 
 
@@ -131,11 +118,8 @@ def test_batches_without_an_optimizer_step_report_nothing_twice(store):
 
 def test_validating_alone_reports_nothing(store):
     attempt = Attempt(store)
-    start_session(attempt.session())
-    try:
+    with as_rank(attempt.session()):
         make_trainer(callbacks=[ReportCallback(on_validation_end=True)]).validate(Regression(), verbose=False)
-    finally:
-        start_session(None)
     assert attempt.events() == []
 
 
@@ -169,11 +153,8 @@ def test_a_pace_asks_for_checkpoints_and_stops_nothing(store):
 def test_other_callbacks_are_stored_as_they_are_at_the_end_of_the_epoch(store):
     stopping = EarlyStopping("late", mode="max", patience=9)
     attempt = Attempt(store)
-    start_session(attempt.session())
-    try:
+    with as_rank(attempt.session()):
         make_trainer(callbacks=[ReportCallback(), stopping], max_epochs=2, limit_val_batches=0).fit(Regression())
-    finally:
-        start_session(None)
     with store.checkpoint(store.latest()).as_directory() as directory:
         stored = torch.load(f"{directory}/checkpoint.ckpt", weights_only=False)
     assert [state["best_score"] for key, state in stored["callbacks"].items() if "EarlyStopping" in key] == [1.0]
@@ -195,54 +176,46 @@ def test_outside_of_a_training_the_callback_only_warns():
 
 def test_a_resume_that_was_forgotten_is_refused(store):
     fit(Attempt(store), max_epochs=1)
-    start_session(Attempt(store).session())
-    try:
-        with pytest.raises(ValueError, match=r"begins with step 0; give trainer\.fit\(\) the ckpt_path"):
-            make_trainer(callbacks=[ReportCallback()]).fit(Regression())
-    finally:
-        start_session(None)
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(ValueError, match=r"begins with step 0; give trainer\.fit\(\) the ckpt_path"),
+    ):
+        make_trainer(callbacks=[ReportCallback()]).fit(Regression())
 
 
 def test_a_checkpoint_of_another_kind_is_refused(store, tmp_path):
     attempt = Attempt(store)
     attempt.run(lambda session, rank: session.report({}, folder(tmp_path / "folder", model=b"x")))
-    start_session(Attempt(store).session())
-    try:
-        with pytest.raises(CheckpointNotFoundError, match="ReportCallback did not report it"), resume_path():
-            pass
-    finally:
-        start_session(None)
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(CheckpointNotFoundError, match="ReportCallback did not report it"),
+        resume_path(),
+    ):
+        pass
 
 
 def test_a_trainer_that_does_not_use_the_ranks_is_refused(store):
-    start_session(Attempt(store, world_size=2).session())
-    try:
+    with as_rank(Attempt(store, world_size=2).session()):
         with pytest.raises(ValueError, match="counts 1 ranks but the training has 2; give it strategy=PrefectDDP"):
             make_trainer(callbacks=[ReportCallback()]).fit(Regression())
         with pytest.raises(ValueError, match="counts 3 ranks"):
             PrefectEnvironment().validate_settings(num_devices=3, num_nodes=1)
-    finally:
-        start_session(None)
 
 
 def test_a_trainer_that_writes_in_the_background_by_itself_is_refused(store):
-    start_session(Attempt(store).session())
-    try:
-        with pytest.raises(ValueError, match=r'AsyncCheckpointIO would have half a file reported; .* upload="async"'):
-            make_trainer(callbacks=[ReportCallback()], plugins=[AsyncCheckpointIO()]).fit(Regression())
-    finally:
-        start_session(None)
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(ValueError, match=r'AsyncCheckpointIO would have half a file reported; .* upload="async"'),
+    ):
+        make_trainer(callbacks=[ReportCallback()], plugins=[AsyncCheckpointIO()]).fit(Regression())
 
 
 def test_what_is_logged_is_recorded_without_a_callback_and_without_a_report(store):
     attempt = Attempt(store)
-    start_session(session := attempt.session())
-    try:
+    with as_rank(attempt.session()) as session:
         trainer = make_trainer(logger=ReportLogger(), log_every_n_steps=2, max_epochs=1, enable_checkpointing=False)
         trainer.fit(Regression())
         session.finish()
-    finally:
-        start_session(None)
     records = [event.record for event in attempt.events()]
     assert [record.step for record in records if "train/loss_step" in record.metrics] == [1, 3]
     assert "val_loss" in newest_metrics(records)
@@ -263,12 +236,11 @@ def test_outside_of_a_training_any_trainer_is_right():
 
 
 def test_a_trainer_that_would_start_ranks_of_its_own_is_refused(store):
-    start_session(Attempt(store, world_size=2).session())
-    try:
-        with pytest.raises(ValueError, match=r"environment is LightningEnvironment; give it plugins=\[PrefectEnvironment"):
-            prepare_trainer(make_trainer(strategy="ddp", devices=2))
-    finally:
-        start_session(None)
+    with (
+        as_rank(Attempt(store, world_size=2).session()),
+        pytest.raises(ValueError, match=r"environment is LightningEnvironment; give it plugins=\[PrefectEnvironment"),
+    ):
+        prepare_trainer(make_trainer(strategy="ddp", devices=2))
 
 
 def test_importing_ckpt_does_not_import_lightning():

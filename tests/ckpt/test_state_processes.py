@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import state_processes
 import torch
 from conftest import free_port
@@ -45,14 +44,6 @@ def whole_after(steps):
         "model": dict(model.state_dict()),
         "optimizer": {"state": {names[number]: of for number, of in state["state"].items()}, "param_groups": groups},
     }
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_sharded_training_that_is_killed_goes_on_on_4_and_2_ranks_to_the_last_bit(tmp_path, one_thread):

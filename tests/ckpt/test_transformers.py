@@ -9,13 +9,13 @@ import torch
 from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.events import ReportEvent
-from prefect_torch.ckpt.reporting import start_session
 from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
 from prefect_torch.ckpt.transformers_weights import load_renamed_weights
-from ranks import Attempt, folder, read_files
+from ranks import Attempt, as_rank, folder, in_training, read_files
 from transformers import GPT2Config, GPT2LMHeadModel, ViTForImageClassification
 from transformers_models import Before, make_model, make_trainer, weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OF_RANK_0 = {
     "checkpoint/config.json",
     "checkpoint/model.safetensors",
@@ -25,15 +25,6 @@ OF_RANK_0 = {
     "checkpoint/trainer_state.json",
     "checkpoint/training_args.bin",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """More would only wait for each other on so small a model."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -47,17 +38,8 @@ def fit(attempt, output_dir, callback=None, before=None, **arguments):
     for added in (callback, before):
         if added is not None:
             trainer.add_callback(added)
-    session = attempt.session()
-    start_session(session)
-    try:
-        with resume_path() as path:
-            prepare_trainer(trainer).train(resume_from_checkpoint=path)
-        session.finish()
-    except ValueError as exc:
-        session.fail(str(exc), flush_s=30)
-        raise
-    finally:
-        start_session(None)
+    with in_training(attempt), resume_path() as path:
+        prepare_trainer(trainer).train(resume_from_checkpoint=path)
     return trainer
 
 
@@ -167,45 +149,38 @@ def test_outside_of_a_training_the_callback_only_warns(tmp_path):
 
 def test_a_resume_that_was_forgotten_is_refused(store, tmp_path):
     fit(Attempt(store), tmp_path / "output", max_steps=3)
-    start_session(Attempt(store).session())
-    try:
-        with pytest.raises(ValueError, match=r"begins with step 0; give trainer\.train\(\) the resume_from_checkpoint"):
-            prepare_trainer(make_trainer(tmp_path / "output")).train()
-    finally:
-        start_session(None)
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(ValueError, match=r"begins with step 0; give trainer\.train\(\) the resume_from_checkpoint"),
+    ):
+        prepare_trainer(make_trainer(tmp_path / "output")).train()
 
 
 def test_a_checkpoint_of_another_kind_is_refused(store, tmp_path):
     attempt = Attempt(store)
     attempt.run(lambda session, rank: session.report({}, folder(tmp_path / "folder", model=b"x")))
-    start_session(Attempt(store).session())
-    try:
-        with pytest.raises(CheckpointNotFoundError, match="ReportCallback did not report it"), resume_path():
-            pass
-    finally:
-        start_session(None)
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(CheckpointNotFoundError, match="ReportCallback did not report it"),
+        resume_path(),
+    ):
+        pass
 
 
 def test_a_trainer_that_does_not_use_the_ranks_is_refused(store, tmp_path):
     trainer = make_trainer(tmp_path / "output")
     trainer.add_callback(ReportCallback())
-    start_session(Attempt(store, world_size=2).session())
-    try:
+    with as_rank(Attempt(store, world_size=2).session()):
         for start in (lambda: prepare_trainer(trainer), trainer.train):
             with pytest.raises(ValueError, match="counts 1 ranks but the training has 2"):
                 start()
-    finally:
-        start_session(None)
 
 
 def test_a_trainer_that_would_save_on_sigterm_by_itself_is_refused(store, tmp_path):
     handler = signal.getsignal(signal.SIGTERM)
-    start_session(Attempt(store).session())
-    try:
+    with as_rank(Attempt(store).session()):
         with pytest.raises(ValueError, match="enable_jit_checkpoint would keep a rank"):
             prepare_trainer(make_trainer(tmp_path / "output", enable_jit_checkpoint=True))
-    finally:
-        start_session(None)
         signal.signal(signal.SIGTERM, handler)
 
 
