@@ -92,12 +92,12 @@ class Referee:
     def record(self, world_size: int, template: Path | None = None) -> list[dict]:
         """Return every file event of an undisturbed run, from scratch or from what `template` holds.
 
-        Threads of a rank race for making a folder, which costs the loser a few events more: of some runs, those events count
-        that all of them have.
+        Ranks, and threads of a rank, race for making a folder, which costs the loser a few events more: of some runs, those
+        events count that all of them have, and the making itself only where nobody else does it.
         """
         runs = [self._record(world_size, template) for _ in range(RECORDINGS)]
         in_all = set.intersection(*({fault_at(event) for event in events} for events in runs))
-        return [event for event in runs[0] if fault_at(event) in in_all]
+        return [event for event in runs[0] if (fault := fault_at(event)) in in_all and not is_raced_for(fault, world_size)]
 
     def _record(self, world_size: int, template: Path | None) -> list[dict]:
         from forked_gang import run_attempt
@@ -177,6 +177,11 @@ def resumed_id(storage: Path) -> str:
 
     newest = newest_attempt(CheckpointStore.open(storage, "run"))
     return "" if newest is None or newest.resumed_from is None else newest.resumed_from.rpartition("/")[2]
+
+
+def is_raced_for(fault: Fault, world_size: int) -> bool:
+    makes_folder = fault.event.startswith("mkdir ")
+    return makes_folder and fault.role != "leader" and (world_size > 1 or fault.number > 1)
 
 
 def dying(training, fault: Fault, *, whole_group: bool):
