@@ -31,7 +31,7 @@ import places  # noqa: E402
 import torch  # noqa: E402
 from plan import Plan  # noqa: E402
 from table import HEAD, LEGEND, Row, summarize  # noqa: E402
-from targets import judge  # noqa: E402
+from targets import WHY_MISSED, judge  # noqa: E402
 from training import matmuls_in  # noqa: E402
 from ways import QUICK, WAYS  # noqa: E402
 
@@ -131,6 +131,7 @@ def report_of(blocks, options, minutes, turns):
         *("", HEAD, *(row.text for row in rows), "", LEGEND, "", "What is sure once it is durable:"),
         *(f"{name:22} {WAYS[name].gives}" for name in options.peers),
         *("", "Targets of the async report of a state:", *(line for of_block in blocks for line in judge(of_block))),
+        *("", WHY_MISSED),
     ]
     return "\n".join(lines)
 

@@ -32,12 +32,13 @@ def measure_saves(plan, way, training):
     roots = _roots()
     memory = PeakMemory(roots) if plan.rank == 0 else None
     rounds = [_measure_round(plan, way, training, floor, roots, number) for number in range(plan.rounds)]
+    extra_bytes = memory.extra_bytes() if memory else 0  # before the next line takes memory of its own
     return {
         "rounds": [{key: value for key, value in of.items() if key != "checksums"} for of in rounds],
         "checksums": rounds[-1]["checksums"],
         "bytes": training.bytes,
         "fresh": floor.fresh_copy_s(),
-        "memory": memory.extra_bytes() if memory else 0,
+        "memory": extra_bytes,
     }
 
 

@@ -2,6 +2,14 @@
 
 from ways import RAY_SYNC, STATE, TORCH, WAYS
 
+WHY_MISSED = """\
+Why targets can be missed on this machine:
+a later stall / memcpy     beside the copy, a report looks at every object and has one round between the ranks: 2 ms, which
+                           tell most in small states. At 64 MiB a twentieth of Ray's stall is less than the copy.
+the first stall            is page faults, see the floor: memory that nobody has touched comes from a virtual machine's host.
+the next 10 steps          hashing and writing want a part of a core, and two ranks use both; a server of S3 wants one, too.
+durable, training goes on  the commit has a lower priority than the training; in dcp.save the training stands still."""
+
 
 def judge(rows):
     """Yield a line for each target that the rows of one size and place can tell of."""
