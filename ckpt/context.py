@@ -62,7 +62,7 @@ class TrainContext:
 
         True when the training is about to be ended from outside (a preemption, a cancel), so that a checkpoint saves work, and
         with `CheckpointConfig.target_overhead` whenever one more keeps to it. On ranks other than 0 a call waits for rank 0's,
-        and costs a message, a fraction of a millisecond; one for at most 16 calls, where calls come every few milliseconds.
+        and costs a message, a fraction of a millisecond; where calls come oftener than every half second, one for at most 16.
 
         Raises:
             CheckpointError: If rank 0 has left the training.

@@ -10,14 +10,14 @@ from .pace import CheckpointPace
 from .peers import Peers
 
 Answer: TypeAlias = Literal["no", "checkpoint", "end"]
-_SPAN_S = 0.02  # one message in that time costs well below 1 % of it
+_SPAN_S = 0.5  # one message in that time, and the wait for a slower rank 0, costs well below 1 % of it
 _SPAN_QUESTIONS = 16  # a loop that becomes slow all at once is told late by so many of its steps at most
 
 
 class CheckpointPrompts:
     """The answers to `TrainContext.should_checkpoint` on one rank; the n-th is the same on all.
 
-    A loop that asks every millisecond is answered for 20 ms at once, so that asking costs it next to nothing.
+    A loop that asks often is answered for half a second at once, so that asking costs it next to nothing.
 
     Args:
         peers: The ranks.

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, get_context, report
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.prompts import CheckpointPrompts
+from prefect_torch.ckpt.session import RankSession
 from prefect_torch.tasks.rendezvous import Rendezvous
 from rank_processes import process_group, training
 from sklearn.datasets import load_digits
@@ -191,16 +193,38 @@ def one_training(root, number):
         del served
 
 
+class TimeInside:
+    """How long the training was in what ours calls at each step or log: the question for a checkpoint, and the record."""
+
+    def __init__(self):
+        self.total_s = 0.0
+        for owner, name in ((CheckpointPrompts, "ask"), (RankSession, "log_metrics")):
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, function):
+        def timed(*arguments, **options):
+            started_s = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.total_s += time.perf_counter() - started_s
+
+        return timed
+
+
 def main(framework, rounds, folder, rank, world_size, root, *ports):
     warnings.simplefilter("ignore")
-    measured = defaultdict(list)
+    measured, inside = defaultdict(list), TimeInside()
     with process_group(rank, world_size, ports[-1]):
         for number in range(int(rounds)):
             for kind in KINDS if number % 2 else reversed(KINDS):
+                inside.total_s = 0.0
                 with one_training(root, f"{number}-{KINDS.index(kind)}"):
                     model = WITH[framework](*_what(kind))
                 steps_s = [after - before for before, after in pairwise(model.begun_s)][2:]
                 middle_s = statistics.median(steps_s)
+                if kind == "ours":
+                    measured["inside"].append(inside.total_s / len(model.begun_s))
                 measured[kind].append(max(steps_s) - middle_s if kind.startswith("stall") else middle_s)
     Path(folder, f"measured-{rank}.json").write_text(json.dumps(measured))
 

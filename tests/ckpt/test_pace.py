@@ -116,7 +116,7 @@ class AskingRank:
         return len(self.key_value._values) - before
 
 
-@pytest.mark.parametrize(("step_s", "most"), [(0.1, 160), (0.005, 40), (0.0001, 10)])
+@pytest.mark.parametrize(("step_s", "most"), [(0.6, 160), (0.1, 40), (0.005, 10), (0.0001, 10)])
 def test_quick_steps_share_a_message(step_s, most):
     rank = AskingRank()
     rank.messages_of(20, step_s)  # to learn how quick they are
