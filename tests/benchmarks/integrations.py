@@ -8,7 +8,7 @@ time from one forward pass to the next, everything between them included. Bare a
     bare, ours    the middle step without a checkpoint, milliseconds; ours asks at every step whether one is wanted, and logs
     added         how much longer ours is: below some per cent, this is the machine's noise
     inside        the share of a step that the training was in our code, timed there, the slower rank, its waits for the other
-                  included; in a training of 30 steps, of which the first 17 ask one by one, later ones together
+                  included; from step 20 on: before, the pace of the loop is not known, and each step asks by itself
     stall         the step with a checkpoint less the middle step, milliseconds, the slower rank: the framework's own to a local
                   disk (not synced), ours with upload="sync" (durable on return) and "async"
 
