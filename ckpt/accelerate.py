@@ -13,8 +13,6 @@ Needs the extra `accelerate`; nothing else of this package imports this module.
 
 import os
 import re
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from .arguments import Upload
 from .checkpoint import Checkpoint
 from .context import TrainContext
-from .rank_parts import CHECKPOINT_NAME, part_of_rank
+from .rank_parts import CHECKPOINT_NAME, check_world_size, folder_of_all_ranks, part_of_rank
 from .reporting import context_or_none, get_checkpoint, report
 from .restored_part import restored_part
 
@@ -67,7 +65,7 @@ def report_state(
                 "report_state reports nothing: this is no training function of prefect_torch.flows.train()", stacklevel=2
             )
         return
-    _check_world_size(accelerator, context)
+    check_world_size("Accelerator", accelerator.num_processes, context)
     with _saved_state(accelerator, context) as (folder, is_ours):
         accelerator.wait_for_everyone()  # save_state does not: other ranks may be writing
         with part_of_rank(folder, context, os.link if is_ours else os.symlink) as part:
@@ -93,7 +91,7 @@ def load_state(accelerator: Accelerator, **arguments: Any) -> Checkpoint | None:
     context = context_or_none()
     if context is None:
         return None
-    _check_world_size(accelerator, context)
+    check_world_size("Accelerator", accelerator.num_processes, context)
     with restored_part(CHECKPOINT_NAME, report_state.__name__) as folder:
         if folder is None:
             return None
@@ -108,14 +106,8 @@ def _saved_state(accelerator: Accelerator, context: TrainContext) -> Iterator[tu
         _skip_names_in_use(accelerator)
         yield Path(accelerator.save_state()), False
         return
-    told = [tempfile.mkdtemp(prefix="prefect-torch-") if context.world_rank == 0 else ""]
-    folder = Path(broadcast_object_list(told)[0])
-    folder.mkdir(mode=0o700, exist_ok=True)  # on another machine
-    try:
+    with folder_of_all_ranks(context, lambda path: str(broadcast_object_list([path])[0])) as folder:
         yield Path(accelerator.save_state(str(folder))), True
-    finally:
-        if context.local_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _skip_names_in_use(accelerator: Accelerator) -> None:
@@ -125,11 +117,3 @@ def _skip_names_in_use(accelerator: Accelerator) -> None:
     used = [int(match[1]) for path in paths if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))]
     configuration = accelerator.project_configuration
     configuration.iteration = max([configuration.iteration, *(number + 1 for number in used)])
-
-
-def _check_world_size(accelerator: Accelerator, context: TrainContext) -> None:
-    if accelerator.num_processes != context.world_size:
-        raise ValueError(
-            f"the Accelerator counts {accelerator.num_processes} ranks but the training has {context.world_size}; make it in "
-            "the training function, with the environment as it is, and start it with no other launcher"
-        )

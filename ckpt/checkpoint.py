@@ -38,7 +38,7 @@ class Checkpoint:
         if folder == "checkpoints" and is_id(name):
             self._store = CheckpointStore.open(base, run)
             self._id = name
-            self.path = f"{self._store.path}/checkpoints/{name}"
+            self.path = self._store.path_of(name)
         elif "://" in self.path:
             raise ValueError(f"{self.path} is not a committed checkpoint; give <storage>/<run>/checkpoints/<id>")
 
@@ -55,7 +55,7 @@ class Checkpoint:
         """Return a handle to a committed checkpoint, sharing the store's connection."""
         checkpoint = cls.__new__(cls)
         checkpoint._store, checkpoint._manifest, checkpoint._id = store, manifest, manifest.id
-        checkpoint.path = f"{store.path}/checkpoints/{manifest.id}"
+        checkpoint.path = store.path_of(manifest.id)
         return checkpoint
 
     @property

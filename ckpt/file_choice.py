@@ -1,6 +1,6 @@
 """Which files of a checkpoint somebody wants."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeAlias
@@ -8,9 +8,9 @@ from typing import TypeAlias
 from .errors import RankLocalStateError
 from .manifest import FileEntry, Manifest
 from .staging import scan_files
+from .wording import show_some
 
 Include: TypeAlias = str | Sequence[str] | None
-_SHOWN = 5
 
 
 def choose_files(manifest: Manifest, include: Include, own_of: tuple[int, int] | None, where: str) -> tuple[FileEntry, ...]:
@@ -67,7 +67,7 @@ def matching(paths: Sequence[str], include: str | Sequence[str], where: str) -> 
     for pattern in [include] if isinstance(include, str) else include:
         matched = {path for path in paths if any(fnmatchcase(it, pattern.rstrip("/")) for it in _with_folders(path))}
         if not matched:
-            raise ValueError(f"no file of {where} matches {pattern!r}; it has {_some_of(paths)}")
+            raise ValueError(f"no file of {where} matches {pattern!r}; it has {show_some(sorted(paths)) or 'no file at all'}")
         found |= matched
     return found
 
@@ -76,9 +76,3 @@ def _with_folders(path: str) -> Iterator[str]:
     while path:
         yield path
         path = path.rpartition("/")[0]
-
-
-def _some_of(paths: Iterable[str]) -> str:
-    named = sorted(paths)
-    more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
-    return f"{', '.join(named[:_SHOWN])}{more}" if named else "no file at all"

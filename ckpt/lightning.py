@@ -13,13 +13,10 @@
 Needs the extra `lightning`; nothing else of this package imports this module.
 """
 
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
@@ -29,7 +26,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from .arguments import Upload, check_upload
 from .checkpoint import Checkpoint
-from .context import TrainContext
 from .lightning_logger import ReportLogger
 from .lightning_ranks import (
     PrefectDDPStrategy,
@@ -38,8 +34,12 @@ from .lightning_ranks import (
     check_world_size,
     prepare_trainer,
 )
+from .rank_parts import folder_of_all_ranks
 from .reporting import context_or_none, get_checkpoint, report
 from .restored_part import restored_part
+
+if TYPE_CHECKING:
+    from .context import TrainContext
 
 __all__ = [
     "CHECKPOINT_NAME",
@@ -188,7 +188,7 @@ class ReportCallback(CheckpointCallback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set in a function of another module
             report(metrics, step=step)
             return
-        with _folder_of_all_ranks(trainer, self._context) as folder:
+        with folder_of_all_ranks(self._context, trainer.strategy.broadcast) as folder:
             trainer.save_checkpoint(folder / CHECKPOINT_NAME)  # ends with a barrier: every rank's files are there
             # One rank of each machine brings what lies there, whichever rank wrote it.
             brings = self._context.local_rank == 0 and any(folder.iterdir())
@@ -212,19 +212,6 @@ def resume_path() -> Iterator[str | None]:
     """
     with restored_part(CHECKPOINT_NAME, ReportCallback.__name__) as path:
         yield None if path is None else str(path)
-
-
-@contextmanager
-def _folder_of_all_ranks(trainer: Trainer, context: TrainContext) -> Iterator[Path]:
-    """Yield an empty folder that has one path on every rank: strategies that shard write below rank 0's path."""
-    made = tempfile.mkdtemp(prefix="prefect-torch-") if context.world_rank == 0 else ""
-    folder = Path(trainer.strategy.broadcast(made))
-    folder.mkdir(mode=0o700, exist_ok=True)  # on another machine
-    try:
-        yield folder
-    finally:
-        if context.local_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_moments(every_n_epochs: int | None, every_n_train_steps: int | None, on_validation_end: bool) -> None:

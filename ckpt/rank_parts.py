@@ -1,7 +1,8 @@
-"""What each rank brings of a folder that a framework's ranks wrote together."""
+"""A folder that a framework's ranks write together, and what each of them brings of it."""
 
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,38 @@ CHECKPOINT_NAME = "checkpoint"
 _RANK_IN_NAME = re.compile(
     r"(?:^rng_state_|^random_states_|^__|^(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank|zero_pp_rank_)(\d+)[._]"
 )
+
+
+def check_world_size(who: str, size: int, context: TrainContext) -> None:
+    """Return only if `who`, which found its ranks by the environment, counts those that exist.
+
+    Raises:
+        ValueError: If it does not.
+
+    """
+    if size != context.world_size:
+        raise ValueError(
+            f"the {who} counts {size} ranks but the training has {context.world_size}; make it in the training function, with "
+            "the environment as it is, and start it with no other launcher"
+        )
+
+
+@contextmanager
+def folder_of_all_ranks(context: TrainContext, broadcast: Callable[[str], str]) -> Iterator[Path]:
+    """Yield an empty folder that has one path on every rank: frameworks that shard write below rank 0's path.
+
+    Args:
+        context: This rank's place.
+        broadcast: Returns on every rank what rank 0 gives it.
+
+    """
+    folder = Path(broadcast(tempfile.mkdtemp(prefix="prefect-torch-") if context.world_rank == 0 else ""))
+    folder.mkdir(mode=0o700, exist_ok=True)  # on another machine
+    try:
+        yield folder
+    finally:
+        if context.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from .state_index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
 from .state_read import Block, StateReader, Take, value_block
 from .state_safetensors import DTYPES, Tensor, lay_out, write_at
 from .state_values import read_value
+from .wording import show_some
 
-_SHOWN = 5
 _logger = logging.getLogger(__name__)
 
 
@@ -80,25 +80,20 @@ def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, T
             left_out.append(name)
     if not chosen:
         keys = sorted({repr(path[0]) for _, path in index.paths()})
-        raise ValueError(f"the state in {where} has no tensor below {key!r}: choose another key, of {_some(keys)}")
+        raise ValueError(f"the state in {where} has no tensor below {key!r}: choose another key, of {show_some(keys)}")
     _check([*chosen], f"below {key!r} in {where}")
     if left_out:
-        _logger.warning("%s in %s: no tensor, so not in a safetensors file", _some(left_out), where)
+        _logger.warning("%s in %s: no tensor, so not in a safetensors file", show_some(left_out), where)
     return chosen
 
 
 def _check(tensors: Sequence[Tensor], where: str) -> None:
     own = [it.name for it in tensors if rank_of(it.name) is not None]
     if own:
-        raise ValueError(f"each rank has its own of what is {where}, so that there is no whole: {_some(own)}")
+        raise ValueError(f"each rank has its own of what is {where}, so that there is no whole: {show_some(own)}")
     unknown = [f"{it.name} is {it.dtype}" for it in tensors if it.dtype not in DTYPES]
     if unknown:
-        raise ValueError(f"safetensors cannot hold everything {where}: {_some(unknown)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+        raise ValueError(f"safetensors cannot hold everything {where}: {show_some(unknown)}")
 
 
 def _blocks(stored: TensorEntry | ValueEntry, block_bytes: int, descriptor: int, start: int) -> Iterator[Block]:

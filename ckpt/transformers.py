@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .arguments import Upload, check_upload
 from .context import TrainContext
 from .errors import CheckpointNotFoundError
-from .rank_parts import CHECKPOINT_NAME, part_of_rank
+from .rank_parts import CHECKPOINT_NAME, check_world_size, part_of_rank
 from .reporting import context_or_none, get_checkpoint, log_metrics, report
 from .restored_part import restored_part
 from .transformers_weights import load_renamed_weights
@@ -205,11 +205,7 @@ def _output_dir(args: TrainingArguments) -> Path:
 
 
 def _check_arguments(args: TrainingArguments, context: TrainContext) -> None:
-    if args.world_size != context.world_size:
-        raise ValueError(
-            f"the Trainer counts {args.world_size} ranks but the training has {context.world_size}; make its TrainingArguments "
-            "in the training function, with the environment as it is, and start it with no other launcher"
-        )
+    check_world_size("Trainer", args.world_size, context)
     if args.enable_jit_checkpoint:
         raise ValueError(
             "enable_jit_checkpoint would keep a rank that is told to end from ending; leave it out: ReportCallback has the "

@@ -1,6 +1,9 @@
-"""How people are told of sizes and ages, at a terminal and on pages."""
+"""How people are told of sizes, ages and names, at a terminal, on pages and in errors."""
+
+from collections.abc import Sequence
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+_SHOWN = 5
 
 
 def show_bytes(number: int) -> str:
@@ -19,3 +22,9 @@ def show_age(seconds: float) -> str:
         if seconds >= length:
             return f"{int(seconds // length)} {unit}"
     return f"{max(0, int(seconds))} s"
+
+
+def show_some(names: Sequence[str]) -> str:
+    """Return the first five of `names`, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

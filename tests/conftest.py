@@ -20,6 +20,8 @@ import boto3
 import pytest
 from botocore.config import Config
 from hypothesis import settings
+from prefect_torch.ckpt.local_storage import LocalStorage
+from prefect_torch.ckpt.storage import Transfer
 
 settings.register_profile("unhurried", deadline=None)  # a loaded machine is no defect
 settings.load_profile("unhurried")
@@ -151,6 +153,19 @@ def nothing_of_this_machine() -> Iterator[None]:
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setenv("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
         yield
+
+
+@pytest.fixture
+def uploads_may_go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that every upload to a local folder waits for."""
+    put_file, go_on = LocalStorage.put_file, threading.Event()
+
+    def wait_until_told(self: LocalStorage, key: str, path: Path) -> Transfer:
+        assert go_on.wait(30)
+        return put_file(self, key, path)
+
+    monkeypatch.setattr(LocalStorage, "put_file", wait_until_told)
+    return go_on
 
 
 @pytest.fixture(scope="module")

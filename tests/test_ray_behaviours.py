@@ -66,19 +66,6 @@ def node(tmp_path, monkeypatch):
     return tmp_path / "node"
 
 
-@pytest.fixture
-def uploads_may_go_on(monkeypatch):
-    """An event that every upload waits for."""
-    put_file, go_on = LocalStorage.put_file, threading.Event()
-
-    def wait_until_told(self, key, path):
-        assert go_on.wait(30)
-        return put_file(self, key, path)
-
-    monkeypatch.setattr(LocalStorage, "put_file", wait_until_told)
-    return go_on
-
-
 def commit(store, tmp_path, *all_metrics, **files):
     """Report a checkpoint for each of `all_metrics` in one attempt, and return the last."""
     session = Attempt(store).session()

@@ -10,13 +10,13 @@ from prefect_torch.ckpt.manifest import is_id
 from prefect_torch.ckpt.opening import is_block_slug, open_storage, parse_storage
 from prefect_torch.ckpt.retention import Order
 from prefect_torch.ckpt.storage import RetryPolicy
+from prefect_torch.ckpt.wording import show_some
 
 from .ranking import rank, settle_ranking
 from .terminal import note
 
 _PATIENCE = RetryPolicy(deadline_s=20.0)  # somebody waits at a terminal; a training has two minutes
 _READ_AT_ONCE = 16
-_SHOWN = 5
 
 
 def open_place(text: str) -> Storage:
@@ -117,6 +117,5 @@ def _only_id(store: CheckpointStore, beginning: str) -> str:
             "give an id as ls shows it, latest or best"
         )
     if len(matching) > 1:
-        others = f" and {len(matching) - _SHOWN} more" if len(matching) > _SHOWN else ""
-        raise ValueError(f"{len(matching)} checkpoints begin with {beginning!r}: {', '.join(matching[:_SHOWN])}{others}")
+        raise ValueError(f"{len(matching)} checkpoints begin with {beginning!r}: {show_some(matching)}")
     return matching[0]

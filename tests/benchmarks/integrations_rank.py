@@ -17,7 +17,7 @@ from prefect_torch.ckpt import Checkpoint, CheckpointStore, get_context, report
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.prompts import CheckpointPrompts
 from prefect_torch.ckpt.session import RankSession
-from prefect_torch.tasks.rendezvous import Rendezvous
+from prefect_torch.tasks.rendezvous import Address, Rendezvous, connect
 from rank_processes import process_group, training
 from sklearn.datasets import load_digits
 from torch import nn
@@ -180,14 +180,14 @@ WITH = {"PyTorch": with_pytorch, "Lightning": with_lightning, "Transformers": wi
 @contextmanager
 def one_training(root, number):
     """Be a rank of a run of its own, led by rank 0."""
-    run, told = f"run-{number}", [0, 0]
+    store, told = CheckpointStore.open(root, f"run-{number}"), [0, 0]
     if dist.get_rank() == 0:
         rendezvous = Rendezvous()
         served = rendezvous.serve()
-        claimed = claim_attempt(CheckpointStore.open(root, run), Owner.current(), world_size=dist.get_world_size())
+        claimed = claim_attempt(store, Owner.current(), world_size=dist.get_world_size())
         told = [claimed.number, rendezvous.address.port]
     dist.broadcast_object_list(told)
-    with training(root, run, *told) as session:
+    with training(store, told[0], connect(Address("127.0.0.1", told[1]))) as session:
         yield session
     if dist.get_rank() == 0:
         del served

@@ -6,27 +6,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from conftest import free_port
-from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.attempts import Owner, claim_attempt
-from prefect_torch.tasks.rendezvous import Rendezvous
-from rank_processes import RUN
+from rank_processes import led_attempt
 
 
 def launch(module: str, arguments: tuple[Any, ...], world_size: int, root: Path) -> list[int | None]:
     """Run one attempt and return the ranks' exit codes: each calls main() of `module` with `arguments` and its place."""
-    attempt = claim_attempt(CheckpointStore.open(root, RUN), Owner.current(), world_size=world_size).number
-    rendezvous = Rendezvous()
-    served = rendezvous.serve()
-    place = [str(it) for it in (world_size, root, attempt, rendezvous.address.port, free_port())]
-    forking = _forking_with(module)
-    ranks = [forking.Process(target=_run, args=(module, *arguments, str(rank), *place)) for rank in range(world_size)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(150)
-    del served
-    return [rank.exitcode for rank in ranks]
+    with led_attempt(world_size, root) as place:
+        forking = _forking_with(module)
+        ranks = [forking.Process(target=_run, args=(module, *arguments, str(rank), *place)) for rank in range(world_size)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(150)
+        return [rank.exitcode for rank in ranks]
 
 
 def _run(module: str, *arguments: Any) -> None:

@@ -12,35 +12,42 @@ import torch.distributed as dist
 from conftest import free_port
 from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
-from prefect_torch.ckpt.reporting import start_session
 from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.session import RankSession
 from prefect_torch.tasks.rendezvous import Address, Rendezvous, connect
+from ranks import in_training
 
 RUN = "run"
 
 
-def launch(script, arguments, world_size, root):
-    """Run one attempt of `script` and return the ranks' exit codes."""
+@contextmanager
+def led_attempt(world_size, root):
+    """Claim an attempt and serve its ranks; yield the words that `joined` takes behind the rank."""
     attempt = claim_attempt(CheckpointStore.open(root, RUN), Owner.current(), world_size=world_size).number
     rendezvous = Rendezvous()
     served = rendezvous.serve()
-    place = [str(it) for it in (world_size, root, attempt, rendezvous.address.port, free_port())]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])}
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), *arguments, str(rank), *place], env=environment)
-        for rank in range(world_size)
-    ]
-    codes = [rank.wait(150) for rank in ranks]
+    yield [str(it) for it in (world_size, root, attempt, rendezvous.address.port, free_port())]
     del served
-    return codes
+
+
+def launch(script, arguments, world_size, root):
+    """Run one attempt of `script` and return the ranks' exit codes."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])}
+    with led_attempt(world_size, root) as place:
+        ranks = [
+            subprocess.Popen([sys.executable, str(script), *arguments, str(rank), *place], env=environment)
+            for rank in range(world_size)
+        ]
+        return [rank.wait(150) for rank in ranks]
 
 
 @contextmanager
 def joined(rank, world_size, root, attempt, key_value_port, group_port):
     """Be the rank that `launch` started with these words, inside a training; yield its session."""
-    with process_group(rank, world_size, group_port), training(root, RUN, int(attempt), int(key_value_port)) as session:
-        yield session
+    with process_group(rank, world_size, group_port):
+        key_value = connect(Address("127.0.0.1", int(key_value_port)))
+        with training(CheckpointStore.open(root, RUN), int(attempt), key_value) as session:
+            yield session
 
 
 @contextmanager
@@ -57,21 +64,12 @@ def process_group(rank, world_size, port):
 
 
 @contextmanager
-def training(root, run, attempt, key_value_port):
+def training(store, attempt, key_value):
     """Be a rank of attempt `attempt`, that goes on from the latest checkpoint; yield its session."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = CheckpointStore.open(root, run)
     manifest = choose_checkpoint(store, lineage=1, verify="digest")
     restored = None if manifest is None else store.checkpoint(manifest)
-    context = TrainContext(rank, rank, 0, world_size, world_size, run, attempt)
-    session = RankSession(context, store, connect(Address("127.0.0.1", key_value_port)), restored)
-    start_session(session)
-    try:
+    context = TrainContext(rank, rank, 0, world_size, world_size, store.run, attempt)
+    with in_training(RankSession(context, store, key_value, restored)) as session:
         yield session
-        session.finish()
-        dist.barrier()
-    except BaseException as exc:
-        session.fail(repr(exc), flush_s=30)
-        raise
-    finally:
-        start_session(None)
+    dist.barrier()

@@ -68,9 +68,9 @@ def as_rank(session: RankSession) -> Iterator[RankSession]:
 
 
 @contextmanager
-def in_training(attempt: Attempt) -> Iterator[RankSession]:
-    """Be the only rank of `attempt`, from its function's beginning to its end."""
-    with as_rank(attempt.session()) as session:
+def in_training(session: RankSession) -> Iterator[RankSession]:
+    """Be the rank of `session`, from its function's beginning to its end."""
+    with as_rank(session):
         try:
             yield session
             session.finish()

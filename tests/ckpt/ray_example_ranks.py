@@ -1,4 +1,4 @@
-"""Runs the training functions of examples one after the other on real ranks: python ray_example_ranks.py <rank> <place>"""
+"""Runs the training functions of examples one after the other on real ranks."""
 
 import importlib.util
 import json
@@ -8,13 +8,10 @@ import warnings
 from pathlib import Path
 
 import torch.distributed as dist
-from prefect_torch.ckpt import CheckpointStore, TrainContext
+from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
-from prefect_torch.ckpt.reporting import start_session
-from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.session import RankSession
 from prefect_torch.tasks.rendezvous import Address, TcpKeyValue, connect
-from rank_processes import process_group
+from rank_processes import process_group, training
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # The config of each attempt; those that fail on purpose have the same twice.
@@ -46,19 +43,12 @@ def train(train_func, config, store, server):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     claimed = [claim_attempt(store, Owner.current(), world_size=world_size).number if rank == 0 else 0]
     dist.broadcast_object_list(claimed)
-    manifest = choose_checkpoint(store, lineage=1, verify="digest")
     key_value = TcpKeyValue(dist.PrefixStore(f"{store.path}/{claimed[0]}", server.store))
-    context = TrainContext(rank, rank, 0, world_size, world_size, store.run, claimed[0])
-    session = RankSession(context, store, key_value, None if manifest is None else store.checkpoint(manifest))
-    start_session(session)
     try:
-        told = train_func(config)
-        session.finish()
+        with training(store, claimed[0], key_value):
+            told = train_func(config)
     except RuntimeError as exc:
-        session.fail(str(exc), flush_s=30)
         told = str(exc)
-    finally:
-        start_session(None)
     dist.barrier()
     return told
 
@@ -75,7 +65,3 @@ def main(rank, world_size, root, _, key_value_port, group_port):
             told[name] = [train(train_func, {"output_dir": f"{root}/output", **it}, store, server) for it in configs]
         if rank == "0":
             Path(root, "told.json").write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

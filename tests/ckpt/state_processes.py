@@ -1,20 +1,12 @@
-"""Ranks as real processes on gloo, for what threads cannot be: sharded tensors, DDP, a kill.
-
-python state_processes.py <job> <rank> <world size> <store> <key-value port> <group port>
-"""
+"""Ranks as real processes on gloo, for what threads cannot be: sharded tensors, DDP, a kill."""
 
 import os
 import signal
-import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from prefect_torch.ckpt import CheckpointStore, TrainContext
-from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.session import RankSession
-from prefect_torch.tasks.rendezvous import Address, connect
+from rank_processes import joined
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -63,36 +55,21 @@ def write_whole(model, optimizer, path):
         torch.save(whole, path)
 
 
-def main(job, rank, world_size, root, key_value_port, group_port):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(group_port))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    store = CheckpointStore.open(root, "run")
+def main(job, *place):
     kind, action = job.split("-")
-    manifest = choose_checkpoint(store, lineage=1, verify="digest")
-    restored = None if manifest is None else store.checkpoint(manifest)
-    key_value = connect(Address("127.0.0.1", key_value_port))
-    attempt = int(Path(root, "attempt").read_text())
-    session = RankSession(TrainContext(rank, rank, 0, world_size, world_size, "run", attempt), store, key_value, restored)
-    model, optimizer = make_training(kind, seed=0 if restored is None else 9)
-    extra = {"step": 0}
-    state = {"model": model, "optimizer": optimizer, "extra": extra}
-    if restored is not None:
-        restored.load_state(state, rank=rank, world_size=world_size)
-    for _ in range(STEPS):
-        take_step(model, optimizer, extra["step"])
-        extra["step"] += 1
-        session.report({"step": extra["step"]}, state=state)
-        if action == "kill" and extra["step"] == 2:
-            session._background.wait()
-            dist.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
-    session.finish()
-    write_whole(model, optimizer, Path(root, f"whole-{extra['step']}.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    name, *numbers = sys.argv[1:]
-    main(name, int(numbers[0]), int(numbers[1]), numbers[2], int(numbers[3]), int(numbers[4]))
+    with joined(*place) as session:
+        model, optimizer = make_training(kind, seed=0 if session.restored is None else 9)
+        extra = {"step": 0}
+        state = {"model": model, "optimizer": optimizer, "extra": extra}
+        if session.restored is not None:
+            session.restored.load_state(state)
+        for _ in range(STEPS):
+            take_step(model, optimizer, extra["step"])
+            extra["step"] += 1
+            session.report({"step": extra["step"]}, state=state)
+            if action == "kill" and extra["step"] == 2:
+                session._background.wait()
+                dist.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+        session.finish()
+        write_whole(model, optimizer, Path(session.store.storage.url, f"whole-{extra['step']}.pt"))

@@ -29,7 +29,7 @@ def store(tmp_path):
 
 def called_in_training(attempt, function, *arguments, **options):
     """Call `function` as a rank's function, and return what it returns."""
-    with in_training(attempt):
+    with in_training(attempt.session()):
         return function(*arguments, **options)
 
 

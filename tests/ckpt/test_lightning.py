@@ -27,7 +27,7 @@ def fit(attempt, callback=None, model=None, **arguments):
     """Train as a rank's function would, and return the model and the Trainer."""
     model = model or Regression()
     trainer = make_trainer(callbacks=[callback or ReportCallback()], **arguments)
-    with in_training(attempt), resume_path() as path:
+    with in_training(attempt.session()), resume_path() as path:
         trainer.fit(model, ckpt_path=path)
     return model, trainer
 

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import ray_example_ranks
+from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointStore
-from rank_processes import launch
 from ray_example_ranks import CONFIGS, EXAMPLES
 
 ON_PURPOSE = "Intentional error to showcase restoration!"
@@ -18,7 +17,7 @@ ON_PURPOSE = "Intentional error to showcase restoration!"
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("examples")
-    assert launch(Path(ray_example_ranks.__file__), [], 2, root) == [0, 0]
+    assert launch("ray_example_ranks", (), 2, root) == [0, 0]
     return root
 
 

@@ -81,19 +81,6 @@ def test_steps_of_checkpoints_grow(store, tmp_path):
     assert [manifest.step for manifest in store.list()] == [5, 6]
 
 
-@pytest.fixture
-def uploads_may_go_on(monkeypatch):
-    """An event that every upload waits for."""
-    put_file, go_on = LocalStorage.put_file, threading.Event()
-
-    def wait_until_told(self, key, path):
-        assert go_on.wait(30)
-        return put_file(self, key, path)
-
-    monkeypatch.setattr(LocalStorage, "put_file", wait_until_told)
-    return go_on
-
-
 def test_ranks_that_disagree_on_the_step_all_raise(store, tmp_path):
     errors = Attempt(store, 2).run(lambda session, rank: session.report({}, folder(tmp_path / "c", m="x"), step=rank))
     assert [type(error) for error in errors] == [ReportMismatchError] * 2

@@ -38,7 +38,7 @@ def fit(attempt, output_dir, callback=None, before=None, **arguments):
     for added in (callback, before):
         if added is not None:
             trainer.add_callback(added)
-    with in_training(attempt), resume_path() as path:
+    with in_training(attempt.session()), resume_path() as path:
         prepare_trainer(trainer).train(resume_from_checkpoint=path)
     return trainer
 
