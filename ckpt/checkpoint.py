@@ -254,7 +254,8 @@ class Checkpoint:
             assert self.directory is not None
             storage = LocalStorage(self.directory)
             return StateReader(storage, "", self.path), files_in(storage)
-        manifest = self._store.committed(self.manifest.id)  # raises if it was pruned
+        assert self._id is not None
+        manifest = self._store.committed(self._id)  # raises if it was pruned
         files = {entry.path: entry for entry in manifest.files}
         return StateReader(self._store.storage, self._store.layout.data(manifest.id), self.path), files
 
@@ -310,7 +311,8 @@ class Checkpoint:
     def _choose(self, store: CheckpointStore, include: Include, *, own_files: bool) -> tuple[Manifest, tuple[FileEntry, ...]]:
         from .reporting import place_of_this_rank  # noqa: PLC0415 - it imports this module
 
-        manifest = store.committed(self.manifest.id)  # raises if it was pruned
+        assert self._id is not None
+        manifest = store.committed(self._id)  # raises if it was pruned
         return manifest, choose_files(manifest, include, place_of_this_rank() if own_files else None, self.path)
 
 
