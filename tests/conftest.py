@@ -1,6 +1,8 @@
 """Real S3-speaking servers on loopback, one in Python and one in Go: they differ, so both are used."""
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -96,8 +98,11 @@ class ScriptedServer(S3Server):
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    """Return a port below those that the system gives to clients, so that none of them takes it before its server does."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _program(name: str) -> str:
