@@ -21,11 +21,11 @@ from conftest import free_port
 _PATIENCE_S = 120  # for what takes seconds on an idle machine
 
 
-def wait_until(condition: Callable[[], object], what: object, longest_s: float = _PATIENCE_S) -> None:
+def wait_until(condition: Callable[[], object], what: object, longest_s: float = _PATIENCE_S, *, every_s: float = 0.1) -> None:
     deadline_s = time.monotonic() + longest_s
     while not condition():
         assert time.monotonic() < deadline_s, f"it did not come to pass in {longest_s} s: {what() if callable(what) else what}"
-        time.sleep(0.1)
+        time.sleep(every_s)
 
 
 def rows(api: str, kind: str, **filters: object) -> list[dict]:
