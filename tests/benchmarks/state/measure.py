@@ -1,7 +1,6 @@
 """The same measurement for every way, in each of its ranks: how long training stands still, and what goes on behind it."""
 
 import json
-import mmap
 import os
 import threading
 import time
@@ -10,8 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from plan import WORLD_SIZE
-from processes import PeakMemory, cpu_s
+from processes import PeakMemory, back_free_memory, cpu_s
 
+COPIES = 3  # what the greediest ways take of memory, as a share of the state's size
 ROOT = "STATE_BENCHMARK_ROOT"  # a way that starts its ranks itself says here which process began
 
 
@@ -32,12 +32,11 @@ def measure_saves(plan, way, training):
     roots = _roots()
     memory = PeakMemory(roots) if plan.rank == 0 else None
     rounds = [_measure_round(plan, way, training, floor, roots, number) for number in range(plan.rounds)]
-    extra_bytes = memory.extra_bytes() if memory else 0  # before the next line takes memory of its own
+    extra_bytes = memory.extra_bytes() if memory else 0
     return {
         "rounds": [{key: value for key, value in of.items() if key != "checksums"} for of in rounds],
         "checksums": rounds[-1]["checksums"],
         "bytes": training.bytes,
-        "fresh": floor.fresh_copy_s(),
         "memory": extra_bytes,
     }
 
@@ -51,7 +50,7 @@ def _measure_round(plan, way, training, floor, roots, number):
     floor_s = floor.copy_s()
     dist.barrier()
     before_s = training.ten_steps_s() if goes_on else None
-    dist.barrier()
+    _back_free_memory(plan, training)
     cpu_before_s = cpu_s(roots) if plan.rank == 0 else 0.0
     dist.barrier()
     training.synchronize()
@@ -67,6 +66,13 @@ def _measure_round(plan, way, training, floor, roots, number):
     way.forget()
     of_time = {"stall": stall_s, "floor": floor_s, "before": before_s, "after": after_s, "durable": durable_s}
     return {**of_time, "cpu": cpu, "goes_on": goes_on, "checksums": checksums}
+
+
+def _back_free_memory(plan, training):
+    dist.barrier()
+    if plan.rank == 0:
+        back_free_memory(COPIES * training.bytes)
+    dist.barrier()
 
 
 def measure_resume(plan, way, training):
@@ -129,15 +135,6 @@ class Floor:
         started_s = time.perf_counter()
         for _ in range(self._times):
             self._target.copy_(self._source)
-        return time.perf_counter() - started_s
-
-    def fresh_copy_s(self):
-        """Copy the same into memory that this process has never touched, in the largest pages: what any first copy costs."""
-        started_s = time.perf_counter()
-        pages = mmap.mmap(-1, self._times * self._source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        for part in torch.frombuffer(pages, dtype=torch.uint8).split(self._source.nbytes):
-            part.copy_(self._source)
         return time.perf_counter() - started_s
 
 

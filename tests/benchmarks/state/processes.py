@@ -3,10 +3,29 @@
 import contextlib
 import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
+
+
+_TOUCH = """\
+import mmap, sys
+pages = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+pages.madvise(mmap.MADV_HUGEPAGE)
+for start in range(0, len(pages), 4096):
+    pages[start] = 1
+"""
+
+
+def back_free_memory(count):
+    """Have that many bytes of the memory that nobody uses be there at once when somebody asks for them.
+
+    A virtual machine's host takes back what is free, within seconds, and gives it again at a fifth of the speed.
+    """
+    subprocess.run([sys.executable, "-c", _TOUCH, str(count)], check=True)
 
 
 def cpu_s(roots):

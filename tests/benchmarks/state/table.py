@@ -9,6 +9,8 @@ HEAD = (
 )
 LEGEND = """\
 first, p50, p95  for how long the call held the training up, the slower rank, first and later; the state may change afterwards
+                 before each save, memory that nobody uses is touched in another process: a virtual machine's host takes
+                 back what is free, and a first touch would measure the host
 /memcpy          p50 against a copy of half of the state, what a rank owns, into warm memory, timed before each save
 next 10          how much longer the 10 steps right after the call took than the 10 right before it, the slower rank
 durable          from the call until another process would resume from it, fsynced, while training goes on
@@ -35,7 +37,6 @@ class Row:
     p50: float | None = None
     p95: float | None = None
     memcpy: float | None = None
-    fresh: float | None = None
     next_steps: float | None = None
     step: float | None = None
     durable: float | None = None
@@ -72,7 +73,6 @@ def summarize(mebibytes, where, way, saves, resumes):
         p50=statistics.median(stalls),
         p95=sorted(stalls)[-1 - len(stalls) // 20],
         memcpy=statistics.median(of["floor"] for of in later),
-        fresh=statistics.median(max(rank["fresh"] for rank in ranks) for ranks in saves),
         next_steps=statistics.median(of["after"] / of["before"] - 1 for of in going_on),
         step=statistics.median(of["before"] / 10 for of in going_on),
         durable=statistics.median(of["durable"] for of in going_on),

@@ -6,7 +6,7 @@ WHY_MISSED = """\
 Why targets can be missed on this machine:
 a later stall / memcpy     beside the copy, a report looks at every object and has one round between the ranks: 2 ms, which
                            tell most in small states. At 64 MiB a twentieth of Ray's stall is less than the copy.
-the first stall            is page faults, see the floor: memory that nobody has touched comes from a virtual machine's host.
+the first stall            is page faults and the plan of who writes what, which all ranks make together.
 the next 10 steps          hashing and writing want a part of a core, and two ranks use both; a server of S3 wants one, too.
 durable, training goes on  the commit has a lower priority than the training; in dcp.save the training stands still."""
 
@@ -22,8 +22,6 @@ def judge(rows):
         told = "met   " if value <= most else "MISSED"
         by = "" if value <= most else f", {value / most:.2f} x too much"
         yield f"{ours.mebibytes:>5} {ours.where:7} {told} {text}: {value:.3g}, at most {most:g}{by}"
-    floor = f"a copy of the owned bytes into memory never touched / a later stall: {ours.fresh / ours.p50:.3g}"
-    yield f"{ours.mebibytes:>5} {ours.where:7} floor  of a first stall, {floor}"
 
 
 def _targets(ours, peers, measured):

@@ -1,9 +1,10 @@
-"""prefect_torch: live objects, or a folder that rank 0 has filled; the leader's part as prefect_torch.tasks does it."""
+"""prefect_torch: live objects, or a folder that rank 0 has filled; the leader's part and a rank's start as in `tasks`."""
 
 import json
 import tempfile
 from contextlib import contextmanager
 
+import prefect_torch.ckpt.state_reports  # noqa: F401 - as a rank's process does before the training begins
 from plan import WORLD_SIZE
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext, get_checkpoint, report
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
