@@ -37,10 +37,11 @@ def report_state(
     step: SupportsIndex | None = None,
     progress: float | None = None,
     upload: Upload | None = None,
+    safe_serialization: bool = True,
 ) -> None:
     """Report what `accelerator.save_state` writes, durable when this returns; every rank calls it, equally often.
 
-    The checkpoint holds `checkpoint/`: models (safetensors), optimizers, schedulers, samplers, each rank's random state, and
+    The checkpoint holds `checkpoint/`: models, optimizers, schedulers, samplers, each rank's random state, and
     all that is registered for checkpointing. Each rank brings what it owns. With `automatic_checkpoint_naming` the Accelerator
     writes to its own folder and rotates there as ever; otherwise to a temporary one.
 
@@ -52,6 +53,7 @@ def report_state(
         step: As `report` takes it.
         progress: As `report` takes it.
         upload: "sync" or "async", as `report` understands it; None means "sync".
+        safe_serialization: As `Accelerator.save_state` takes it: models as safetensors, or pickled.
 
     Raises:
         ValueError: Before anything is saved, if the Accelerator does not train on exactly the ranks that exist.
@@ -66,7 +68,7 @@ def report_state(
             )
         return
     check_world_size("Accelerator", accelerator.num_processes, context)
-    with _saved_state(accelerator, context) as (folder, is_ours):
+    with _saved_state(accelerator, context, safe_serialization) as (folder, is_ours):
         accelerator.wait_for_everyone()  # save_state does not: other ranks may be writing
         with part_of_rank(folder, context, os.link if is_ours else os.symlink) as part:
             report(metrics, part, step=step, progress=progress, upload=upload)
@@ -100,14 +102,14 @@ def load_state(accelerator: Accelerator, **arguments: Any) -> Checkpoint | None:
 
 
 @contextmanager
-def _saved_state(accelerator: Accelerator, context: TrainContext) -> Iterator[tuple[Path, bool]]:
+def _saved_state(accelerator: Accelerator, context: TrainContext, safely: bool) -> Iterator[tuple[Path, bool]]:
     """Yield the folder with the saved state, and whether it is ours to take files from; it has one path on every rank."""
     if accelerator.project_configuration.automatic_checkpoint_naming:
         _skip_names_in_use(accelerator)
-        yield Path(accelerator.save_state()), False
+        yield Path(accelerator.save_state(safe_serialization=safely)), False
         return
     with folder_of_all_ranks(context, lambda path: str(broadcast_object_list([path])[0])) as folder:
-        yield Path(accelerator.save_state(str(folder))), True
+        yield Path(accelerator.save_state(str(folder), safely)), True
 
 
 def _skip_names_in_use(accelerator: Accelerator) -> None:

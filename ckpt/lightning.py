@@ -13,8 +13,9 @@
 Needs the extra `lightning`; nothing else of this package imports this module.
 """
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from .arguments import Upload, check_upload
-from .checkpoint import Checkpoint
 from .lightning_logger import ReportLogger
 from .lightning_ranks import (
     PrefectDDPStrategy,
@@ -34,7 +34,7 @@ from .lightning_ranks import (
     check_world_size,
     prepare_trainer,
 )
-from .rank_parts import folder_of_all_ranks
+from .rank_parts import folder_of_all_ranks, part_of_rank
 from .reporting import context_or_none, get_checkpoint, report
 from .restored_part import restored_part
 
@@ -59,10 +59,11 @@ class ReportCallback(CheckpointCallback):
     """Report Lightning's own checkpoint and metrics, durable when training goes on, from every rank.
 
     The checkpoint holds `checkpoint.ckpt`, as `trainer.save_checkpoint` writes it: a file from rank 0, or a folder where the
-    strategy shards. The metrics are `trainer.callback_metrics` with `epoch` and `step`; the step is `trainer.global_step`, so
-    a training function fits once, and gives `ckpt_path=` from `resume_path` to continue. One step is reported once.
-    Lightning counts it among its checkpoint callbacks: it runs after all others, whose state is stored as it is by then, and
-    the Trainer adds no ModelCheckpoint of its own; `enable_checkpointing=False` contradicts it.
+    strategy shards, of which each rank brings what it wrote. The metrics are `trainer.callback_metrics` with `epoch` and
+    `step`; the step is `trainer.global_step`, so a training function fits once, and gives `ckpt_path=` from `resume_path` to
+    continue. One step is reported once, also by several of these callbacks, each for a moment of its own.
+    Lightning counts it among its checkpoint callbacks: it runs after all others (list a ModelCheckpoint before it), whose state
+    is stored as it is by then, and the Trainer adds no ModelCheckpoint of its own; `enable_checkpointing=False` contradicts it.
 
     After each batch it asks `get_context().should_checkpoint()`, a fraction of a millisecond at most, and reports if told to.
     When the training is about to be ended from outside, it stops the Trainer then. What is reported within an epoch resumes
@@ -81,6 +82,9 @@ class ReportCallback(CheckpointCallback):
         every_n_train_steps: Report after the batch in which the global step reaches a multiple of this.
         on_validation_end: Report after each validation.
         upload: "sync" or "async", as `report` understands it; "async" lets the training go on while the files are stored.
+
+    Attributes:
+        reported_step: The global step that was reported last.
 
     Raises:
         ValueError: If more than one of the three moments is chosen, or a number is below 1.
@@ -105,16 +109,21 @@ class ReportCallback(CheckpointCallback):
         self._context: TrainContext | None = None
         self._signal_handler: Any = None
         self._seen_step = 0
-        self._reported_step = 0
         self._ends_soon = False
+        self.reported_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
         """Find this rank's place.
 
         Raises:
-            ValueError: If the Trainer does not train on exactly the ranks that exist, or writes its files behind our back.
+            TypeError: If the Trainer is one of the package pytorch_lightning.
+            ValueError: If it does not train on exactly the ranks that exist, or writes its files behind our back.
 
         """
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"the Trainer is one of {type(trainer).__module__}: take it from lightning.pytorch for ReportCallback"
+            )
         self._context = context_or_none()
         self._ends_soon = False
         if self._context is None:
@@ -128,9 +137,11 @@ class ReportCallback(CheckpointCallback):
             )
         self._signal_handler = signal.getsignal(signal.SIGTERM)
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
-        """Take SIGTERM back from Lightning."""
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
+        """Take SIGTERM back from Lightning, whose handler would wait for ranks that have not got one."""
         self._take_sigterm_back()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
         """Count on from where the Trainer begins.
@@ -139,7 +150,7 @@ class ReportCallback(CheckpointCallback):
             ValueError: If it begins before the checkpoint that this attempt continues.
 
         """
-        self._seen_step = self._reported_step = trainer.global_step
+        self._seen_step = self.reported_step = trainer.global_step
         if self._context is None:
             return
         self._take_sigterm_back()
@@ -163,14 +174,16 @@ class ReportCallback(CheckpointCallback):
         if self._context is None or self._ends_soon:
             return
         is_told = self._context.should_checkpoint()
-        if is_told or _crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
-            self._report(trainer)
         if is_told and self._context.ends_soon():
             self._ends_soon = trainer.should_stop = True
+        elif trainer.is_last_batch and self._is_nth_epoch(trainer):
+            is_told = False  # the epoch's report follows, and knows the validation
+        if is_told or _crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
+            self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
         """Report if it was an n-th epoch."""
-        if self._every_n_epochs is not None and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+        if self._is_nth_epoch(trainer):
             self._report(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
@@ -178,21 +191,22 @@ class ReportCallback(CheckpointCallback):
         if self._on_validation_end and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._report(trainer)
 
+    def _is_nth_epoch(self, trainer: Trainer) -> bool:
+        return self._every_n_epochs is not None and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+
     def _report(self, trainer: Trainer) -> None:
         step = trainer.global_step
-        if self._context is None or step == self._reported_step:
+        if self._context is None or step in _reported_steps(trainer):
             return
-        self._reported_step = step
-        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        metrics.update(epoch=trainer.current_epoch, step=step)
+        self.reported_step = step
+        metrics = {**_numbers(trainer.callback_metrics), "epoch": trainer.current_epoch, "step": step}
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set in a function of another module
             report(metrics, step=step)
             return
         with folder_of_all_ranks(self._context, trainer.strategy.broadcast) as folder:
-            trainer.save_checkpoint(folder / CHECKPOINT_NAME)  # ends with a barrier: every rank's files are there
-            # One rank of each machine brings what lies there, whichever rank wrote it.
-            brings = self._context.local_rank == 0 and any(folder.iterdir())
-            report(metrics, Checkpoint.from_directory(folder) if brings else None, step=step, upload=self._upload)
+            trainer.save_checkpoint(folder / CHECKPOINT_NAME, weights_only=False)  # ends with a barrier: all files are there
+            with part_of_rank(folder, self._context, os.link, below="") as part:
+                report(metrics, part, step=step, upload=self._upload)
 
     def _take_sigterm_back(self) -> None:
         if self._context is not None and self._signal_handler is not None:
@@ -222,7 +236,18 @@ def _check_moments(every_n_epochs: int | None, every_n_train_steps: int | None, 
     chosen = [f"{name}={number}" for name, number in numbers.items() if number is not None]
     chosen += ["on_validation_end=True"] if on_validation_end else []
     if len(chosen) > 1:
-        raise ValueError(f"{' and '.join(chosen)} contradict each other; choose one moment to report at")
+        raise ValueError(
+            f"{' and '.join(chosen)} contradict each other; choose one moment to report at, or give a callback for each"
+        )
+
+
+def _reported_steps(trainer: Trainer) -> set[int]:
+    return {callback.reported_step for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    # A score per class may be logged where no logger is, but is no metric; it must not end the training.
+    return {name: value for name, value in metrics.items() if getattr(value, "ndim", 0) == 0}
 
 
 def _crosses_multiple(before: int, now: int, number: int | None) -> bool:

@@ -2,14 +2,13 @@
 
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from .checkpoint import Checkpoint
 from .context import TrainContext
+from .scratch import make_scratch, remove_scratch, scratch_folder, share_scratch
 from .staging import scan_files
 
 CHECKPOINT_NAME = "checkpoint"
@@ -42,20 +41,21 @@ def folder_of_all_ranks(context: TrainContext, broadcast: Callable[[str], str]) 
         broadcast: Returns on every rank what rank 0 gives it.
 
     """
-    folder = Path(broadcast(tempfile.mkdtemp(prefix="prefect-torch-") if context.world_rank == 0 else ""))
-    folder.mkdir(mode=0o700, exist_ok=True)  # on another machine
+    folder = Path(broadcast(str(make_scratch()) if context.world_rank == 0 else ""))
+    if context.local_rank == 0:
+        share_scratch(folder)
     try:
         yield folder
     finally:
         if context.local_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_scratch(folder)
 
 
 @contextmanager
 def part_of_rank(
-    folder: Path, context: TrainContext, link: Callable[[str, str], None] = os.symlink
+    folder: Path, context: TrainContext, link: Callable[[str, str], None] = os.symlink, below: str = CHECKPOINT_NAME
 ) -> Iterator[Checkpoint | None]:
-    """Yield what this rank brings of `folder`, below `checkpoint/`; the ranks' parts together are the whole folder.
+    """Yield what this rank brings of `folder`; the ranks' parts together are the whole folder.
 
     A rank brings the files that are named after it, as `rng_state_1.pth` is, and the first rank of each machine all others
     that lie there, so that each has one owner on a machine. Nothing is copied, moved or deleted in `folder`.
@@ -65,6 +65,7 @@ def part_of_rank(
         context: This rank's place.
         link: Makes a link to a file. With the default an async report copies files and leaves `folder` alone; with `os.link`
             it takes them without a copy, for a folder among the temporary ones that nobody writes to again.
+        below: The folder of the checkpoint that what lies in `folder` comes to; "" for none.
 
     Yields:
         None if nothing is this rank's.
@@ -74,9 +75,9 @@ def part_of_rank(
     if not paths:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="prefect-torch-") as part:
+    with scratch_folder() as part:
         for path in paths:
-            target = Path(part, CHECKPOINT_NAME, path)
+            target = part / below / path
             target.parent.mkdir(parents=True, exist_ok=True)
             link(str((folder / path).resolve()), str(target))
         yield Checkpoint.from_directory(part)

@@ -1,13 +1,10 @@
 """One rank's side of a training: every report of it, from the ranks' agreement to the manifest."""
 
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from .agreement import Agreement, Intent, agree
@@ -26,6 +23,7 @@ from .pace import CheckpointPace
 from .peers import Peers, RankEnd
 from .prompts import CheckpointPrompts
 from .refusal import Refusal
+from .scratch import remove_scratch, scratch_folder
 from .staging import scan_files, take_over
 from .store import CheckpointStore
 
@@ -176,7 +174,7 @@ class RankSession:
             raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(folder)")  # noqa: TRY004 - as above
         directory = checkpoint.directory
         if directory is None:  # a committed checkpoint is never taken apart: what is moved or stored again is a copy
-            directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="prefect-torch-")))
+            directory = cleanup.enter_context(scratch_folder())
             checkpoint.to_directory(directory)
         return Brought(directory, tuple(scan_files(directory)), checkpoint.get_metadata())
 
@@ -299,7 +297,7 @@ class RankSession:
                 self._commit(replace(job, brought=staged))
             finally:
                 if staged.directory is not None:
-                    shutil.rmtree(staged.directory, ignore_errors=True)
+                    remove_scratch(staged.directory)
 
         self._background.submit(job.agreement.step, work)
 

@@ -4,11 +4,11 @@ import errno
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .keys import is_temporary
+from .scratch import make_scratch
 
 METADATA_FILE = ".metadata.json"
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing end, a way through a file, links in a circle
@@ -58,13 +58,13 @@ def _storable(path: str) -> str:
 
 
 def take_over(directory: Path, paths: Iterable[str]) -> Path:
-    """Move the files at `paths` into a folder of our own and return it; a copy only across filesystems.
+    """Move the files at `paths` into a scratch folder and return it; a copy only across filesystems.
 
     The caller may delete or reuse `directory` at once. Costs one rename a file on the same filesystem. What a link names
     outside of `directory` is copied, since it was not handed over, and so is what a link names inside.
     """
     root = directory.resolve()
-    taken = Path(tempfile.mkdtemp(prefix=".prefect-torch-", dir=_writable_parent(root)))
+    taken = make_scratch(_writable_parent(root))
     # Copies first: what a link names may be one of the files that move.
     for path in sorted(paths, key=lambda path: _is_reached_directly(root / path)):
         target = taken / path

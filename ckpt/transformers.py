@@ -101,11 +101,12 @@ class ReportCallback(TrainerCallback):
         if _resumed_from is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
             load_renamed_weights(model, _resumed_from)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - as above
-        """Have the Trainer save if the training is told to, and stop if it is about to be ended."""
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Have the Trainer save if the training is told to, and stop, without an evaluation, if it is about to be ended."""
         if self._context is not None and not control.should_training_stop and self._context.should_checkpoint():
-            control.should_save = True
             control.should_training_stop = self._ends = self._context.ends_soon()
+            control.should_evaluate = control.should_evaluate and not self._ends
+            control.should_save = control.should_save or self._ends or not _epoch_end_saves(args, state)
         self._log_what_is_saved(args, control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - as above
@@ -145,8 +146,10 @@ class ReportCallback(TrainerCallback):
             report(_metrics_of_step(state), part, step=state.global_step, progress=progress, upload=self._upload)
 
     def _log_what_is_saved(self, args: TrainingArguments, control: TrainerControl) -> None:
-        if self._context is not None and control.should_save and args.logging_strategy != "no":
-            control.should_log = True
+        if self._context is None or args.logging_strategy == "no":
+            return
+        may_save = control.should_save or (args.save_strategy == "best" and control.should_evaluate)
+        control.should_log = control.should_log or may_save
 
 
 def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
@@ -186,6 +189,11 @@ def resume_path() -> Iterator[str | None]:
             _resumed_from = None
 
 
+def _epoch_end_saves(args: TrainingArguments, state: TrainerState) -> bool:
+    # With what the evaluation says, if there is one; a step is reported once.
+    return args.save_strategy == "epoch" and state.epoch is not None and state.epoch.is_integer()
+
+
 def _metrics_of_step(state: TrainerState) -> dict[str, Any]:
     metrics: dict[str, Any] = {"epoch": state.epoch}
     logged = list(takewhile(lambda entry: entry["step"] == state.global_step, reversed(state.log_history)))
@@ -194,9 +202,13 @@ def _metrics_of_step(state: TrainerState) -> dict[str, Any]:
     return {**metrics, "step": state.global_step}
 
 
-def _numbers_and_texts(logs: dict[str, Any]) -> dict[str, Any]:
-    # A list, such as a score per class, is a log of Transformers but no metric; it must not end the training.
-    return {name: value for name, value in logs.items() if not isinstance(value, (list, tuple))}
+def _numbers_and_texts(logs: dict[Any, Any]) -> dict[str, Any]:
+    # A list or an array, such as a score per class, is a log of Transformers but no metric; it must not end the training.
+    return {
+        str(name): _numbers_and_texts(value) if isinstance(value, dict) else value
+        for name, value in logs.items()
+        if not isinstance(value, (list, tuple)) and getattr(value, "ndim", 0) == 0
+    }
 
 
 def _output_dir(args: TrainingArguments) -> Path:

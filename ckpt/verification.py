@@ -1,12 +1,12 @@
 """Whether what is stored is what was committed."""
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .digest import digest_file
 from .errors import CheckpointCorruptError
 from .manifest import FileEntry, Manifest
+from .scratch import scratch_folder
 from .storage import Transfer
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ def verify(store: "CheckpointStore", manifest: Manifest, level: "VerifyLevel") -
         return
     _verify_sizes(store, manifest)
     if level == "digest":
-        with tempfile.TemporaryDirectory(prefix="prefect-torch-verify-") as scratch:
+        with scratch_folder() as scratch:
             for entry in manifest.files:
-                check_entry(store, manifest, entry, _read(store, manifest, entry, Path(scratch)))
+                check_entry(store, manifest, entry, _read(store, manifest, entry, scratch))
 
 
 def check_entry(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, got: Transfer) -> None:

@@ -78,6 +78,13 @@ def test_accelerates_own_folders_are_rotated_and_named_on_after_a_restart(store,
             assert path.read_bytes() == (type(path)(directory) / "checkpoint" / path.name).read_bytes()
 
 
+def test_models_are_stored_in_the_format_that_was_chosen(store):
+    accelerator = make_accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    called_in_training(Attempt(store), report_state, accelerator, {}, safe_serialization=False)
+    assert {entry.path for entry in store.latest().files} == {"checkpoint/pytorch_model.bin", "checkpoint/random_states_0.pkl"}
+
+
 def test_nothing_is_left_of_temporary_folders(store, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))

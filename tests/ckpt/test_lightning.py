@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import pytorch_lightning.demos.boring_classes
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -13,6 +14,7 @@ from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.history import newest_metrics
 from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, ReportLogger, prepare_trainer, resume_path
 from ranks import Attempt, as_rank, folder, in_training, read_files
+from torchmetrics.classification import MulticlassAccuracy
 
 # Lightning's advice about workers, intervals and dataloaders that cannot resume.
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -79,8 +81,9 @@ def test_what_was_logged_is_reported_as_numbers_with_epoch_and_step(store):
     assert {type(value) for value in metrics.values()} == {int, float}
 
 
-def test_the_checkpoint_is_lightnings_own(store):
+def test_the_checkpoint_is_lightnings_own_and_nothing_is_said_of_it(store, caplog):
     model, _ = fit(Attempt(store), max_epochs=1)
+    assert "weights_only" not in caplog.text
     files = read_files(store.checkpoint(store.latest()))
     assert list(files) == ["checkpoint.ckpt"]
     with store.checkpoint(store.latest()).as_directory() as directory:
@@ -99,6 +102,13 @@ def test_the_checkpoint_is_lightnings_own(store):
 def test_reports_come_at_the_chosen_moments_and_never_in_a_sanity_check(store, chosen, expected):
     fit(Attempt(store), ReportCallback(**chosen), check_val_every_n_epoch=2, num_sanity_val_steps=2)
     assert committed(store) == expected
+
+
+def test_several_callbacks_report_a_step_once(store):
+    attempt = Attempt(store)
+    with in_training(attempt.session()):
+        make_trainer(callbacks=[ReportCallback(), ReportCallback(every_n_train_steps=3)]).fit(Regression())
+    assert committed(store) == [(3, 0), (4, 0), (6, 1), (8, 1), (9, 2), (12, 2), (15, 3), (16, 3)]
 
 
 def test_the_sanity_check_of_a_second_fit_reports_nothing(store):
@@ -150,6 +160,26 @@ def test_a_pace_asks_for_checkpoints_and_stops_nothing(store):
     assert committed(store)[0] == (1, 0)  # the first is due at once
 
 
+def test_a_pace_leaves_the_end_of_an_epoch_to_the_report_that_knows_the_validation(store):
+    fit(Attempt(store, target_overhead=1e9), max_epochs=2)  # due after each batch
+    assert [it.metrics.get("late") for it in store.list() if it.step % BATCHES == 0] == [0, 1]
+
+
+def test_a_score_per_class_is_left_out_of_the_metrics(store):
+    class PerClass(Regression):
+        def __init__(self):
+            super().__init__()
+            self.per_class = MulticlassAccuracy(3, average=None)
+
+        def validation_step(self, batch, batch_idx):
+            self.per_class.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+            self.log("per_class", self.per_class)
+
+    _, trainer = fit(Attempt(store), model=PerClass(), max_epochs=1)
+    assert trainer.callback_metrics["per_class"].tolist() == [1.0, 0.5, 0.0]
+    assert "per_class" not in store.latest().metrics
+
+
 def test_other_callbacks_are_stored_as_they_are_at_the_end_of_the_epoch(store):
     stopping = EarlyStopping("late", mode="max", patience=9)
     attempt = Attempt(store)
@@ -165,6 +195,19 @@ def test_a_sigterm_is_left_to_end_the_process(store):
     handlers = []
     fit(Attempt(store), model=Regression(at_step=1, then=lambda: handlers.append(signal.getsignal(signal.SIGTERM))))
     assert handlers == [signal.getsignal(signal.SIGTERM)] == [signal.SIG_DFL]
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_a_sigterm_is_left_to_end_what_only_looks_at_a_model(store, function):
+    class Looked(Regression):
+        def validation_step(self, batch):
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+        test_step = predict_step = validation_step
+
+    with as_rank(Attempt(store).session()):
+        model, trainer = Looked(), make_trainer(callbacks=[ReportCallback()])
+        getattr(trainer, function)(model, model.val_dataloader())
 
 
 def test_outside_of_a_training_the_callback_only_warns():
@@ -208,6 +251,13 @@ def test_a_trainer_that_writes_in_the_background_by_itself_is_refused(store):
         pytest.raises(ValueError, match=r'AsyncCheckpointIO would have half a file reported; .* upload="async"'),
     ):
         make_trainer(callbacks=[ReportCallback()], plugins=[AsyncCheckpointIO()]).fit(Regression())
+
+
+def test_a_trainer_of_the_other_package_is_refused(tmp_path):
+    quiet = {"logger": False, "accelerator": "cpu", "max_epochs": 1, "default_root_dir": tmp_path}
+    trainer = pytorch_lightning.Trainer(callbacks=[ReportCallback()], **quiet)
+    with pytest.raises(TypeError, match=r"one of pytorch_lightning\.trainer\.trainer: take it from lightning\.pytorch"):
+        trainer.fit(pytorch_lightning.demos.boring_classes.BoringModel())
 
 
 def test_what_is_logged_is_recorded_without_a_callback_and_without_a_report(store):

@@ -7,6 +7,8 @@ from prefect_torch.ckpt import CheckpointStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
+SHARDED = (".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt")
+
 
 @pytest.mark.parametrize("kind", ["ddp", "sharded"])
 def test_a_training_of_two_ranks_counts_them_itself_and_goes_on_where_it_was(tmp_path, kind):
@@ -18,8 +20,8 @@ def test_a_training_of_two_ranks_counts_them_itself_and_goes_on_where_it_was(tmp
     assert all(map(torch.equal, torch.load(halved / f"weights-{kind}-2.pt"), expected))
     manifests = CheckpointStore.open(halved, "run").list()
     assert [(manifest.attempt, manifest.metrics["epoch"]) for manifest in manifests] == [(1, 0), (2, 1)]
-    paths = {entry.path for entry in manifests[-1].files}
+    owners = {entry.path: entry.rank for entry in manifests[-1].files}
     if kind == "ddp":
-        assert paths == {"checkpoint.ckpt"}
+        assert owners == {"checkpoint.ckpt": 0}
     else:
-        assert {"checkpoint.ckpt/__0_0.distcp", "checkpoint.ckpt/__1_0.distcp"} <= paths
+        assert owners == {f"checkpoint.ckpt/{name}": int("__1" in name) for name in SHARDED}

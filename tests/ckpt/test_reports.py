@@ -304,7 +304,7 @@ def test_a_committed_checkpoint_can_be_reported_again_and_stays(store, tmp_path,
     session.report({}, store.checkpoint(store.list()[0]), upload="async")
     session.finish()
     assert [read_files(store.checkpoint(manifest)) for manifest in store.list()] == [{"model": b"x"}] * 2
-    assert not list(Path(tempfile.gettempdir()).glob("prefect-torch-*"))
+    assert not list(Path(tempfile.gettempdir()).glob(".prefect-torch-*"))
 
 
 def test_events_tell_reports_and_commits_in_order(store, tmp_path):

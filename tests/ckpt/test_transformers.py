@@ -91,7 +91,8 @@ def test_metrics_are_those_of_the_saved_step(trained):
 
 def test_what_is_logged_is_recorded_and_the_checkpoint_is_a_model(store, tmp_path):
     def score(prediction):
-        return {"accuracy": 0.5, "accuracy_per_class": [0.5] * 10}
+        scores = [0.5] * 10
+        return {"accuracy": 0.5, "accuracy_per_class": scores, "report": {"mean": 0.5, "per_class": scores}, "recall": {0: 0.5}}
 
     attempt = Attempt(store)
     trainer = fit(attempt, tmp_path / "output", save_steps=6, trainer_options={"compute_metrics": score})
@@ -101,6 +102,8 @@ def test_what_is_logged_is_recorded_and_the_checkpoint_is_a_model(store, tmp_pat
     assert records[-1].metrics["train_runtime"] > 0
     assert store.latest().metrics["eval_accuracy"] == 0.5
     assert "eval_accuracy_per_class" not in store.latest().metrics
+    assert store.latest().metrics["eval_report"] == {"mean": 0.5}
+    assert store.latest().metrics["eval_recall"] == {"0": 0.5}
     with store.checkpoint(store.latest()).as_directory() as directory:
         loaded = ViTForImageClassification.from_pretrained(f"{directory}/checkpoint")
     assert torch.equal(weights(loaded), weights(trainer.model))
@@ -130,6 +133,31 @@ def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store, tmp
     assert fit(Attempt(store), tmp_path / "elsewhere", **each_epoch).state.global_step == 12
     assert [manifest.step for manifest in store.list()] == [4, 6, 8, 12]
     assert all("loss" in manifest.metrics for manifest in store.list())
+
+
+def test_a_training_about_to_be_ended_saves_before_an_evaluation_that_is_due(store, tmp_path):
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    arguments = {"eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = fit(attempt, tmp_path / "output", before=Before(4, end_soon), **arguments)
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [1, 2, 3, 4]
+    assert store.latest().step == trainer.state.global_step == 5
+
+
+def test_the_best_are_reported_with_a_loss(store, tmp_path):
+    arguments = {"eval_steps": 3, "save_strategy": "best", "metric_for_best_model": "eval_loss", "logging_steps": 50}
+    fit(Attempt(store), tmp_path / "output", max_steps=3, **arguments)
+    assert {"loss", "eval_loss"} <= store.latest().metrics.keys()
+
+
+def test_a_pace_leaves_the_end_of_an_epoch_to_the_save_that_knows_the_evaluation(store, tmp_path):
+    each_epoch = {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": 6}
+    fit(Attempt(store, target_overhead=1e9), tmp_path / "output", **each_epoch)  # due after each step
+    assert [manifest.step for manifest in store.list() if "eval_loss" in manifest.metrics] == [4, 6]
+    assert len(store.list()) == 6
 
 
 def test_a_pace_asks_for_checkpoints_and_stops_nothing(store, tmp_path):

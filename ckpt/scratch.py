@@ -1,0 +1,69 @@
+"""Folders of this process's own, which the next process on the machine removes if this one is killed."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+_PREFIX = ".prefect-torch-scratch-"
+_held: dict[Path, int] = {}  # the descriptor by which this process holds each, until it ends
+
+
+def make_scratch(parent: Path | None = None) -> Path:
+    """Return a new, empty folder in `parent` (None: among the temporary files) that lasts no longer than this process.
+
+    Whoever makes the first there in its process removes those of processes that were killed, where the filesystem has locks.
+    """
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    _sweep(parent)
+    made = Path(tempfile.mkdtemp(prefix=".prefect-torch-making-", dir=parent))  # nobody sweeps it before it is held
+    descriptor = _hold(made)
+    folder = made.replace(parent / f"{_PREFIX}{made.name.rpartition('-')[2]}")
+    _held[folder] = descriptor
+    return folder
+
+
+def share_scratch(folder: Path) -> None:
+    """Make a folder that was made on another machine here, too, and hold it; harmless where it is held already."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder not in _held:
+        _held[folder] = _hold(folder)
+
+
+def remove_scratch(folder: Path) -> None:
+    """Delete a folder of this process's own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(_held.pop(folder))
+
+
+@contextmanager
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Yield a folder as `make_scratch` makes it, and delete it."""
+    folder = make_scratch(parent)
+    try:
+        yield folder
+    finally:
+        remove_scratch(folder)
+
+
+@cache
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is held, another user's, gone by now, or on a filesystem without locks
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
+
+
+def _hold(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # without locks nobody sweeps either
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
