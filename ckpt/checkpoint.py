@@ -120,7 +120,8 @@ class Checkpoint:
         """Yield the path of a local folder with the files, whole and verified; read it, do not change it.
 
         In place where this machine sees the files, after reading them once to verify. Otherwise each file is downloaded once
-        per node, however many processes and threads ask for it, and all are deleted after the last reader.
+        per node, however many processes and threads ask for it, below the folder for temporary files (`TMPDIR`), and all are
+        deleted after the last reader.
 
         With `include` or `own_files`, only what they choose is verified, or downloaded, and counts; the folder may hold more.
 
@@ -135,6 +136,7 @@ class Checkpoint:
             CheckpointCorruptError: If a file differs from what was committed.
             ValueError: If a pattern matches no file, naming some that there are.
             RankLocalStateError: If `own_files`, and another number of ranks stored it.
+            OSError: If there is no space for what is downloaded, naming the place.
 
         """
         if self._store is None:
@@ -191,9 +193,9 @@ class Checkpoint:
     ) -> None:
         """Restore `state`, as it was given to `report(..., state=...)`, in place; every byte is verified before it counts.
 
-        Each rank reads what it needs, in parallel: a DTensor its own part, whatever the number of ranks that stored it. What
-        `state` leaves out is not read. All names, shapes and dtypes are compared before anything changes; after an error
-        while reading, parts of `state` are restored and others not.
+        Each rank reads what it needs, in parallel: a DTensor its own part, whatever the number of ranks that stored it. Names
+        that `state` leaves out are not read; a dict below a name gets back all that it held. All names, shapes and dtypes are
+        compared before anything changes; after an error while reading, parts of `state` are restored and others not.
 
         Args:
             state: Modules, optimizers and other objects with `load_state_dict`, tensors, plain values and containers of them,
@@ -204,6 +206,7 @@ class Checkpoint:
             world_size: The number of ranks; None asks the training, or takes 1 outside of one.
 
         Raises:
+            ValueError: If `state` is no dict.
             StateMismatchError: If `state` has something that the checkpoint has not, or in another shape or dtype.
             RankLocalStateError: If ranks had values of their own, and were not as many, without `rank_local`.
             CheckpointCorruptError: If what is stored differs from what was committed.
@@ -230,6 +233,7 @@ class Checkpoint:
             key: What to write: a name in the state that was reported, or a path of names in it, joined with dots.
 
         Raises:
+            IsADirectoryError: If `path` is a folder.
             ValueError: If there is no tensor below `key`, each rank has its own of it, or safetensors has no such dtype.
             CheckpointCorruptError: If what is stored differs from what was committed.
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
@@ -240,6 +244,8 @@ class Checkpoint:
 
         reader, files = self._state_files()
         target = Path(path)
+        if target.is_dir():
+            raise IsADirectoryError(f"{target} is a folder: give the path of a file in it")
         target.parent.mkdir(parents=True, exist_ok=True)
         export_tensors(reader, read_index(reader, files), key, target)
         return str(target)

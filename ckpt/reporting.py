@@ -45,7 +45,8 @@ def report(
             bring equal files under one name; different ones need different names.
         state: Names of modules, optimizers, schedulers and other objects with `state_dict`, tensors (DTensors among them),
             plain values and containers of them. What a module or an optimizer holds counts as equal on all ranks, of which
-            each stores a part; of everything else each rank stores its own where it differs, or is marked with `RankLocal`:
+            each stores a part; one that consists of something else on another rank is refused, unless it has a name of its own
+            there or is marked with `RankLocal`. Of everything else each rank stores its own where it differs, or is marked:
             give the objects themselves, since the tensors of their `state_dict()` would be compared. `Checkpoint.load_state`
             restores it, and torch.distributed.checkpoint reads it. A folder may be reported beside it.
         step: The same number on every rank, growing from checkpoint to checkpoint; None counts on from the report before,
@@ -57,9 +58,10 @@ def report(
 
     Raises:
         ValueError: Before anything is stored, if an argument cannot be what it should.
-        ReportMismatchError: On every rank, if the ranks disagree on the step, or one of them left early.
+        ReportMismatchError: On every rank, if the ranks disagree on the step or their states cannot be one, or one of them left
+            early.
         CommitFailedError: On every rank, if this or the last background checkpoint could not be committed; the one before
-            is still the latest.
+            is still the latest. Where the storage has no space left it is a StorageFullError.
         FencedError: If a newer attempt owns the run.
         RuntimeError: Outside of a training function.
 

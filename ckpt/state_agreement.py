@@ -8,6 +8,7 @@ from typing import Any
 from .errors import ReportMismatchError
 from .state_index import rank_name, rank_of
 from .state_plan import Piece, Write, plan_writes
+from .wording import show_some
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class StatePlanner:
 
     def __init__(self) -> None:
         self._pieces: dict[int, list[Piece]] = {}
+        self._parts: dict[int, Mapping[str, str]] = {}
         self._described = 0
         self._planned_for: tuple[Any, ...] | None = None
         self._plan = 0
@@ -42,6 +44,7 @@ class StatePlanner:
         """Take what a rank tells of its state; every report of it must be heard, also one that is refused."""
         if told["pieces"] is not None:
             self._pieces[rank] = [Piece.decode(fields) for fields in told["pieces"]]
+            self._parts[rank] = told["parts"]
             self._described += 1
 
     def decide(self, told: Sequence[Mapping[str, Any] | None]) -> StateDecision:
@@ -55,6 +58,7 @@ class StatePlanner:
 
         """
         bringing = [rank for rank, of_rank in enumerate(told) if of_rank is not None]
+        self._check_parts(bringing)
         self._check_shapes(told, bringing)
         _, own_tensors = _compare(told, "tensors")
         values, own_values = _compare(told, "values")
@@ -71,6 +75,23 @@ class StatePlanner:
     def _stored_by(self, rank: int, own: Collection[str]) -> list[Piece]:
         pieces = self._pieces[rank]
         return [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in pieces]
+
+    def _check_parts(self, bringing: Sequence[int]) -> None:
+        """Refuse modules and optimizers that consist of something else on another rank: each has one name for all ranks."""
+        first: dict[str, int] = {}
+        for rank in bringing:
+            for name, digest in self._parts[rank].items():
+                other = first.setdefault(name, rank)
+                if digest != self._parts[other][name]:
+                    differing = sorted(self._names_in(name, rank) ^ self._names_in(name, other))
+                    raise ReportMismatchError(
+                        f"the state's {name!r} has other parts on rank {rank} than on rank {other}"
+                        + (f" ({show_some(differing)})" if differing else "")
+                        + ": give it a name of its own on each rank, or mark it with RankLocal"
+                    )
+
+    def _names_in(self, name: str, rank: int) -> set[str]:
+        return {piece.name for piece in self._pieces[rank] if piece.name.startswith(f"{name}.")}
 
     def _check_shapes(self, told: Sequence[Mapping[str, Any] | None], bringing: Sequence[int]) -> None:
         """Refuse a name that is a value on one rank and a tensor or a container on another: no index could tell them apart."""

@@ -79,12 +79,17 @@ def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, T
         else:
             left_out.append(name)
     if not chosen:
-        keys = sorted({repr(path[0]) for _, path in index.paths()})
-        raise ValueError(f"the state in {where} has no tensor below {key!r}: choose another key, of {show_some(keys)}")
+        keys = sorted({repr(stored.path[0]) for _, stored in everything if _is_tensor(stored) and len(stored.path) > 1})
+        choice = f": choose another key, of {show_some(keys)}" if keys else ", nor below any other key"
+        raise ValueError(f"the state in {where} has no tensor below {key!r}{choice}")
     _check([*chosen], f"below {key!r} in {where}")
     if left_out:
         _logger.warning("%s in %s: no tensor, so not in a safetensors file", show_some(left_out), where)
     return chosen
+
+
+def _is_tensor(stored: TensorEntry | ValueEntry) -> bool:
+    return isinstance(stored, TensorEntry) or stored.tensor is not None
 
 
 def _check(tensors: Sequence[Tensor], where: str) -> None:

@@ -3,12 +3,11 @@
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .rank_local import RankLocal
 from .state_index import DTYPE_BYTES, rank_name, rank_of
@@ -41,8 +40,10 @@ class Leaf:
     by_first: bool = False
 
 
-def flatten(state: Mapping[str, Any], rank: int) -> list[Leaf]:
-    """Return every leaf of `state`, named as torch.distributed.checkpoint names them; copies nothing.
+def flatten(state: Mapping[str, Any], rank: int) -> tuple[list[Leaf], dict[str, Sequence[object]]]:
+    """Return every leaf of `state`, and what its modules and optimizers consist of, unless they are marked as this rank's own.
+
+    Leaves are named as torch.distributed.checkpoint names them. Copies nothing.
 
     Costs a few microseconds a leaf, for which the training waits.
 
@@ -50,15 +51,28 @@ def flatten(state: Mapping[str, Any], rank: int) -> list[Leaf]:
         ValueError: If something has no name, two things have one, or a tensor cannot be stored.
 
     """
-    if not isinstance(state, Mapping):
-        raise ValueError(f"state must be a dict of names, not a {type(state).__name__}")  # noqa: TRY004 - one error for a bad state
-    walk = _Walk(ParameterNames(state), rank)
-    for key, value in state.items():
-        walk.visit(value, _At(str(_checked_key(key, ())), (key,)))
+    check_is_dict(state)
+    try:
+        walk = _Walk(ParameterNames(state), rank)
+        for key, value in state.items():
+            walk.visit(value, _At(str(_checked_key(key, ())), (key,)))
+    except RecursionError as exc:
+        raise ValueError("the state holds itself, or is nested too deeply to be stored") from exc
     if len({leaf.name for leaf in walk.leaves}) < len(walk.leaves):
         twice = next(name for name, count in Counter(leaf.name for leaf in walk.leaves).items() if count > 1)
         raise ValueError(f"two things in the state are named {twice!r}: rename one")
-    return walk.leaves
+    return walk.leaves, walk.parts
+
+
+def check_is_dict(state: object) -> None:
+    """Return only if `state` gives things names.
+
+    Raises:
+        ValueError: If it does not.
+
+    """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state must be a dict of names, such as {{'model': model}}, not a {type(state).__name__}")  # noqa: TRY004 - one error for a bad state
 
 
 def path_name(path: tuple[Step, ...]) -> str:
@@ -106,19 +120,36 @@ class ParameterNames:
         modules = dict(_modules(state, ()))
         self._names: dict[torch.Tensor, tuple[str, str]] = {}
         for prefix, module in modules.items():
+            _reshard(module)
             for name, parameter in unwrap(module).named_parameters():
                 self._names.setdefault(parameter, (prefix, clean_name(name)))
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[str | int]:
         """Return the name of each of its parameters, in its own order; their numbers where a parameter has no name."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found = [self._names.get(parameter) for parameter in parameters]
+        found = self.in_modules(optimizer)
         known = [name for name in found if name is not None]
-        if len(known) < len(parameters):
-            return list(range(len(parameters)))
+        if len(known) < len(found):
+            return list(range(len(found)))
         if len({prefix for prefix, _ in known}) <= 1:
             return [name for _, name in known]
         return [f"{prefix}.{name}" for prefix, name in known]
+
+    def in_modules(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, str] | None]:
+        """Return which module and parameter of it each of an optimizer's is; None where it is in no module."""
+        return [self._names.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _reshard(module: torch.nn.Module) -> None:
+    """Give a module the parameters that its optimizer has: FSDP2 leaves gathered ones in it after a forward alone."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded: list[Any] = [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+    for part in sharded:
+        part.reshard()
+
+
+def is_by_parameter(optimizer_state: Mapping[str, Any]) -> bool:
+    """Say whether an optimizer keeps its state as torch's own do; one that wraps another may not."""
+    return {"state", "param_groups"} <= optimizer_state.keys()
 
 
 def renamed_optimizer_state(state: Mapping[str, Any], names: list[Any]) -> dict[str, Any]:
@@ -165,6 +196,7 @@ class _Walk:
 
     def __init__(self, names: ParameterNames, rank: int) -> None:
         self.leaves: list[Leaf] = []
+        self.parts: dict[str, Sequence[object]] = {}
         self._names = names
         self._rank = rank
 
@@ -178,7 +210,7 @@ class _Walk:
         elif isinstance(value, torch.nn.Module):
             self._visit_module(unwrap(value), at)
         elif isinstance(value, torch.optim.Optimizer):
-            self.visit(renamed_optimizer_state(value.state_dict(), self._names.of(value)), replace(at, of_model=True))
+            self._visit_optimizer(value, at)
         elif isinstance(value, RankLocal):
             self.visit(value.value, replace(at, rank_local=True))
         elif is_stateful(value):
@@ -197,8 +229,10 @@ class _Walk:
 
     def _visit_module(self, module: torch.nn.Module, at: _At) -> None:
         buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        parts: list[str] = []
         for key, value in module.state_dict().items():
             name = clean_name(key)
+            parts.append(name)
             of_module = _At(f"{at.name}.{name}", (*at.path, name), of_model=True, rank_local=at.rank_local)
             if isinstance(value, torch.Tensor) or is_plain(value):
                 self._take(value, of_module, by_first=key in buffers)
@@ -207,6 +241,15 @@ class _Walk:
             else:
                 kind = type(value).__name__
                 raise ValueError(f"{of_module.name!r} in the module's state_dict() is a {kind}, neither a tensor nor plain")
+        if not at.rank_local:
+            self.parts[at.name] = parts
+
+    def _visit_optimizer(self, optimizer: torch.optim.Optimizer, at: _At) -> None:
+        if not at.rank_local:
+            self.parts[at.name] = self._names.in_modules(optimizer)
+        state = optimizer.state_dict()
+        named = renamed_optimizer_state(state, self._names.of(optimizer)) if is_by_parameter(state) else state
+        self.visit(named, replace(at, of_model=True))
 
     def _take(self, value: Any, at: _At, *, by_first: bool = False) -> None:
         if "@rank" in at.name and rank_of(at.name) is not None:
@@ -216,6 +259,8 @@ class _Walk:
             _check_tensor(name, value)
             if value.requires_grad:
                 value = value.detach()
+            if type(value) not in _USUAL and not is_dtensor(value):
+                value = value.as_subclass(torch.Tensor)  # what the class adds could not be read back
         self.leaves.append(Leaf(name, at.path, value, at.of_model, by_first))
 
 
@@ -226,20 +271,36 @@ def _has_plain_keys(value: Mapping[Any, Any]) -> bool:
 def _checked_key(key: object, path: tuple[Step, ...]) -> Step:
     if type(key) in (str, int) and key != "":
         return key  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`
-    raise ValueError(f"the key {key!r} under {path_name(path) or 'the top level'!r} must be a string or an int")
+    raise ValueError(f"the key {key!r} under {path_name(path) or 'the top level'!r} must be a string or an int, and not empty")
 
 
 def _check_tensor(name: str, value: torch.Tensor) -> None:
     is_usual = type(value) in _USUAL and value.dtype in _DTYPE_NAMES and value.layout is torch.strided
-    if is_usual and not value.is_quantized and not value.is_meta:
+    if is_usual and not (value.is_quantized or value.is_meta or value.is_nested):
         return
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        what = "quantized" if value.is_quantized else "without data (meta)" if value.is_meta else str(value.layout)
+    if (what := _why_unstorable(value)) is not None:
         raise ValueError(f"the tensor {name!r} is {what}, which cannot be stored: make it a dense tensor")
-    if is_traceable_wrapper_subclass(value) and not is_dtensor(value):
+    if _has_own_operations(value) and not is_dtensor(value):
         raise ValueError(f"the tensor {name!r} is a {type(value).__name__}, which wraps others: store those, by a state_dict")
     if value.dtype not in _DTYPE_NAMES:
         raise ValueError(f"the tensor {name!r} is {value.dtype}, which cannot be stored: view it as uint8")
+
+
+def _has_own_operations(value: torch.Tensor) -> bool:
+    """Say whether a tensor's class does what torch does: as a rule, it has no data but other tensors."""
+    return next(kind for kind in type(value).__mro__ if "__torch_dispatch__" in vars(kind)) is not torch.Tensor
+
+
+def _why_unstorable(value: torch.Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(value):
+        return "not initialized (lazy)"
+    if value.is_quantized:
+        return "quantized"
+    if value.is_meta:
+        return "without data (meta)"
+    if value.is_nested:
+        return "nested"
+    return None if value.layout is torch.strided else str(value.layout)
 
 
 def is_dtensor(value: object) -> bool:

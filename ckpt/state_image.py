@@ -72,7 +72,7 @@ class Image:
         """Copy the chunks' values; when this returns, the tensors may change."""
         if not tensors:
             return
-        with torch.no_grad():
+        with torch.inference_mode():  # in which the memory may have been made, as in an evaluation that reports
             devices = {tensor.device for tensor in tensors if tensor.is_cuda}
             if not devices:
                 _COPY_EACH(self._views, list(tensors))
@@ -123,9 +123,9 @@ def _reused_or_new(previous: Image | None, size: int, *, pinned: bool) -> torch.
         if memory.numel() >= size:
             return memory
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever torch's default device is, here and below
     if pinned:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)  # the first copy is up to six times faster than into small pages
@@ -155,7 +155,7 @@ class _Recorder:
 @cache
 def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Return what torch.save writes before and after the raw data of such a tensor, without a checksum of the data."""
-    tensor = torch.empty(shape, dtype=dtype)  # never touched where it is large, so it costs no memory
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # never touched where it is large, so it costs no memory
     with _without_checksums():
         size = tensor.numel() * tensor.element_size()
         if size >= _SURE_BYTES:
@@ -181,7 +181,7 @@ class _without_checksums:  # noqa: N801 - reads as a statement
 @cache
 def _is_readable(dtype: torch.dtype) -> bool:
     """Say whether torch.load reads other values between the same frame; tried once per dtype."""
-    raw = torch.arange(8 * dtype.itemsize, dtype=torch.uint8).remainder(2)  # 0 and 1 are values of every dtype
+    raw = torch.arange(8 * dtype.itemsize, dtype=torch.uint8, device="cpu").remainder(2)  # 0 and 1 are values of every dtype
     expected = raw.view(dtype)
     prefix, suffix = _frame(dtype, tuple(expected.shape))
     try:

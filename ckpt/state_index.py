@@ -31,6 +31,16 @@ def is_own_file(path: str) -> bool:
     return path in (INDEX_FILE, METADATA_FILE) or _RANK_FILE.fullmatch(path) is not None
 
 
+def tensors_file(rank: int) -> str:
+    """Return where `rank` stores its share of the tensors, as torch.distributed.checkpoint names such a file."""
+    return f"__{rank}_0.distcp"
+
+
+def values_file(rank: int) -> str:
+    """Return where `rank` stores plain values."""
+    return f"__{rank}_1.distcp"
+
+
 def rank_name(name: str, rank: int) -> str:
     """Return what `name` is stored as where it is `rank`'s own."""
     return f"{name}@rank{rank}"

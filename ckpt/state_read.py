@@ -18,6 +18,7 @@ _PARALLEL_READS = 8
 _SPAN_BYTES = 4 * 2**20  # what one request reads of small things at most
 _GAP_BYTES = 64 * 2**10  # is read along, rather than asking once more
 Take = Callable[[memoryview], None]
+Into = Callable[[], memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Block:
         start: Where they begin in it.
         bytes: How many there are.
         digest: xxh3-128 of them.
-        into: The memory to read them into, or None where only a part of them is wanted.
+        into: Gives the memory to read them into; None where only a part of them is wanted.
         take: Called with them once they are read and verified, or None.
 
     """
@@ -38,7 +39,7 @@ class Block:
     start: int
     bytes: int
     digest: str
-    into: memoryview | None = None
+    into: Into | None = None
     take: Take | None = None
 
 
@@ -74,19 +75,24 @@ class StateReader:
                 for future in futures:
                     future.cancel()
 
-    def read_value(self, value: ValueEntry) -> bytes:
-        """Return the bytes of one value."""
-        found: list[bytes] = []
-        self._read_span([value_block(value, lambda data: found.append(bytes(data)))])
-        return found[0]
+    def read_values(self, values: Sequence[ValueEntry]) -> list[bytes]:
+        """Return the bytes of each value."""
+        found: list[bytes] = [b""] * len(values)
+
+        def block(place: int, value: ValueEntry) -> Block:
+            return value_block(value, lambda data: found.__setitem__(place, bytes(data)))
+
+        self.read([block(place, value) for place, value in enumerate(values)])
+        return found
 
     def _read_span(self, span: Sequence[Block]) -> None:
         first = span[0]
         if len(span) == 1 and first.into is not None:
-            self._fill(first, first.into)
-            self._verify(first, first.into)
+            memory = first.into()
+            self._fill(first, memory)
+            self._verify(first, memory)
             if first.take is not None:
-                first.take(first.into)
+                first.take(memory)
             return
         end = max(block.start + block.bytes for block in span)
         data = memoryview(bytearray(end - first.start))
@@ -95,7 +101,7 @@ class StateReader:
             part = data[block.start - first.start :][: block.bytes]
             self._verify(block, part)
             if block.into is not None:
-                block.into[:] = part
+                block.into()[:] = part
             if block.take is not None:
                 block.take(part)
 
@@ -150,41 +156,65 @@ def _box_blocks(chunk: Chunk, item_bytes: int, block_bytes: int, lower: Sequence
         memory = memory_of(box)
         for at, size, digest in _each(chunk, block_bytes, begin, end):
             if start <= at and at + size <= stop:
-                yield Block(chunk.file, chunk.start + at, size, digest, into=memory[at - start : at - start + size])
+                yield Block(chunk.file, chunk.start + at, size, digest, into=_part(memory, at - start, size))
             else:
                 yield Block(chunk.file, chunk.start + at, size, digest, take=_copies(memory, at - start))
         return
-    scratch = torch.empty(end - begin, dtype=torch.uint8)
-    memory = memory_of(scratch)
-    parts = list(_each(chunk, block_bytes, begin, end))
 
-    def place() -> None:
-        stored = scratch[start - begin : stop - begin].clone().view(box.dtype)
+    def place(data: torch.Tensor) -> None:
+        stored = data[start - begin : stop - begin]
+        stored = (stored if stored.storage_offset() % item_bytes == 0 else stored.clone()).view(box.dtype)
         stored = stored.view((rows, *chunk.sizes[1:]) if lower else ())
         for dimension, low in enumerate(lower[1:], 1):
             stored = stored.narrow(dimension, low - chunk.offsets[dimension], box.shape[dimension])
         with torch.no_grad():
             box.copy_(stored)
 
-    take = _calls_last(len(parts), place)
+    parts = list(_each(chunk, block_bytes, begin, end))
+    scratch = _Scratch(end - begin, len(parts), place)
     for at, size, digest in parts:
-        yield Block(chunk.file, chunk.start + at, size, digest, into=memory[at - begin : at - begin + size], take=take)
+        yield Block(chunk.file, chunk.start + at, size, digest, scratch.at(at - begin, size), scratch.count)
 
 
-def _calls_last(count: int, function: Callable[[], None]) -> Take:
-    """Return what calls `function` when it is called for the `count`th time, by whichever thread."""
-    one_counts = threading.Lock()
-    left = count
+def _part(memory: memoryview, start: int, size: int) -> Into:
+    return lambda: memory[start : start + size]
 
-    def take(_: memoryview) -> None:
-        nonlocal left
-        with one_counts:
-            left -= 1
-            is_last = left == 0
+
+class _Scratch:
+    """Memory for blocks that cannot be read into place: there from the first read until the last block is placed.
+
+    Args:
+        size: How much.
+        num_blocks: How many blocks are read into it.
+        place: Called with it, by whichever thread, when all are read and verified.
+
+    """
+
+    def __init__(self, size: int, num_blocks: int, place: Callable[[torch.Tensor], None]) -> None:
+        self._size = size
+        self._left = num_blocks
+        self._place = place
+        self._one_at_a_time = threading.Lock()
+        self._memory: torch.Tensor | None = None
+
+    def at(self, start: int, size: int) -> Into:
+        """Return what gives a part of it."""
+        return lambda: memory_of(self._made()[start : start + size])
+
+    def count(self, _: memoryview) -> None:
+        """Take note that a block is verified."""
+        with self._one_at_a_time:
+            self._left -= 1
+            is_last = self._left == 0
         if is_last:
-            function()
+            self._place(self._made())
+            self._memory = None
 
-    return take
+    def _made(self) -> torch.Tensor:
+        with self._one_at_a_time:
+            if self._memory is None:
+                self._memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
+            return self._memory
 
 
 def _each(chunk: Chunk, block_bytes: int, begin: int, end: int) -> Iterator[tuple[int, int, str]]:

@@ -7,10 +7,21 @@ import torch
 
 from .errors import RankLocalStateError, StateMismatchError
 from .rank_local import RankLocal
-from .state_flatten import ParameterNames, clean_name, is_plain, is_stateful, local_part, path_name, unwrap
+from .state_flatten import (
+    ParameterNames,
+    check_is_dict,
+    clean_name,
+    is_by_parameter,
+    is_plain,
+    is_stateful,
+    local_part,
+    path_name,
+    unwrap,
+)
 from .state_index import StateIndex, TensorEntry, ValueEntry, rank_of
 from .state_plan import Step
 from .state_read import Block, StateReader, tensor_blocks, value_block
+from .state_targets import does_more_than_copy, fill_tensor, filled, undo_casts, why_unwritable
 from .state_values import read_value
 
 Path: TypeAlias = tuple[Step, ...]
@@ -75,10 +86,12 @@ class Restore:
         """Plan the load into `state`.
 
         Raises:
+            ValueError: If `state` is no dict.
             StateMismatchError: If something in `state` is not stored, or has another shape or dtype; all is as it was.
             RankLocalStateError: If values were each rank's own, of another number of ranks.
 
         """
+        check_is_dict(state)
         self._parameters = ParameterNames(state)
         root = Node.tree(self._index)
         for key in state:
@@ -103,17 +116,17 @@ class Restore:
             return
         get = self._restore(container[key], child, at)
         if get is not None:
-            self.finish.append(lambda: container.__setitem__(key, get()))
+            self.finish.append(lambda: container.__setitem__(key, filled(container[key], get())))
 
     def _restore(self, target: Any, node: Node, path: Path) -> Get | None:
         """Plan the load into `target`; return what gives its new value where it cannot be restored in place."""
         if isinstance(target, RankLocal):
             inner = self._restore(target.value, node, path)
             if inner is not None:
-                self.finish.append(lambda: setattr(target, "value", inner()))
+                self.finish.append(lambda: setattr(target, "value", filled(target.value, inner())))
         elif isinstance(target, torch.nn.Module):
             self._restore_module(unwrap(target), node, path)
-        elif isinstance(target, torch.optim.Optimizer):
+        elif isinstance(target, torch.optim.Optimizer) and is_by_parameter(target.state_dict()):
             self._restore_optimizer(target, node, path)
         elif isinstance(target, torch.Tensor):
             self._restore_tensor(target, node, path)
@@ -151,19 +164,20 @@ class Restore:
             return
         if name is None:
             if node.names and not self._is_refused(node):
-                self.finish.append(_copies(target, self._build(node, path, {})))
+                get = self._build(node, path, {})
+                self.finish.append(lambda: fill_tensor(target, get(), path_name(path)))
             return
         small = self._index.values[name].tensor
         if small is None:
             self._problems.append(f"{name!r} is a plain value in the checkpoint and a tensor in the state to load into")
         elif self._fits(target, *small, name):
-            self.finish.append(_copies(target, self._value(name)))
+            value = self._value(name)
+            self.finish.append(lambda: fill_tensor(target, value(), name))
 
     def _restore_module(self, module: torch.nn.Module, node: Node, path: Path) -> None:
         state = module.state_dict()
         own = {tensor.untyped_storage().data_ptr() for tensor in (*_local(module.parameters()), *_local(module.buffers()))}
-        hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-        has_to_load = any(getattr(part, hook, None) for part in module.modules() for hook in hooks)
+        has_to_load = does_more_than_copy(module)
         names = {clean_name(key): key for key in state}
         for name, key in names.items():
             value = state[key]
@@ -172,8 +186,12 @@ class Restore:
                 part.untyped_storage().data_ptr() in own for part in _local([value])
             )
             has_to_load = has_to_load or not shared
-        for unexpected in sorted(str(key) for key in node.children.keys() - names.keys()):
-            self._problems.append(f"{path_name((*path, unexpected))!r} is in the checkpoint and not in the module")
+        unknown = (key for key in node.children.keys() - names.keys() if not self._is_of_others(node.children[key]))
+        for unexpected in sorted(str(key) for key in unknown):
+            self._problems.append(
+                f"{path_name((*path, unexpected))!r} is in the checkpoint and not in the module: give its state_dict() to load "
+                "what it has"
+            )
         if has_to_load:
             self.finish.append(lambda: _load_module(module, state))
 
@@ -187,6 +205,8 @@ class Restore:
             return
         states: dict[Any, Get] = {}
         for name, of_parameter in state.items():
+            if self._is_of_others(of_parameter):
+                continue
             where, number = (*path, "state", name), numbers.get(name)
             like = {} if number is None else _state_like(optimizer, parameters[number], of_parameter, where, self._index)
             states[name if number is None else number] = self._build(of_parameter, where, like)
@@ -200,7 +220,7 @@ class Restore:
             loaded = [{**get(), "params": group["params"]} for get, group in zip(places, _numbered(optimizer), strict=True)]
             optimizer.load_state_dict({**{key: get() for key, get in more.items()}, "state": restored, "param_groups": loaded})
             for number, parameter in enumerate(parameters):
-                _undo_casts(optimizer.state.get(parameter, {}), restored.get(number, {}))
+                undo_casts(optimizer.state.get(parameter, {}), restored.get(number, {}))
 
         self.finish.append(load)
 
@@ -213,17 +233,22 @@ class Restore:
                 f"{where!r} has {len(groups)} parameter groups in the checkpoint, not {len(optimizer.param_groups)}"
             )
             return False
-        for place, group in enumerate(_numbered(optimizer)):
+        entries: list[ValueEntry] = []
+        for place in range(len(groups)):
             node = groups[place,].children.get("params", Node())
             name = self._name(node, (*path, "param_groups", [place], "params"))
             if name is None:
                 return False
-            stored = read_value(self._reader.read_value(self._index.values[name]))
+            entries.append(self._index.values[name])
+        for place, (group, data) in enumerate(zip(_numbered(optimizer), self._reader.read_values(entries), strict=True)):
+            stored = read_value(data)
             mine = [names[number] for number in group["params"]]
             if stored != mine:
                 differing = sorted({str(name) for name in {*stored} ^ {*mine}})
+                is_alone = {type(name) for name in stored} == {str} and {type(name) for name in mine} == {int}
                 self._problems.append(
                     f"group {place} of {where!r} has other parameters: {', '.join(differing) or 'another order'}"
+                    + ("; they have their names from their module: load that, too" if is_alone else "")
                 )
                 return False
         return True
@@ -231,8 +256,7 @@ class Restore:
     def _build(self, node: Node, path: Path, like: Mapping[Path, torch.Tensor]) -> Get:
         """Plan to read everything at `node` into new memory, shaped as `like` has it at the same path."""
         if not node.names:
-            as_many = self._index.world_size == self._world_size
-            children = {step: child for step, child in node.children.items() if not as_many or self._has_any(child)}
+            children = {step: child for step, child in node.children.items() if not self._is_of_others(child)}
             parts = {step: self._build(child, (*path, _step(step)), like) for step, child in children.items()}
             if parts and all(isinstance(step, tuple) for step in parts):
                 return lambda: [parts[step]() for step in sorted(parts)]
@@ -269,6 +293,10 @@ class Restore:
             return None in node.names or own
         return any(self._has_any(child) for child in node.children.values())
 
+    def _is_of_others(self, node: Node) -> bool:
+        """Say whether only other ranks had what is at `node`, where every rank gets back what it had."""
+        return self._index.world_size == self._world_size and not self._has_any(node)
+
     def _is_refused(self, node: Node) -> bool:
         """Say whether `_name` noted a problem when it returned None."""
         return not node.names or self._redistribute is None or self._index.world_size == self._world_size
@@ -284,7 +312,7 @@ class Restore:
         if like is not None and tuple(like.shape) == entry.shape:
             tensor = like if like.dtype == dtype else torch.empty_like(like, dtype=dtype)
         else:
-            tensor = torch.empty(entry.shape, dtype=dtype)
+            tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
         self._fill(tensor, entry)
         return lambda: tensor
 
@@ -293,8 +321,8 @@ class Restore:
             self.blocks.extend(tensor_blocks(entry, self._index.block_bytes, part[1], part[0]))
 
     def _fits(self, target: torch.Tensor, dtype: str, shape: Sequence[int], name: str) -> bool:
-        if target.is_meta or target.is_conj() or target.is_neg():
-            what = "on the meta device" if target.is_meta else "a view that conjugates or negates"
+        what = why_unwritable(target)
+        if what is not None:
             self._problems.append(f"{name!r} is to be loaded into a tensor that is {what}: make it one with memory of its own")
             return False
         mine = str(target.dtype).removeprefix("torch.")
@@ -302,16 +330,6 @@ class Restore:
             return True
         self._problems.append(f"{name!r} is {dtype} {list(shape)} in the checkpoint, not {mine} {list(target.shape)}")
         return False
-
-
-def _undo_casts(state: MutableMapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Give a state the dtypes that were stored: load_state_dict casts to the parameter's."""
-    for key, value in stored.items():
-        now = state.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-            state[key] = value.to(now.device)
-        elif isinstance(value, Mapping) and isinstance(now, MutableMapping):
-            _undo_casts(now, value)
 
 
 def _state_like(
@@ -357,14 +375,6 @@ def _local(tensors: Any) -> Iterator[torch.Tensor]:
 
 def _load_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     module.load_state_dict(state)
-
-
-def _copies(target: torch.Tensor, get: Get) -> Callable[[], None]:
-    def copy() -> None:
-        with torch.no_grad():
-            target.copy_(get())
-
-    return copy
 
 
 def _assigns(target: MutableMapping[Any, Any], key: Any, get: Get) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from .manifest import FileEntry
 from .state_agreement import StateDecision
 from .state_flatten import Describer, flatten, is_loose, is_small
 from .state_image import Image
-from .state_index import Chunk, ValueEntry, fields_of, rank_name, rank_of
+from .state_index import Chunk, ValueEntry, fields_of, rank_name, rank_of, tensors_file, values_file
 from .state_plan import Piece, Write
 from .state_values import Value, digest_tensor, hold_value
 from .storage import Transfer
@@ -31,6 +31,7 @@ class HeldState:
         tensors: The same tensors' memory.
         values: The plain values, as they are now.
         digests: Of the tensors that other ranks may have different ones of.
+        parts: What each module and each optimizer consists of, by its name.
 
     """
 
@@ -38,6 +39,7 @@ class HeldState:
     tensors: list[torch.Tensor]
     values: list[Value]
     digests: dict[str, str]
+    parts: dict[str, Sequence[object]]
 
 
 class StateSaver:
@@ -53,7 +55,7 @@ class StateSaver:
         self._rank = rank
         self._world_size = world_size
         self._describer = Describer()
-        self._told: list[Piece] | None = None
+        self._told: tuple[list[Piece], dict[str, Sequence[object]]] | None = None
         self._writes: list[Write] = []
         self._image: Image | None = None
         self._imaged: list[Piece] | None = None
@@ -66,8 +68,9 @@ class StateSaver:
             ValueError: If something in it cannot be stored, naming it.
 
         """
-        held = HeldState([], [], [], {})
-        for leaf in flatten(state, self._rank):
+        leaves, parts = flatten(state, self._rank)
+        held = HeldState([], [], [], {}, parts)
+        for leaf in leaves:
             loose = not isinstance(leaf.value, torch.Tensor) or is_loose(leaf)
             if loose and (not isinstance(leaf.value, torch.Tensor) or is_small(leaf.value)):
                 held.values.append(hold_value(leaf))
@@ -81,10 +84,13 @@ class StateSaver:
 
     def tell(self, held: HeldState) -> dict[str, Any]:
         """Return what rank 0 must know of `held`, its structure only where it changed."""
-        pieces = None if held.pieces == self._told else [piece.encode() for piece in held.pieces]
-        self._told = held.pieces
-        values = {value.name: value.digest for value in held.values}
-        return {"pieces": pieces, "tensors": held.digests, "values": values}
+        told: dict[str, Any] = {"pieces": None, "tensors": held.digests}
+        told["values"] = {value.name: value.digest for value in held.values}
+        if (structure := (held.pieces, held.parts)) != self._told:
+            self._told = structure
+            told["pieces"] = [piece.encode() for piece in held.pieces]
+            told["parts"] = {name: _digest_names(parts) for name, parts in held.parts.items()}
+        return told
 
     def stage_early(self, held: HeldState) -> None:
         """Stage by the plan of the report before, while the ranks agree; `settle` sees whether it still holds."""
@@ -147,9 +153,9 @@ class StagedState:
         encoded = {name: value.encode() for name, value in self.values.items()}
         files = {}
         if writes:
-            files[f"__{self.rank}_0.distcp"] = [image.data]
+            files[tensors_file(self.rank)] = [image.data]
         if encoded:
-            files[f"__{self.rank}_1.distcp"] = [memoryview(b"".join(encoded.values()))]
+            files[values_file(self.rank)] = [memoryview(b"".join(encoded.values()))]
         with ThreadPoolExecutor(2, "prefect-torch-upload") as pool:
             digests = pool.submit(self._digest_blocks)
             moved = list(pool.map(put, files, files.values()))
@@ -171,7 +177,7 @@ class StagedState:
         for write, slot, of_chunk in zip(self.writes, self.image.slots, digests, strict=True):
             piece = self.pieces[write.piece]
             box = _box(piece, write)
-            chunk = Chunk(*box, f"__{self.rank}_0.distcp", (slot.start, slot.bytes), slot.raw_start, tuple(of_chunk))
+            chunk = Chunk(*box, tensors_file(self.rank), (slot.start, slot.bytes), slot.raw_start, tuple(of_chunk))
             entry = told.setdefault(piece.name, {"path": piece.path, "dtype": piece.dtype, "shape": piece.shape, "chunks": []})
             entry["chunks"].append(fields_of(chunk))
         return told
@@ -181,9 +187,13 @@ class StagedState:
         start = 0
         for name, data in encoded.items():
             value, digest = self.values[name], xxhash.xxh3_128_hexdigest(data)
-            told[name] = fields_of(ValueEntry(value.path, f"__{self.rank}_1.distcp", start, len(data), digest, value.tensor))
+            told[name] = fields_of(ValueEntry(value.path, values_file(self.rank), start, len(data), digest, value.tensor))
             start += len(data)
         return told
+
+
+def _digest_names(names: Sequence[object]) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(sorted(map(repr, names))).encode())
 
 
 def _box(piece: Piece, write: Write) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 import io
 import marshal
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from .state_flatten import Leaf
 from .state_image import memory_of
 from .state_plan import Step
 
-_PLAIN = {type(None), bool, int, float, str}
+_PLAIN = {type(None), bool, float, str}
+_UNREADABLE = re.compile(r"WeightsUnpickler error:\s*(.+?)(?: was not an allowed|\n|$)")  # what torch says, without its advice
+_LONGEST_INT_BITS = 2040  # torch.load(weights_only=True) reads no longer ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def read_value(data: bytes) -> Any:
 
 def digest_tensor(tensor: torch.Tensor) -> str:
     """Return what is equal on two ranks if dtype, shape and all bytes of their tensors are; reads it once."""
-    there = tensor.detach().to("cpu").contiguous()
+    there = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     digest = xxhash.xxh3_64(f"{there.dtype} {tuple(there.shape)}".encode())
     digest.update(memory_of(there))
     return digest.hexdigest()
@@ -78,7 +81,9 @@ def _is_marshalled(value: Any) -> bool:
     kind = type(value)
     if kind in _PLAIN:
         return True
-    if kind in (list, tuple):
+    if kind is int:
+        return bool(value.bit_length() < _LONGEST_INT_BITS)
+    if kind in (list, tuple, set):
         return all(_is_marshalled(item) for item in value)
     return kind is dict and all(_is_marshalled(key) and _is_marshalled(item) for key, item in value.items())
 
@@ -88,10 +93,12 @@ def _checked(leaf: Leaf) -> bytes:
         saved = _saved(leaf.value)
         read_value(saved)
     except Exception as exc:
-        reason = str(exc).partition("\n")[0]
+        found = _UNREADABLE.search(str(exc))
+        reason = str(exc).partition("\n")[0] if found is None else found[1]
         raise ValueError(
             f"{leaf.name!r} in the state is a {type(leaf.value).__name__} that torch.load(weights_only=True) cannot read: give "
-            f"tensors, numbers, strings, containers of them, or an object with state_dict() ({type(exc).__name__}: {reason})"
+            "tensors, Python's own numbers and strings, containers of them, or an object with state_dict() "
+            f"({type(exc).__name__}: {reason})"
         ) from exc
     return saved
 

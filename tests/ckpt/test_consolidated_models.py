@@ -69,13 +69,15 @@ def test_what_has_two_names_is_written_under_each_and_what_has_no_element_too(st
 def test_another_part_of_the_state_is_chosen_by_its_name(store, tmp_path, caplog):
     large, small = torch.arange(50_000.0), torch.arange(3)
     model = torch.nn.Sequential(torch.nn.Linear(2, 3))
-    state = {"model": {"student": model}, "averages": {"large": large, "small": small, "decay": 0.9}}
+    state = {"model": {"student": model}, "averages": {"large": large, "small": small, "decay": 0.9}, "mask": small, "epoch": 1}
     checkpoint = reported(store, lambda rank: state)
     check_equal(load_file(checkpoint.to_safetensors(tmp_path / "a", key="averages")), {"large": large, "small": small})
     assert "averages.decay in" in caplog.text
     check_equal(load_file(checkpoint.to_safetensors(tmp_path / "b", key="model.student")), dict(model.state_dict()))
     with pytest.raises(ValueError, match="has no tensor below 'mode': choose another key, of 'averages', 'model'"):
         checkpoint.to_safetensors(tmp_path / "c", key="mode")
+    with pytest.raises(ValueError, match="has no tensor below 'model', nor below any other key"):
+        reported(store, lambda rank: {"epoch": 2, "mask": small}).to_safetensors(tmp_path / "d")
 
 
 def test_what_each_rank_has_on_its_own_has_no_whole(store, tmp_path):

@@ -102,8 +102,8 @@ def test_parts_that_do_not_make_a_whole_are_a_mismatch(parts):
 
 def test_a_plan_is_made_anew_only_when_a_structure_changes():
     planner = StatePlanner()
-    told = {"pieces": [piece("w", (4,)).encode()], "values": {}}
-    silent = {"pieces": None, "values": {}}
+    told = {"pieces": [piece("w", (4,)).encode()], "parts": {}, "values": {}}
+    silent = {"pieces": None, "parts": {}, "values": {}}
 
     def report(*of_ranks):
         for rank, of_rank in enumerate(of_ranks):
@@ -112,7 +112,7 @@ def test_a_plan_is_made_anew_only_when_a_structure_changes():
         return planner.decide(of_ranks).plan
 
     assert [report(told, told), report(silent, silent), report(silent, silent)] == [1, 1, 1]
-    assert report(silent, {"pieces": [piece("w", (4,)).encode(), piece("v", (1,)).encode()], "values": {}}) == 2
+    assert report(silent, {"pieces": [piece("w", (4,)).encode(), piece("v", (1,)).encode()], "parts": {}, "values": {}}) == 2
     assert report(silent, None) == 3
     assert len(planner.writes[1]) == 0
     assert report(silent, silent) == 4
@@ -120,7 +120,10 @@ def test_a_plan_is_made_anew_only_when_a_structure_changes():
 
 def test_values_are_common_when_all_ranks_that_bring_a_state_have_them_alike():
     planner = StatePlanner()
-    told = [{"pieces": [], "values": {"a": "1", "b": "1"}}, {"pieces": [], "values": {"a": "1", "b": "2", "c": "3"}}]
+    told = [
+        {"pieces": [], "parts": {}, "values": {"a": "1", "b": "1"}},
+        {"pieces": [], "parts": {}, "values": {"a": "1", "b": "2", "c": "3"}},
+    ]
     for rank, of_rank in enumerate(told):
         planner.hear(rank, of_rank)
     decision = planner.decide(told)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from prefect_torch.ckpt import CheckpointStore, RankLocal, RankLocalStateError, ReportMismatchError, StateMismatchError
 from ranks import Attempt
+from states import check_equal
 from torch.testing._internal.two_tensor import TwoTensor
 
 
@@ -130,6 +131,61 @@ def _buffer():
     module = torch.nn.Module()
     module.register_buffer("w", torch.ones(100_000))
     return module
+
+
+def layers(number):
+    """Return a model of so many layers and its optimizer, after a step."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(number)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_a_module_with_other_parts_on_one_rank_is_refused_since_no_rank_could_load_it(store):
+    for error in report(store, lambda rank: {"m": layers(1 + rank)["model"]}):
+        assert isinstance(error, ReportMismatchError)
+        assert "the state's 'm' has other parts on rank 1 than on rank 0 (m.1.bias, m.1.weight)" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["of another module", "of some parameters each"])
+def test_an_optimizer_of_other_parameters_on_another_rank_is_refused_since_their_states_may_have_equal_names(store, kind):
+    def make(rank):
+        model = layers(2)["model"]
+        if kind == "of another module":
+            return {f"stage{rank}": model, "optimizer": torch.optim.SGD(model.parameters(), momentum=0.9)}
+        return {"model": model, "optimizer": torch.optim.SGD(model[rank].parameters(), momentum=0.9)}
+
+    for error in report(store, make):
+        assert isinstance(error, ReportMismatchError)
+        assert "the state's 'optimizer' has other parts on rank 1 than on rank 0" in str(error)
+
+
+def test_parameters_that_one_rank_alone_adds_to_its_optimizer_are_seen_though_no_tensor_is_new(store):
+    def train(session, rank):
+        model = torch.nn.Linear(2, 2)
+        state = {"model": model, "optimizer": torch.optim.SGD([model.weight])}
+        session.report({}, state=state)
+        if rank == 1:
+            state["optimizer"].add_param_group({"params": [model.bias]})
+        session.report({}, state=state)
+
+    for error in Attempt(store, 2).run(train):
+        assert isinstance(error, ReportMismatchError)
+        assert "the state's 'optimizer' has other parts on rank 1" in str(error)
+
+
+@pytest.mark.parametrize("own", ["marked", "named"])
+def test_a_module_of_each_rank_comes_back_with_its_optimizer_and_nothing_of_anothers(store, own):
+    def form(state, rank):
+        return {name: RankLocal(it) for name, it in state.items()} if own == "marked" else {f"stage{rank}": state}
+
+    states = [layers(1), layers(2)]
+    assert report(store, lambda rank: form(states[rank], rank)) == [None, None]
+    for rank, state in enumerate(states):
+        fresh = layers(1 + rank)
+        load(store, form(fresh, rank), rank)
+        check_equal(fresh, state)
 
 
 class Counting(torch.nn.Linear):
