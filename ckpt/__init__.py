@@ -14,6 +14,7 @@ from .errors import (
     RunBusyError,
     StateMismatchError,
     StorageError,
+    StorageFullError,
 )
 from .manifest import FileEntry, Manifest
 from .rank_local import RankLocal
@@ -43,6 +44,7 @@ __all__ = [
     "StateMismatchError",
     "Storage",
     "StorageError",
+    "StorageFullError",
     "StorageSpec",
     "TrainContext",
     "Transfer",

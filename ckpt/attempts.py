@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from .clock import utc_now
 from .errors import FencedError
-from .layout import stem
+from .layout import attempt_number
 from .manifest import FORMAT_VERSION, is_id
 from .metrics import from_json, to_json
 from .parallel_reads import read_all
@@ -150,11 +150,11 @@ def claim_attempt(
         )
         key = store.layout.attempt(attempt.number, attempt.token)
         store.put_json(key, asdict(attempt))
-        rivals = [info.key for info in store.storage.list(store.layout.attempts) if _number(info.key) >= number]
+        rivals = [info.key for info in store.storage.list(store.layout.attempts) if attempt_number(info.key) >= number]
         if rivals == [key]:
             return attempt
         store.storage.delete([key])
-        number = max(_number(rival) for rival in rivals) + 1
+        number = max(attempt_number(rival) for rival in rivals) + 1
 
 
 def record_resumed_from(store: CheckpointStore, attempt: Attempt, checkpoint: str) -> None:
@@ -171,7 +171,7 @@ def check_fence(store: CheckpointStore, attempt: int) -> None:
 
     """
     after = f"{store.layout.attempts}{attempt:06d}"
-    numbers = {_number(info.key) for info in store.storage.list(store.layout.attempts, after=after)}
+    numbers = {attempt_number(info.key) for info in store.storage.list(store.layout.attempts, after=after)}
     if max(numbers, default=attempt) > attempt:
         raise FencedError(
             f"attempt {attempt} of run {store.run!r} was overtaken by attempt {max(numbers)}: "
@@ -211,11 +211,7 @@ def _read_outcome(store: CheckpointStore, key: str) -> Outcome | None:
 
 
 def _newest_number(store: CheckpointStore) -> int:
-    return max((_number(info.key) for info in store.storage.list(store.layout.attempts)), default=0)
-
-
-def _number(key: str) -> int:
-    return int(stem(key).partition("-")[0])
+    return max((attempt_number(info.key) for info in store.storage.list(store.layout.attempts)), default=0)
 
 
 def _host() -> str:

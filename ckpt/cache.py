@@ -1,6 +1,6 @@
 """One download of each file of a checkpoint per node, however many processes and threads ask for it."""
 
-import getpass
+import os
 import secrets
 import shutil
 import tempfile
@@ -64,7 +64,7 @@ def _share(entry: Path, path: str, download: Callable[[str, Path], None]) -> Non
 
 
 def _cache_root() -> Path:
-    root = Path(tempfile.gettempdir()) / f"prefect-torch-{getpass.getuser()}"
+    root = Path(tempfile.gettempdir()) / f"prefect-torch-{os.getuid()}"  # a container's user may have no name
     root.mkdir(mode=0o700, exist_ok=True)
     return root
 

@@ -56,7 +56,7 @@ def matching(paths: Sequence[str], include: str | Sequence[str], where: str) -> 
 
     Args:
         paths: "/"-joined paths of files.
-        include: Patterns as `fnmatch` knows them, case-sensitive; "*" matches "/", too.
+        include: Patterns as `fnmatch` knows them, case-sensitive; "*" matches "/", too. What is a path matches that path.
         where: The place, for the error.
 
     Raises:
@@ -65,11 +65,15 @@ def matching(paths: Sequence[str], include: str | Sequence[str], where: str) -> 
     """
     found: set[str] = set()
     for pattern in [include] if isinstance(include, str) else include:
-        matched = {path for path in paths if any(fnmatchcase(it, pattern.rstrip("/")) for it in _with_folders(path))}
+        matched = {path for path in paths if any(_matches(it, pattern.rstrip("/")) for it in _with_folders(path))}
         if not matched:
             raise ValueError(f"no file of {where} matches {pattern!r}; it has {show_some(sorted(paths)) or 'no file at all'}")
         found |= matched
     return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return path == pattern or fnmatchcase(path, pattern)  # "epoch[1].pt" is a name, too
 
 
 def _with_folders(path: str) -> Iterator[str]:

@@ -103,6 +103,12 @@ class Layout:
         return f"{self.quarantined}{checkpoint_id}.json"
 
 
+def attempt_number(key: str) -> int:
+    """Return the number of the attempt that a claim at `key` is of; 0 for what is no claim."""
+    number = stem(key).partition("-")[0]
+    return int(number) if number.isdecimal() else 0
+
+
 def stem(key: str) -> str:
     """Return the last name of `key` without its ending: the id of a manifest, a pin, a quarantine note."""
     return key.rpartition("/")[2].partition(".")[0]

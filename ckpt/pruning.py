@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .errors import StorageError
 from .evaluations import evaluated_id, manifest_id
-from .layout import stem
+from .layout import attempt_number, stem
 from .manifest import Manifest, attempt_of, is_id
 from .retention import Plan, RetentionPolicy, overdue_evaluations, plan
 
@@ -74,7 +74,7 @@ def collect_garbage(store: "CheckpointStore", *, grace_s: float = GARBAGE_GRACE_
     manifests = [info.key for info in store.storage.list(store.layout.manifests)]
     committed = {it for key in manifests if (it := manifest_id(store.layout, key)) is not None}
     attempts = list(store.storage.list(store.layout.attempts))
-    newest_attempt = max((_attempt_number(info.key) for info in attempts), default=0)
+    newest_attempt = max((attempt_number(info.key) for info in attempts), default=0)
     quarantined = {stem(info.key) for info in store.storage.list(store.layout.quarantined)}
     # The storage's own clock, read off its newest object: this machine's may be hours away.
     expired = max([*modified_s.values(), *(info.modified_s for info in attempts)], default=0.0) - grace_s
@@ -108,8 +108,3 @@ def _delete_left_evaluations(store: "CheckpointStore", keys: Iterable[str], *, k
             store.storage.size(store.layout.manifest(checkpoint_id))  # it may have been committed during the listing
         except FileNotFoundError:
             store.storage.delete(attached)
-
-
-def _attempt_number(key: str) -> int:
-    number = stem(key).partition("-")[0]
-    return int(number) if number.isdigit() else 0

@@ -74,11 +74,11 @@ class CheckpointStore:
     @property
     def path(self) -> str:
         """Where the run lies: a local path or a URL."""
-        return f"{self.storage.url.rstrip('/')}/{self.run}"
+        return self._place_of(self.run)
 
     def path_of(self, checkpoint_id: str) -> str:
         """Return where a checkpoint lies: a local path or a URL, as `Checkpoint` takes it."""
-        return f"{self.path}/checkpoints/{checkpoint_id}"
+        return self._place_of(self.layout.data(checkpoint_id)).rstrip("/")
 
     def ids(self, *, after: str | None = None) -> Iterator[str]:
         """Yield the ids of committed checkpoints, oldest first; one request per thousand."""
@@ -136,15 +136,16 @@ class CheckpointStore:
             CheckpointCorruptError: If the manifest is damaged.
 
         """
+        key = self.layout.manifest(checkpoint_id)
         try:
-            data = self.storage.get_bytes(self.layout.manifest(checkpoint_id))
+            data = self.storage.get_bytes(key)
         except FileNotFoundError as exc:
             raise CheckpointNotFoundError(
                 f"run {self.run!r} in {self.storage.url} has no checkpoint {checkpoint_id}: it was pruned or never committed"
             ) from exc
-        manifest = Manifest.decode(data, f"{self.path}/manifests/{checkpoint_id}.json")
+        manifest = Manifest.decode(data, self._place_of(key))
         if manifest.id != checkpoint_id:
-            raise CheckpointCorruptError(f"{self.path}/manifests/{checkpoint_id}.json describes {manifest.id}")
+            raise CheckpointCorruptError(f"{self._place_of(key)} describes {manifest.id}")
         return manifest
 
     def list(self) -> list[Manifest]:
@@ -269,7 +270,7 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
         except ValueError:
-            _logger.warning("%s/%s is not JSON and is ignored", self.storage.url, key)
+            _logger.warning("%s is not JSON and is ignored", self._place_of(key))
             return None
         return value if isinstance(value, dict) else None
 
@@ -280,6 +281,9 @@ class CheckpointStore:
     def hint_latest(self, checkpoint_id: str) -> None:
         """Remember `checkpoint_id` as a recent one, so that finding the latest costs no full listing."""
         self.put_json(self.layout.latest, {"id": checkpoint_id})
+
+    def _place_of(self, key: str) -> str:
+        return f"{self.storage.url.rstrip('/')}/{key}"
 
     def _hint(self) -> str | None:
         hint = (self.get_json(self.layout.latest) or {}).get("id")

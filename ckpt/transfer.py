@@ -48,7 +48,7 @@ def readable_files(store: "CheckpointStore", manifest: Manifest, files: Collecti
 
     """
     local = store.storage.local_path(store.layout.data(manifest.id))
-    if local is not None:
+    if local is not None and manifest.files:  # without any there may be no folder
         store.verify(replace(manifest, files=tuple(files)))
         yield local
         return
@@ -67,12 +67,17 @@ def download_file(store: "CheckpointStore", manifest: Manifest, entry: FileEntry
     Raises:
         CheckpointCorruptError: If it differs from what was committed.
         CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
+        OSError: If `path` cannot be written, naming it.
 
     """
     try:
         moved = store.storage.get_file(store.layout.data(manifest.id, entry.path), path)
     except FileNotFoundError as exc:
         raise missing(store, manifest, entry) from exc
+    except OSError as exc:
+        if exc.errno is not None and exc.filename is None:  # a write tells of a full disk, but not of which
+            exc.filename = str(path)
+        raise
     check_entry(store, manifest, entry, moved)
 
 

@@ -21,6 +21,7 @@ PUBLIC = {
         "FencedError",
         "ReportMismatchError",
         "StorageError",
+        "StorageFullError",
         "RunBusyError",
         "CheckpointError",
         "FileEntry",

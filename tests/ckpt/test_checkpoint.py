@@ -21,8 +21,10 @@ from prefect_torch.ckpt import (
     RetentionPolicy,
 )
 from prefect_torch.ckpt.cache import downloaded
+from prefect_torch.ckpt.file_choice import choose_in_folder
 from prefect_torch.ckpt.layout import Layout
 from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.ckpt.transfer import download_file
 from ranks import Attempt, folder, read_files
 
 
@@ -80,6 +82,20 @@ def test_a_remote_checkpoint_that_changed_is_never_handed_out(remote, tmp_path, 
     with pytest.raises(CheckpointCorruptError, match="model differs"), checkpoint.as_directory():
         pass
     assert cached(cache) == []
+
+
+def test_a_checkpoint_without_files_is_an_empty_folder(local, remote, tmp_path, cache):
+    for store in (local, remote):
+        with commit(store, tmp_path / "none").as_directory() as directory:
+            assert list(Path(directory).iterdir()) == []
+
+
+def test_a_user_of_this_machine_needs_no_name(remote, tmp_path, cache, monkeypatch):
+    """As in a container that runs as a user whom nobody added."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert read_files(commit(remote, tmp_path, model="x")) == {"model": b"x"}
 
 
 def test_many_threads_cost_one_download(remote, tmp_path, cache):
@@ -174,6 +190,14 @@ def test_a_download_that_failed_is_the_error_of_its_reader_alone_and_done_again_
         with downloaded("one", ["y"], _write):
             assert {path.name: path.read_text() for path in files.iterdir()} == {"x": "x", "y": "y"}
     assert cached(cache) == []
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+def test_a_download_to_a_full_disk_names_the_disk(kind, tmp_path, request):
+    store = request.getfixturevalue(kind)
+    manifest = commit(store, tmp_path, model="x").manifest
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        download_file(store, manifest, manifest.files[0], Path("/dev/full"))
 
 
 def test_readers_who_want_one_file_at_once_do_not_share_an_error(cache):
@@ -273,6 +297,14 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_what_is_there(sha
         with pytest.raises(ValueError, match=some):
             checkpoint.to_directory(tmp_path / "none", include="*.onnx")
     assert not (tmp_path / "none").exists()
+
+
+def test_a_path_that_reads_like_a_pattern_is_that_path(tmp_path):
+    plain = folder(tmp_path, **{"epoch[1].pt": "x", "epoch1.pt": "y"})
+    assert choose_in_folder(tmp_path, "epoch[1].pt", own_files=False) == ["epoch1.pt", "epoch[1].pt"]
+    (tmp_path / "epoch1.pt").unlink()
+    with plain.as_directory(include="epoch[1].pt") as directory:
+        assert directory == str(tmp_path)
 
 
 def test_only_the_chosen_files_are_verified(sharded):
