@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from .data_sharing import common_seed, reason_not_shareable, shuffles, with_sampler
+from .data_sharing import common_seed, distributed_sampler, reason_not_shareable, reason_order_is_lost, shuffles, with_sampler
 from .prepared_loader import PreparedDataLoader
 from .rank_device import get_device, get_place
 from .resumable_loading import OwnPositionDataLoader, ResumableDataLoader
@@ -36,7 +36,8 @@ def prepare_data_loader(
 
     Args:
         data_loader: With a RandomSampler (`shuffle=True`), a SequentialSampler, or a DistributedSampler, which stays.
-        add_distributed_sampler: Whether to share the data among ranks; False where the loader does so by itself.
+        add_distributed_sampler: Whether to share the data among ranks; False where the loader does so by itself. Then a
+            sampler or a dataset with a `set_epoch` of its own is told what the prepared loader's `set_epoch` is told.
         move_to_device: Whether to move tensors in batches, nested in lists, tuples and dicts too, to `get_device()`. With a
             GPU each batch is copied while the one before is computed on, in the background if the loader has `pin_memory=True`.
         resumable: Whether the loader has a `state_dict`. One that has its own position, as torchdata's StatefulDataLoader for
@@ -45,16 +46,20 @@ def prepare_data_loader(
     Raises:
         ValueError: If the data cannot be shared without changing which they are: an IterableDataset, a batch sampler, a
             sampler of another kind. If a resumable loader has no position: none of these can be shared, and it has no
-            `state_dict` itself, or it hands batches out as they come (`in_order=False`).
+            `state_dict` itself, or its sampler draws anew after a restart, or it hands batches out as they come
+            (`in_order=False`).
+        TypeError: If it is no DataLoader.
 
     """
+    if not isinstance(data_loader, DataLoader):
+        raise TypeError(f"a {type(data_loader).__name__} cannot be prepared: give a torch.utils.data.DataLoader")
     if isinstance(data_loader, PreparedDataLoader):
         return _checked_again(data_loader, resumable=resumable)
     device = get_device() if move_to_device else None
     if resumable:
         return _resumable(data_loader, device, add_distributed_sampler=add_distributed_sampler)
     rank, world_size = get_place()
-    if add_distributed_sampler and world_size > 1 and not isinstance(data_loader.sampler, DistributedSampler):
+    if add_distributed_sampler and world_size > 1 and distributed_sampler(data_loader) is None:
         _check_shareable(data_loader)
         shuffle, seed = shuffles(data_loader), common_seed(data_loader, world_size)
         sampler: DistributedSampler[Any] = DistributedSampler(data_loader.dataset, world_size, rank, shuffle=shuffle, seed=seed)
@@ -66,6 +71,8 @@ def _resumable(loader: "DataLoader[Any]", device: torch.device | None, *, add_di
     rank, world_size = get_place()
     keeps_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     if keeps_position and not (add_distributed_sampler and (world_size > 1 or reason_not_shareable(loader) is None)):
+        if reason := reason_order_is_lost(loader):
+            raise ValueError(f"resumable=True, but {reason}; give shuffle=True, or a sampler with a state_dict")
         return OwnPositionDataLoader(loader, device)
     _check_resumable(loader, add_distributed_sampler=add_distributed_sampler)
     shuffle, seed = shuffles(loader), common_seed(loader, world_size)

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .rank_device import get_device, get_place
@@ -18,13 +19,14 @@ ParallelStrategy: TypeAlias = Literal["ddp", "fsdp2"]
 
 def prepare_model(
     model: nn.Module,
-    move_to_device: bool | torch.device = True,
+    move_to_device: bool | str | torch.device = True,
     parallel_strategy: ParallelStrategy | None = "ddp",
     parallel_strategy_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Return `model` on this rank's device, its gradients averaged over all ranks; call it on every rank.
 
-    A single rank gets the bare model: nothing to average. A model that is parallel already is only moved.
+    A single rank gets the bare model, whatever the other arguments: nothing to average. A model that is parallel already is
+    only moved.
 
     With "fsdp2", each item of the outermost ModuleLists and Sequentials is sharded on its own, then what is left of the model:
     so the whole of one item is in memory at a time, and not the whole model. An item that shares a parameter with another
@@ -40,15 +42,14 @@ def prepare_model(
             parts are spread over all ranks.
 
     Raises:
-        ValueError: If the strategy is none of these.
+        ValueError: If the strategy is none of these, or a part of the model is sharded already: "ddp" takes none, "fsdp2" one
+            that is tensor parallel with a `mesh` of another dimension.
 
     """
     _check_strategy(parallel_strategy)
-    device = get_device() if move_to_device is True else move_to_device
-    if isinstance(device, torch.device):
-        model = model.to(device)
-    is_parallel = isinstance(model, (DistributedDataParallel, FSDPModule))
-    if parallel_strategy is None or is_parallel or get_place()[1] == 1:
+    if move_to_device is not False:
+        model = model.to(get_device() if move_to_device is True else move_to_device)
+    if parallel_strategy is None or _is_parallel(model) or get_place()[1] == 1:
         return model
     arguments = dict(parallel_strategy_kwargs or {})
     return _replicated(model, arguments) if parallel_strategy == "ddp" else _sharded(model, arguments)
@@ -61,7 +62,16 @@ def _check_strategy(strategy: str | None) -> None:
         raise ValueError(f"parallel_strategy={strategy!r}: give 'ddp', 'fsdp2' or None")
 
 
+def _is_parallel(model: nn.Module) -> bool:
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    return isinstance(inner, (DistributedDataParallel, FSDPModule, FullyShardedDataParallel))
+
+
 def _replicated(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+    if _has_shards(model):
+        raise ValueError(
+            "a part of the model is sharded already, which DDP does not take: give parallel_strategy='fsdp2' or None"
+        )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) == 1 and (device := devices.pop()).type != "cpu":  # one spread over devices must not name any
         arguments.setdefault("device_ids", [device])
@@ -69,13 +79,23 @@ def _replicated(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
 
 
 def _sharded(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+    is_begun = any(isinstance(module, FSDPModule) for module in model.modules())
     if "mesh" not in arguments:  # fully_shard's own takes a GPU wherever there is one
+        if _has_shards(model) and not is_begun:
+            raise ValueError(
+                "the model is tensor parallel: say over which other ranks to shard it, as in "
+                "parallel_strategy_kwargs={'mesh': mesh['fsdp']}"
+            )
         arguments["mesh"] = init_device_mesh(get_device().type, (dist.get_world_size(),))
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not is_begun:
         for block in list(_blocks(model)):
             fully_shard(block, **arguments)
     fully_shard(model, **arguments)
     return model
+
+
+def _has_shards(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

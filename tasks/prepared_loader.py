@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from .batch_transfer import on_device
+from .data_sharing import distributed_sampler, samplers
 
 
 class PreparedDataLoader(DataLoader[Any]):
@@ -41,18 +42,22 @@ class PreparedDataLoader(DataLoader[Any]):
         return getattr(self._wrapped(), name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is; those after it count on. Without a DistributedSampler nothing changes."""
-        if isinstance(self.sampler, DistributedSampler):
-            self.sampler.set_epoch(epoch)
-            vars(self)["_begun_epoch"] = None
+        """Say which epoch the next iteration is, to the samplers and the dataset; those with no `set_epoch` need not know.
+
+        A DistributedSampler counts on from there. Others keep that epoch until they are told another one.
+        """
+        for part in (*samplers(self), self.dataset):
+            if callable(tell := getattr(part, "set_epoch", None)):
+                tell(epoch)
+        vars(self)["_begun_epoch"] = None
 
     def _wrapped(self) -> "DataLoader[Any]":
         loader: DataLoader[Any] = vars(self)["_loader"]
         return loader
 
     def _begin_epoch(self) -> None:
-        sampler = self.sampler
-        if not isinstance(sampler, DistributedSampler):
+        sampler = distributed_sampler(self)
+        if sampler is None:
             return
         if sampler.epoch == vars(self)["_begun_epoch"]:  # else somebody has said which epoch it is
             sampler.set_epoch(sampler.epoch + 1)

@@ -11,14 +11,17 @@ Imports torch, never prefect: ranks use it.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from prefect_torch.ckpt import RankLocal
-from torch.utils.data import DataLoader, DistributedSampler
 
+from .data_sharing import distributed_sampler
 from .prepared_loader import PreparedDataLoader
 from .resumable_sampler import Position, ResumableSampler
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 class ResumableDataLoader(PreparedDataLoader):
@@ -29,7 +32,8 @@ class ResumableDataLoader(PreparedDataLoader):
     schedulers count. In the last turn, ranks without a sample get one that another rank has, so that all have equally many
     batches of equal sizes; with `drop_last` those samples are left out instead, and none comes twice.
 
-    - A state taken after the loop has ended is from the beginning of the next epoch; after a `break`, from the middle.
+    - A state taken after the loop has ended is from the beginning of the next epoch; after a `break`, from the middle, unless
+      no batch was left, or `set_epoch(epoch + 1)` was said since: that is for loops which leave every epoch early.
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
       own, and another number of ranks raises `RankLocalStateError`. Do not share it out with `rank_local`.
     - The seed is restored. A dataset of another length, or another order, in the middle of an epoch is a `StateMismatchError`.
@@ -50,7 +54,11 @@ class ResumableDataLoader(PreparedDataLoader):
         """Begin the next epoch, or what is left of the restored one."""
         batches = super().__iter__()
         iteration = vars(self)["_iteration"] = _Iteration(self._sampler(), self.batch_size or 1)
-        return iteration.followed(batches)
+        if iteration.has_batch():
+            return iteration.followed(batches)
+        self._sampler().start = 0
+        iteration.end()
+        return iter(())
 
     @property
     def epoch(self) -> int:
@@ -135,8 +143,8 @@ class OwnPositionDataLoader(PreparedDataLoader):
         self.set_epoch(state_dict["epoch"])
 
     def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        sampler = self.sampler
-        epoch = vars(self)["_epoch"] = sampler.epoch if isinstance(sampler, DistributedSampler) else self.epoch
+        sampler = distributed_sampler(self)
+        epoch = vars(self)["_epoch"] = self.epoch if sampler is None else sampler.epoch
         yield from batches
         vars(self)["_epoch"] = epoch + 1
 
@@ -149,13 +157,25 @@ class _Iteration:
         self._batch_size = batch_size
         self.position = Position(sampler.epoch, sampler.start)
 
+    def has_batch(self) -> bool:
+        """Say whether any is left of this epoch."""
+        return self._sampler.has_batch(self.position, self._batch_size)
+
     def followed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield `batches`, each of them used from the moment it is yielded."""
         begun = self.position
-        for number, batch in enumerate(batches, 1):
-            if number == 1:
-                self._sampler.start = 0
-            self.position = self._sampler.after(begun, number * self._batch_size)
-            yield batch
-        self._sampler.start = 0
-        self.position = Position(begun.epoch + 1)
+        try:
+            for number, batch in enumerate(batches, 1):
+                if number == 1:  # not later: another position may be restored meanwhile
+                    self._sampler.start = 0
+                self.position = self._sampler.after(begun, number * self._batch_size)
+                yield batch
+        except GeneratorExit:  # zip() tells only its shortest that it has ended
+            if not self.has_batch():
+                self.end()
+            raise
+        self.end()
+
+    def end(self) -> None:
+        """Let the position be the beginning of the next epoch."""
+        self.position = Position(self.position.epoch + 1)

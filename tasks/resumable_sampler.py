@@ -103,6 +103,11 @@ class ResumableSampler(DistributedSampler[Any]):
         used = min(position.used + num_turns * self.num_replicas, self._num_all)
         return Position(position.epoch, used)
 
+    def has_batch(self, position: Position, batch_size: int) -> bool:
+        """Say whether anything is left at `position` for every rank: a whole batch with `drop_last`, else a sample."""
+        needed = batch_size * self.num_replicas if self.drop_last else 1
+        return self._num_all - position.used >= needed
+
     def tell(self, position: Position) -> dict[str, int]:
         """Return what `restore` needs to continue from `position`: plain values, the same on all ranks."""
         told = {"epoch": position.epoch, "used": position.used, "length": self._num_all, "seed": self.seed}

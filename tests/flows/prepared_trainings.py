@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import get_checkpoint, get_context, report
@@ -13,6 +14,7 @@ from prefect_torch.tasks import get_device, prepare_data_loader, prepare_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,14 +46,26 @@ def prepare_everything(config: dict) -> dict:
             fully_shard(model[2], mesh=mesh)
         model = prepare_model(model, parallel_strategy=strategy, parallel_strategy_kwargs=arguments)
         assert isinstance(model, FSDPModule if strategy == "fsdp2" else DistributedDataParallel)
-        assert prepare_model(model) is model
+        for parallel in (model, torch.compile(model)):
+            assert prepare_model(parallel) is parallel
         model(data[get_context().world_rank :: 2]).square().mean().backward()
         alone = new_model()
         alone(data).square().mean().backward()
         pairs = zip(model.parameters(), alone.parameters(), strict=True)
         told[name] = all(torch.allclose(whole(mine.grad), other.grad, atol=1e-6) for mine, other in pairs)
         told[f"blocks of {name}"] = [place for place, part in model.named_modules() if place and isinstance(part, FSDPModule)]
+    refuse_what_is_sharded_in_part(mesh)
     return {**told, "prefect": "prefect" in sys.modules}
+
+
+def refuse_what_is_sharded_in_part(mesh):
+    partly, tensor_parallel = new_model(), parallelize_module(new_model(), mesh, {"0": ColwiseParallel()})
+    fully_shard(partly[2], mesh=mesh)
+    for model in (partly, tensor_parallel):
+        with pytest.raises(ValueError, match="sharded already, which DDP does not take"):
+            prepare_model(model)
+    with pytest.raises(ValueError, match="the model is tensor parallel: say over which other ranks"):
+        prepare_model(tensor_parallel, parallel_strategy="fsdp2")
 
 
 def new_model():

@@ -14,6 +14,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -145,6 +146,13 @@ def test_the_seed_of_the_generator_is_that_of_the_order(places, monkeypatch):
     assert items(loader) == list(expected)
 
 
+def test_a_random_sampler_that_was_made_by_hand_gives_its_seed(places, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda seeds, src: None)
+    sampler = RandomSampler(DATA, generator=torch.Generator().manual_seed(5))
+    loader = prepare_data_loader(DataLoader(DATA, sampler=sampler, collate_fn=collate))
+    assert items(loader) == list(DistributedSampler(DATA, 2, 0, shuffle=True, seed=5))
+
+
 def test_a_subclass_keeps_its_class_and_what_it_has(places):
     class Counting(DataLoader):
         def total(self):
@@ -171,9 +179,60 @@ def test_a_distributed_sampler_stays_and_preparing_twice_adds_nothing(places):
     assert prepare_data_loader(prepared) is prepared
 
 
+def test_a_distributed_sampler_below_a_batch_sampler_stays_and_its_epochs_are_counted(places):
+    sampler = DistributedSampler(DATA, 2, 1, shuffle=True, seed=9)
+    batches = BatchSampler(sampler, 2, drop_last=False)
+    prepared = prepare_data_loader(DataLoader(DATA, batch_sampler=batches, collate_fn=collate))
+    assert prepared.batch_sampler is batches
+    for epoch in (0, 1):
+        sampled = items(prepared)
+        sampler.set_epoch(epoch)
+        assert sampled == list(sampler)
+
+
+class Told:
+    """Has one item, the epoch that it was told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([self.epoch])
+
+
+class ToldSampler(Told, Sampler):
+    pass
+
+
+class ToldData(Told, IterableDataset):
+    pass
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(range(10), sampler=ToldSampler()),
+        DataLoader(range(10), batch_sampler=BatchSampler(ToldSampler(), 2, drop_last=False)),
+        DataLoader(ToldData()),
+    ],
+)
+def test_an_epoch_that_is_set_reaches_whatever_of_the_loader_asks_for_it(loader):
+    prepared = prepare_data_loader(loader, add_distributed_sampler=False)
+    prepared.set_epoch(4)
+    assert items(prepared) == items(prepared) == [4]
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(range(4))
+
+
+class OwnBatches(DataLoader):
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        vars(self)["batch_sampler"] = range(4)
 
 
 @pytest.mark.parametrize(
@@ -181,16 +240,24 @@ class Endless(IterableDataset):
     [
         (DataLoader(Endless()), "an IterableDataset \\(Endless\\)"),
         (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, drop_last=False)), "a batch sampler"),
+        (OwnBatches(DATA, batch_size=2), "a batch sampler \\(range\\)"),
         (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)), "a WeightedRandomSampler would be lost"),
         (DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), "a SubsetRandomSampler would be lost"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "with replacement or num_samples"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=4)), "with replacement or num_samples"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "with replacement, num_samples"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=4)), "with replacement, num_samples"),
+        (DataLoader(DATA, sampler=RandomSampler(range(4))), "a RandomSampler with .* data of its own"),
+        (DataLoader(DATA, sampler=SequentialSampler(range(4))), "a SequentialSampler with .* data of its own"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_unless_it_shares_itself(places, loader, message):
     with pytest.raises(ValueError, match=f"{message}.*add_distributed_sampler=False"):
         prepare_data_loader(loader)
     assert prepare_data_loader(loader, add_distributed_sampler=False).sampler is loader.sampler
+
+
+def test_what_is_no_data_loader_is_refused():
+    with pytest.raises(TypeError, match=r"a TensorDataset cannot be prepared: give a torch\.utils\.data\.DataLoader"):
+        prepare_data_loader(DATA)
 
 
 def test_a_single_rank_keeps_its_sampler():

@@ -49,8 +49,10 @@ def test_a_single_rank_keeps_its_model():
     assert type(model) is nn.Linear
 
 
-def test_a_model_moves_to_the_device_given():
-    assert prepare_model(nn.Linear(2, 1), move_to_device=torch.device("meta")).weight.is_meta
+@pytest.mark.parametrize("device", [torch.device("meta"), "meta"])
+def test_a_model_moves_to_the_device_given(device):
+    assert prepare_model(nn.Linear(2, 1), move_to_device=device).weight.is_meta
+    assert not prepare_model(nn.Linear(2, 1), move_to_device=False).weight.is_meta
     assert get_device() == torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

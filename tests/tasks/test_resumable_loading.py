@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointStore, RankLocalStateError
 from prefect_torch.tasks import data_loading, prepare_data_loader, prepared_loader
 from ranks import Attempt
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
 
 # torchdata 0.11 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -82,6 +82,48 @@ def test_after_the_loop_comes_the_next_epoch_and_after_its_last_batch_an_empty_r
     between.load_state_dict(loader.state_dict())
     assert between.epoch == 1
     assert rest_of(between) == rest_of(resumed)
+
+
+@pytest.mark.parametrize("taken", ["at the last batch", "after the loop"])
+def test_loaders_that_are_zipped_end_their_epochs_together_and_resume_so(taken):
+    """Only the first of equally long ones is told by zip() that it has ended."""
+    zipped = [loader_of(), loader_of(length=23, batch_size=2)]
+    for _ in zip(*zipped, strict=False):
+        states = [loader.state_dict() for loader in zipped]
+    if taken == "after the loop":
+        states = [loader.state_dict() for loader in zipped]
+        assert [loader.epoch for loader in zipped] == [1, 1]
+    resumed = [loader_of(), loader_of(length=23, batch_size=2)]
+    for loader, state in zip(resumed, states, strict=True):
+        loader.load_state_dict(state)
+    if taken == "at the last batch":
+        assert list(zip(*resumed, strict=False)) == []
+    for epoch in (1, 2):
+        assert [loader.epoch for loader in resumed] == [epoch, epoch]
+        assert len(list(zip(*resumed, strict=False))) == 12
+
+
+def test_a_loop_that_leaves_every_epoch_early_says_that_the_next_one_comes():
+    def epochs_of(loader):
+        for epoch in range(loader.epoch, 3):
+            yield take(loader, 2)
+            loader.set_epoch(epoch + 1)
+            states.append(loader.state_dict())
+
+    states = []
+    undisturbed = list(epochs_of(loader_of()))
+    resumed = loader_of()
+    resumed.load_state_dict(states[0])
+    assert list(epochs_of(resumed)) == undisturbed[1:]
+
+
+def test_a_position_that_is_restored_within_a_loop_is_where_the_next_loop_begins():
+    loader = loader_of()
+    states = [loader.state_dict() for _ in loader]
+    for number, _ in enumerate(loader, 1):
+        if number == len(states):
+            loader.load_state_dict(states[3])
+    assert (loader.epoch, len(rest_of(loader))) == (0, 24 - 8)
 
 
 def test_a_position_that_was_restored_and_not_used_is_the_state():
@@ -285,6 +327,18 @@ def test_a_stream_that_ranks_would_read_twice_is_refused(monkeypatch):
     monkeypatch.setattr(data_loading, "get_place", lambda: (0, 2))
     with pytest.raises(ValueError, match="an IterableDataset"):
         prepare_data_loader(stateful(Stream()), resumable=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sampler": WeightedRandomSampler([1.0] * 4, 4)},
+        {"batch_sampler": BatchSampler(RandomSampler(range(4)), 2, drop_last=False)},
+    ],
+)
+def test_a_position_in_an_order_that_is_drawn_anew_is_refused(arguments):
+    with pytest.raises(ValueError, match=r"resumable=True, but a \w*RandomSampler draws anew after a restart.*shuffle=True"):
+        prepare_data_loader(stateful(range(4), **arguments), resumable=True)
 
 
 def test_a_loader_is_made_resumable_when_it_is_prepared_or_never():
