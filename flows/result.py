@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from prefect_torch.ckpt import Checkpoint, CheckpointStore
 from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
 from prefect_torch.ckpt.history import MetricRecord, newest_metrics, read_history
-from prefect_torch.ckpt.metrics import Metrics, flatten_metrics
+from prefect_torch.ckpt.metrics import Metrics, find_metric, flatten_metrics
 from prefect_torch.ckpt.opening import StorageLike
-from prefect_torch.ckpt.retention import RetentionPolicy, rank_best
+from prefect_torch.ckpt.retention import Order, RetentionPolicy, rank_best
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,6 +74,23 @@ class Result:
                 for record in self.history
             ]
         )
+
+    def get_best_checkpoint(self, metric: str, mode: Order) -> Checkpoint:
+        """Return the one of `best_checkpoints` that is best by any metric; of equal ones the newer.
+
+        Args:
+            metric: A metric's name, or an "a/b" path into nested metrics.
+            mode: Whether a high ("max") or a low ("min") value is good.
+
+        Raises:
+            ValueError: If none of them has that metric, or `mode` is neither.
+
+        """
+        checkpoints = {it.manifest.id: it for it, _ in self.best_checkpoints}
+        ranked = rank_best([it.manifest for it in checkpoints.values()], metric, mode)
+        if not ranked or find_metric(ranked[0].metrics, metric) is None:
+            raise ValueError(f"no checkpoint of {self.path} has a metric {metric!r}")
+        return checkpoints[ranked[0].id]
 
     @classmethod
     def from_storage(cls, storage: StorageLike, run: str) -> "Result":

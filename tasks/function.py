@@ -19,6 +19,7 @@ import cloudpickle
 TrainFunction: TypeAlias = Callable[..., Any]
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _REFERENCE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)", re.ASCII)
+_unpacking: list[str] = []  # what this process, a rank's, imports the module of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,14 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) 
     Raises:
         ValueError: If there is no such module, file or function.
         TypeError: If the function or its configuration cannot travel, or ranks cannot call it.
+        RuntimeError: If a rank is importing a function, since that rank's ranks would import it, too, and so on.
 
     """
+    if _unpacking:
+        raise RuntimeError(
+            f"a rank that imports {_unpacking[0]} would start ranks itself, and these theirs: put the call that starts the "
+            'training below `if __name__ == "__main__":`, or into another file'
+        )
     reference = None
     value: TrainFunction | None = None
     if isinstance(function, str):
@@ -80,15 +87,21 @@ def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, An
         TypeError: If it is none that a rank can call.
 
     """
-    value, config = pickle.loads(packed.payload)  # noqa: S301 - from the process that started this one
-    if packed.reference is None:
-        return value, config
-    place, _, name = packed.reference.rpartition(":")
+    _unpacking.append(packed.name)
+    try:
+        value, config = pickle.loads(packed.payload)  # noqa: S301 - from the process that started this one
+        return value if packed.reference is None else _import_function(packed.reference), config
+    finally:
+        _unpacking.pop()
+
+
+def _import_function(reference: str) -> TrainFunction:
+    place, _, name = reference.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"train_fn {packed.reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - as for any other
-    return check_signature(function), config
+        raise ValueError(f"train_fn {reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - as for any other
+    return check_signature(function)
 
 
 def takes_config(function: TrainFunction) -> bool:

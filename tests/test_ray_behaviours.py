@@ -43,6 +43,7 @@ from prefect_torch.flows import (
 )
 from prefect_torch.flows.run_name import default_run_name
 from prefect_torch.tasks.function import check_signature
+from prefect_torch.tasks.restarts import count_failures
 from pydantic import ValidationError
 from ranks import Attempt, folder, read_files
 from ray_behaviours import behaviour
@@ -204,7 +205,25 @@ def test_one_upload_is_under_way_at_a_time(store, tmp_path, uploads_may_go_on):
 
 
 @behaviour(
-    "ray.train.report", "deletes the local directory after an ASYNC upload, and leaves it after a SYNC one", verdict="same"
+    "ray.train.report",
+    "takes another upload mode from each worker",
+    verdict="different",
+    reason="the ranks that bring a checkpoint bring it in one mode, or the report fails on every rank",
+)
+def test_ranks_upload_in_one_way(store, tmp_path):
+    def train_fn(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), upload=("sync", "async")[rank])
+
+    errors = Attempt(store, 2).run(train_fn)
+    assert [type(error) for error in errors] == [ReportMismatchError] * 2
+    assert "use one way on every rank" in str(errors[0])
+
+
+@behaviour(
+    "ray.train.report",
+    "deletes the local directory after an ASYNC upload, and leaves it after a SYNC one",
+    verdict="different",
+    reason="an async report takes the files at once and leaves the folder, empty, to be used again or deleted",
 )
 def test_a_sync_report_leaves_the_folder(store, tmp_path):
     def train_fn(session, rank):
@@ -213,7 +232,7 @@ def test_a_sync_report_leaves_the_folder(store, tmp_path):
 
     assert Attempt(store).run(train_fn) == [None]
     assert (tmp_path / "sync/model").read_text() == "x"
-    assert not (tmp_path / "async/model").exists()
+    assert list((tmp_path / "async").iterdir()) == []
 
 
 @behaviour(
@@ -289,8 +308,8 @@ def test_tensors_of_one_number_are_numbers(store, tmp_path):
 )
 def test_numpys_numbers_are_numbers(store, tmp_path):
     assert commit(store, tmp_path, {"loss": np.float32(0.5)}).metrics == {"loss": 0.5}
-    with pytest.raises(ValueError, match="metric 'losses' is a list"):
-        Attempt(store).session().report({"losses": [1.0]})
+    with pytest.raises(ValueError, match="metric 'when' is a object"):
+        Attempt(store).session().report({"when": object()})
 
 
 @behaviour(
@@ -304,6 +323,17 @@ def test_metrics_without_a_checkpoint_are_recorded(store):
     attempt = Attempt(store)
     assert attempt.run(lambda session, rank: session.report({"loss": 0.5})) == [None]
     assert [(event.record.metrics, event.record.checkpoint) for event in attempt.events()] == [({"loss": 0.5}, None)]
+
+
+@behaviour(
+    "ray.train.report",
+    "takes lists as metrics",
+    verdict="different",
+    reason="numbers, texts and dicts of them; a list is a ValueError in the caller's line",
+)
+def test_a_list_is_no_metric(store):
+    with pytest.raises(ValueError, match="metric 'losses' is a list"):
+        Attempt(store).session().report({"losses": [1.0]})
 
 
 @behaviour("ray.train.report", "raises outside of a training function", verdict="same")
@@ -719,6 +749,20 @@ def test_a_score_of_text_ends_nothing(store, tmp_path):
     assert kept(store, tmp_path, [{"loss": 0.5}, {"loss": "low"}, {"loss": 0.1}], **config) == [0, 2]
 
 
+@behaviour(
+    "ray.train.CheckpointConfig",
+    "does not delete a checkpoint whose validation is pending",
+    verdict="different",
+    reason="with `evaluation_timeout_s`, and for so long, one that lacks the score is kept",
+)
+def test_what_awaits_its_evaluation_is_kept(store, tmp_path):
+    config = {"num_to_keep": 1, "checkpoint_score_attribute": "eval/loss", "checkpoint_score_order": "min"}
+    metrics = [{"eval": {"loss": 0.5}}, {}, {"eval": {"loss": 0.7}}]
+    assert kept(store, tmp_path, metrics, **config, evaluation_timeout_s=600) == [0, 1, 2]
+    store.prune(CheckpointConfig(**config).policy())
+    assert epochs(store.list()) == [0, 2]
+
+
 @behaviour("ray.train.CheckpointConfig", "checkpoint_frequency and checkpoint_at_end are refused", verdict="same")
 @pytest.mark.parametrize("gone", [{"checkpoint_frequency": 1}, {"checkpoint_at_end": True}])
 def test_a_frequency_is_no_configuration(gone):
@@ -795,6 +839,12 @@ def test_lost_processes_are_counted_apart():
     assert FailureConfig().max_infrastructure_failures == 3
 
 
+@behaviour("ray.train.FailureConfig", "crashes and interrupts of the driver do not count toward max_failures", verdict="same")
+def test_a_killed_flow_process_is_no_failure_of_the_function(store):
+    Attempt(store)  # whose process could not say how it ended
+    assert count_failures(store, flow_run_id=None) == {"preemption": 1}
+
+
 @behaviour(
     "ray.train.FailureConfig",
     "controller_failure_limit restarts the controller",
@@ -845,6 +895,17 @@ def test_an_unnamed_run_gets_a_name():
 )
 def test_the_default_storage():
     assert RunConfig().storage == "./checkpoints"
+
+
+@behaviour(
+    "ray.train.RunConfig",
+    "takes any name that a directory may have",
+    verdict="different",
+    reason="letters, digits, `.`, `_` and `-`, since a name is a folder on every storage",
+)
+def test_a_name_is_a_folder_on_every_storage():
+    with pytest.raises(ValidationError, match="use 1 to 200 letters, digits"):
+        RunConfig(name="train-trial_id=1")
 
 
 @behaviour("ray.train.RunConfig", "everything of a run lies in storage_path/name", verdict="same")
@@ -962,7 +1023,13 @@ def train_with_a_failure(config):
     torch.distributed.barrier()
     told = [f"told by rank {context.world_rank}"]
     torch.distributed.broadcast_object_list(told)
-    return {"rank": context.world_rank, "start": start, "attempt": context.attempt, "told": told[0]}
+    return {
+        "rank": context.world_rank,
+        "start": start,
+        "attempt": context.attempt,
+        "told": told[0],
+        "folder": os.getcwd(),  # noqa: PTH109 - compared as text
+    }
 
 
 @pytest.fixture(scope="module")
@@ -996,6 +1063,16 @@ def test_a_failed_rank_restarts_all_from_the_latest_checkpoint(result):
 @behaviour("ray.train.collective", "barrier and broadcast_from_rank_zero work between all workers", verdict="same")
 def test_ranks_can_wait_for_each_other_and_tell_each_other(result):
     assert result.return_value["told"] == "told by rank 0"
+
+
+@behaviour(
+    "ray.train.torch.TorchTrainer",
+    "runs the function in a working directory of the run's own, the same for all workers of a node",
+    verdict="different",
+    reason="in the folder that the flow runs in",
+)
+def test_ranks_run_in_the_flows_folder(result):
+    assert Path(result.return_value["folder"]) == Path.cwd()
 
 
 def fail_after_the_checkpoint(config):
@@ -1098,14 +1175,12 @@ def test_a_result_is_read_back_from_storage(result):
     assert again.best_checkpoints == result.best_checkpoints
 
 
-@behaviour(
-    "ray.train.Result",
-    "get_best_checkpoint(metric, mode) ranks by any metric",
-    verdict="different",
-    reason="`CheckpointStore.best(k, metric, mode)` returns the manifests of the best k",
-)
+@behaviour("ray.train.Result", "get_best_checkpoint(metric, mode) ranks the kept ones by any metric", verdict="same")
 def test_the_best_by_any_metric(result):
-    assert result.checkpoint.store.best(1, "epoch", "max")[0].metrics["epoch"] == 2
+    assert result.get_best_checkpoint("epoch", "max").metrics["epoch"] == 2
+    assert result.get_best_checkpoint("epoch", "min").metrics["epoch"] == 0
+    with pytest.raises(ValueError, match="has a metric 'nosuch'"):
+        result.get_best_checkpoint("nosuch", "max")
 
 
 def failed_run(store, tmp_path):

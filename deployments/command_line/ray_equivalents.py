@@ -145,6 +145,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         "stop",
         "progress_reporter",
         "log_to_file",
+        "local_dir",
     ),
     "ray.train.CheckpointConfig": (
         "num_to_keep",
@@ -190,6 +191,8 @@ RETURNS = {
     "ray.train.torch.TorchTrainer.fit": "ray.train.Result",
     "ray.train.Result.from_path": "ray.train.Result",
     "ray.train.Result.get_best_checkpoint": "ray.train.Checkpoint",
+    "ray.tune.Tuner.fit": "ray.tune.ResultGrid",
+    "ray.tune.ResultGrid.get_best_result": "ray.train.Result",
 }
 ATTRIBUTES = {
     "ray.train.ReportedCheckpoint.checkpoint": "ray.train.Checkpoint",

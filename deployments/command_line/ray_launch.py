@@ -13,13 +13,15 @@ _POOL = "what a flow run has, all its ranks have: [Schedules, work pools, contai
 _NO_TRAINER = (
     "no trainer; [a callback in ten lines](own-training-code.md#a-callback-for-any-other-loop) reports what any loop writes"
 )
+_NO_SEARCH = "there is no hyperparameter search: [one `train` for each setting](#raytune)"
 
 _TRAINERS = (
     Equivalent(
         "ray.train.torch.TorchTrainer",
         "same",
         "`train(train_fn, config=, scaling=, run=, checkpoint=, failure=)`",
-        'one call; give the function as `"my_training:train_fn"`, so that schedules and the UI find it',
+        'one call; give the function as `"my_training:train_fn"`, so that schedules and the UI find it. Where both are in one '
+        'file, the call stands below `if __name__ == "__main__":`, since ranks import that file',
         _TRAIN,
     ),
     Equivalent(
@@ -30,7 +32,13 @@ _TRAINERS = (
         _TRAIN,
     ),
     Equivalent("ray.train.torch.TorchTrainer(train_loop_per_worker=)", "same", "`train(train_fn, …)`", "", _TRAIN),
-    Equivalent("ray.train.torch.TorchTrainer(train_loop_config=)", "same", "`train(…, config=)`", "a dict", _TRAIN),
+    Equivalent(
+        "ray.train.torch.TorchTrainer(train_loop_config=)",
+        "same",
+        "`train(…, config=)`",
+        "a dict, which Prefect keeps with the flow run: it refuses more than half a MiB, so name data by its path",
+        _TRAIN,
+    ),
     Equivalent("ray.train.torch.TorchTrainer(scaling_config=)", "same", "`train(…, scaling=)`", "", _TRAIN),
     Equivalent(
         "ray.train.torch.TorchTrainer(run_config=)", "same", "`train(…, run=, checkpoint=, failure=)`", "three in one", _TRAIN
@@ -45,19 +53,21 @@ _TRAINERS = (
         "a flow of its own: [Evaluation](evaluate.md)",
         _EVALUATE,
     ),
-    Equivalent("ray.train.torch.TorchTrainer(metadata=)", "different", "`train(…, config=)`", "it is gone from Ray", _TRAIN),
+    Equivalent(
+        "ray.train.torch.TorchTrainer(metadata=)", "different", "`train(…, config=)`", "it is gone from Ray Train", _TRAIN
+    ),
     Equivalent(
         "ray.train.torch.TorchTrainer(resume_from_checkpoint=)",
         "better",
         "`train(…, resume_from=)`",
-        "the checkpoint of another run, while this run has none of its own; it is gone from Ray",
+        "the checkpoint of another run, while this run has none of its own; it is gone from Ray Train",
         _TRAIN,
     ),
     Equivalent(
         "ray.train.torch.TorchTrainer.restore",
         "better",
         "`train(…, run=RunConfig(name=, storage=))`",
-        "the same name continues; it is gone from Ray",
+        "the same name continues; it is gone from Ray Train",
         (*_TRAIN, *_RUN),
     ),
     Equivalent("ray.train.torch.TorchTrainer.can_restore", "different", "", "the same name continues where it can"),
@@ -99,7 +109,7 @@ _CONFIGS = (
     Equivalent("ray.train.ScalingConfig(placement_strategy=)", "different", "", "leave it out: ranks share a machine"),
     Equivalent("ray.train.ScalingConfig(accelerator_type=)", "different", "a work pool's job variables", _POOL),
     Equivalent("ray.train.ScalingConfig(label_selector=)", "different", "a work pool's job variables", _POOL),
-    Equivalent("ray.train.ScalingConfig(trainer_resources=)", "different", "", "leave it out; it is gone from Ray"),
+    Equivalent("ray.train.ScalingConfig(trainer_resources=)", "different", "", "leave it out; it is gone from Ray Train"),
     Equivalent("ray.train.ScalingConfig(use_tpu=)", "missing", "", "there are no TPUs"),
     Equivalent("ray.train.ScalingConfig(topology=)", "missing", "", "there are no TPUs"),
     Equivalent("ray.train.ScalingConfig(elastic_resize_monitor_interval_s=)", "missing", "", "the number of ranks stays"),
@@ -109,7 +119,7 @@ _CONFIGS = (
         "better",
         "`RunConfig(name=)`",
         "the same name and storage continue; damaged checkpoints are set aside and the one before is used; a name "
-        "that is alive elsewhere is refused",
+        "that is alive elsewhere is refused. Names have letters, digits, `.`, `_` and `-`",
         _RUN,
     ),
     Equivalent(
@@ -119,6 +129,7 @@ _CONFIGS = (
         "a path, a URL or a Prefect block; the default is `./checkpoints`, not `~/ray_results`",
         _RUN,
     ),
+    Equivalent("ray.train.RunConfig(local_dir=)", "different", "`RunConfig(storage=)`", "it is gone from Ray Train", _RUN),
     Equivalent(
         "ray.train.RunConfig(storage_filesystem=)", "different", "`RunConfig(storage=)`", "a block, or an fsspec URL", _RUN
     ),
@@ -139,12 +150,12 @@ _CONFIGS = (
     Equivalent("ray.train.RunConfig(worker_runtime_env=)", "different", "a work pool's job variables", _POOL),
     Equivalent("ray.train.RunConfig(logging_config=)", "different", "`PREFECT_LOGGING_LEVEL`", "Prefect's own setting"),
     Equivalent("ray.train.LoggingConfig", "different", "`PREFECT_LOGGING_LEVEL`", "Prefect's own setting"),
-    Equivalent("ray.train.RunConfig(sync_config=)", "different", "", "leave it out; it is gone from Ray"),
-    Equivalent("ray.train.SyncConfig", "different", "", "leave it out; it is gone from Ray"),
-    Equivalent("ray.train.RunConfig(verbose=)", "different", "", "leave it out; it is gone from Ray"),
+    Equivalent("ray.train.RunConfig(sync_config=)", "different", "", "leave it out; it is gone from Ray Train"),
+    Equivalent("ray.train.SyncConfig", "different", "", "leave it out; it is gone from Ray Train"),
+    Equivalent("ray.train.RunConfig(verbose=)", "different", "", "leave it out; it is gone from Ray Train"),
     Equivalent("ray.train.RunConfig(log_to_file=)", "different", "", "leave it out: a rank's output is its task run's log"),
-    Equivalent("ray.train.RunConfig(progress_reporter=)", "different", "`report(…, progress=)`", "it is gone from Ray"),
-    Equivalent("ray.train.RunConfig(stop=)", "different", "", "return from your function; it is gone from Ray"),
+    Equivalent("ray.train.RunConfig(progress_reporter=)", "different", "`report(…, progress=)`", "it is gone from Ray Train"),
+    Equivalent("ray.train.RunConfig(stop=)", "different", "", "return from your function; it is gone from Ray Train"),
     Equivalent(
         "ray.train.CheckpointConfig",
         "same",
@@ -157,10 +168,12 @@ _CONFIGS = (
         "ray.train.CheckpointConfig(checkpoint_frequency=)",
         "different",
         "`CheckpointConfig(target_overhead=)`",
-        "report when you like, or when `get_context().should_checkpoint()` says so; it is gone from Ray",
+        "report when you like, or when `get_context().should_checkpoint()` says so; it is gone from Ray Train",
         _CHECKPOINT,
     ),
-    Equivalent("ray.train.CheckpointConfig(checkpoint_at_end=)", "different", "", "report at the end; it is gone from Ray"),
+    Equivalent(
+        "ray.train.CheckpointConfig(checkpoint_at_end=)", "different", "", "report at the end; it is gone from Ray Train"
+    ),
     Equivalent(
         "",
         "more",
@@ -249,16 +262,15 @@ _RESULTS = (
     ),
     Equivalent(
         "ray.train.Result.get_best_checkpoint",
-        "different",
-        "`CheckpointStore.open(storage, run).best(1, metric, mode)`",
-        "a list of manifests",
-        ("prefect_torch.ckpt.CheckpointStore",),
+        "same",
+        "`result.get_best_checkpoint(metric, mode)`",
+        "of those that were kept",
     ),
     Equivalent("ray.train.Result.return_value", "same", "`result.return_value`", "rank 0's; from storage where JSON holds it"),
     Equivalent("ray.train.Result.path", "same", "`result.path`", "a path or a URL"),
     Equivalent("ray.train.Result.filesystem", "different", "`CheckpointStore.open(storage, run).storage`", "no pyarrow"),
     Equivalent("ray.train.Result.error", "better", "`result.error`", "from storage, too"),
-    Equivalent("ray.train.Result.config", "different", "the flow run's parameters", "it is gone from Ray"),
+    Equivalent("ray.train.Result.config", "different", "the flow run's parameters", "it is gone from Ray Train"),
     Equivalent(
         "ray.train.Result.from_path",
         "better",
@@ -280,9 +292,15 @@ _AROUND = (
     Equivalent("ray.shutdown", "same", "", "nothing to call"),
     Equivalent("ray.is_initialized", "same", "", "nothing to call"),
     Equivalent("ray.data*", "missing", "", "there is no Ray Data: use a `DataLoader`, `prepare_data_loader`"),
-    Equivalent("ray.tune*", "missing", "", "there is no hyperparameter search: [several trainings](#raytune)"),
+    Equivalent("ray.tune.Tuner", "missing", "", _NO_SEARCH),
+    Equivalent("ray.tune.Tuner.fit", "missing", "", _NO_SEARCH),
+    Equivalent(
+        "ray.tune.ResultGrid.get_best_result", "missing", "", "`min(results, key=lambda result: result.metrics[…])` of a list"
+    ),
+    Equivalent("ray.tune*", "missing", "", _NO_SEARCH),
     Equivalent("ray.air.integrations*", "missing", "", "call the tracker in your function, on rank 0"),
     Equivalent("ray.train.*", "missing", "", UNKNOWN),
+    Equivalent("ray.air.*", "missing", "", UNKNOWN),
     Equivalent("ray.*", "missing", "", "Ray Core, Serve and RLlib are none of it; Prefect's tasks do what Ray's tasks do"),
 )
 SECTIONS = (

@@ -6,16 +6,26 @@ from dataclasses import dataclass, field
 
 from .ray_equivalents import ATTRIBUTES, RETURNS, Equivalents
 
-# Older ways to what has a shorter name today.
+# Older ways to what has a shorter name today, and Tune's names for what a training has, too.
 _OLDER = (
     (re.compile(r"^ray\.train\.v2\.api\.\w+\.(?=\w)"), "ray.train."),
+    (
+        re.compile(r"^ray\.train\.(?:v2\.)?(torch\.)?(?:base_trainer|config|context|torch_trainer|train_loop_utils)\.(?=\w)"),
+        r"ray.train.\1",
+    ),
     (re.compile(r"^ray\.air\.(?:config|session|checkpoint|result)\.(?=\w)"), "ray.train."),
     (
         re.compile(r"^ray\.air\.(?=(?:Checkpoint|CheckpointConfig|FailureConfig|Result|RunConfig|ScalingConfig)\b)"),
         "ray.train.",
     ),
     (re.compile(r"^ray\.train\.(?:data_parallel_trainer\.)?DataParallelTrainer\b"), "ray.train.torch.TorchTrainer"),
-    (re.compile(r"^ray\.train\.(?=get_(?:world|local|node|experiment)_)"), "ray.train.TrainContext."),
+    (
+        re.compile(
+            r"^ray\.tune\.(?=(?:Checkpoint|CheckpointConfig|FailureConfig|Result|RunConfig|get_checkpoint|get_context|report)\b)"
+        ),
+        "ray.train.",
+    ),
+    (re.compile(r"^ray\.train\.(?=get_(?:world|local|node|experiment|trial)_)"), "ray.train.TrainContext."),
 )
 
 
@@ -73,9 +83,9 @@ class Scope:
         """Return what `name` stands for; None for anything but Ray's."""
         if name in self._names:
             return self._names[name]
-        for module in self._starred:
-            if self.equivalents.has(f"{module}.{name}") or self.equivalents.leads_on(f"{module}.{name}"):
-                return Meaning(f"{module}.{name}")
+        for full_name in (modern(f"{module}.{name}") for module in self._starred):
+            if self.equivalents.has(full_name) or self.equivalents.leads_on(full_name):
+                return Meaning(full_name)
         return None if self.outer is None else self.outer.find(name)
 
     def inside(self, *, is_class: bool = False) -> "Scope":

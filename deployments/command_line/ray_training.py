@@ -19,7 +19,7 @@ _IN_THE_FUNCTION = (
         "`report(metrics, checkpoint=)`",
         "as Ray's: called equally often on every rank, rank 0's metrics count, all ranks' files are one directory, one rank "
         "with a checkpoint is enough. A returned report is durable; ranks that disagree are an error on every rank, not a "
-        "hang; files of one name must be equal, else the report fails",
+        "hang; files of one name must be equal, else the report fails. Metrics are numbers, texts and dicts of them: no lists",
         _REPORT,
     ),
     Equivalent(
@@ -29,7 +29,13 @@ _IN_THE_FUNCTION = (
         "ids are made of attempt and step; a name of your own goes into `Checkpoint.set_metadata`",
         _REPORT,
     ),
-    Equivalent("ray.train.report(checkpoint_upload_mode=)", "same", "`report(…, upload=)`", "see the modes", _REPORT),
+    Equivalent(
+        "ray.train.report(checkpoint_upload_mode=)",
+        "same",
+        "`report(…, upload=)`",
+        "see the modes; one mode for all ranks that bring a checkpoint",
+        _REPORT,
+    ),
     Equivalent("ray.train.CheckpointUploadMode.SYNC", "same", '`upload="sync"`', "the default for folders"),
     Equivalent(
         "ray.train.CheckpointUploadMode.ASYNC",
@@ -44,7 +50,7 @@ _IN_THE_FUNCTION = (
         "ray.train.report(delete_local_checkpoint_after_upload=)",
         "different",
         "",
-        "leave it out: a sync report leaves your folder as it is, an async one takes its files",
+        "leave it out: a sync report leaves your folder as it is, an async one takes its files and leaves it empty",
     ),
     Equivalent(
         "ray.train.report(checkpoint_upload_fn=)", "missing", "", "what is stored by other means is not in the manifest"
@@ -158,9 +164,9 @@ _IN_THE_FUNCTION = (
     ),
     Equivalent(
         "ray.train.collective.broadcast_from_rank_zero",
-        "same",
-        "`torch.distributed.broadcast_object_list([data])`",
-        "the process group is ready; of any size",
+        "different",
+        "`box = [data]`, `torch.distributed.broadcast_object_list(box)`",
+        "rank 0's data is `box[0]` then; of any size",
         ("torch",),
     ),
     Equivalent(
@@ -247,7 +253,8 @@ _PYTORCH = (
         "better",
         "`prepare_data_loader(loader)`",
         "every argument of the loader stays; it counts epochs, so nobody calls `set_epoch` but once after a resume; a sampler "
-        "that cannot be shared is refused, not replaced; `resumable=True` goes on in the middle of an epoch",
+        "or an IterableDataset that cannot be shared is refused, not replaced or left alone; `resumable=True` goes on in the "
+        "middle of an epoch",
         (f"{_TASKS}.prepare_data_loader",),
     ),
     Equivalent(
@@ -298,7 +305,8 @@ _LIGHTNING_ROWS = (
         "better",
         "`ReportCallback()`",
         "every n epochs or steps or each validation, async, stops in time when the training is ended; the file is "
-        "`checkpoint.ckpt` in both",
+        "`checkpoint.ckpt` in both. Leave out `enable_checkpointing=False`: it would refuse the callback; and import "
+        "`lightning`, not `pytorch_lightning`",
         (f"{_LIGHTNING}.ReportCallback",),
     ),
     Equivalent(
@@ -326,7 +334,7 @@ _LIGHTNING_ROWS = (
         "ray.train.lightning.RayDDPStrategy",
         "same",
         "`PrefectDDPStrategy()`",
-        'Lightning\'s own `"ddp"` does as well',
+        'Lightning\'s own `"ddp"` does as well, with `devices=get_context().local_world_size`',
         (f"{_LIGHTNING}.PrefectDDPStrategy",),
     ),
     Equivalent(

@@ -65,6 +65,8 @@ def check(tmp_path, capsys):
         "from ray.train import *\nreport({})",
         "from ray.air import session\nsession.report({})",
         "from ray.train.v2.api.train_fn_utils import report\nreport({})",
+        "from ray import tune\ntune.report({})",
+        "from ray.tune import *\nreport({})",
         "def train_func():\n    from ray.train import report\n    report({})",
         "def train_func():\n    report({})\nfrom ray.train import report",
         "class Callback:\n    import ray.train as rt\n    rt.report({})",
@@ -144,6 +146,27 @@ def test_arguments_are_found_by_name_and_by_place():
 )
 def test_what_is_not_rays_is_not_listed(source):
     assert [name for name in uses(source) if "report" in name][1:] == []
+
+
+def test_a_name_is_known_from_the_module_that_defines_it():
+    assert uses("""
+        from ray.train.torch.config import TorchConfig
+        from ray.train.base_trainer import TrainingFailedError
+        from ray.train.context import TrainContext
+    """) == ["train.torch.TorchConfig", "train.TrainingFailedError", "train.TrainContext"]
+
+
+def test_what_tune_has_of_a_trainings_is_listed_as_that_and_the_rest_for_itself():
+    assert uses("""
+        from ray import tune
+        tune.get_context().get_trial_id()
+        results = tune.Tuner(print, run_config=tune.RunConfig(stop=stop)).fit()
+        results.get_best_result("loss", "min").checkpoint.to_directory()
+    """) == [
+        *("train.get_context", "train.TrainContext.get_trial_id", "tune.Tuner", "tune.Tuner(run_config=)", "train.RunConfig"),
+        *("train.RunConfig(stop=)", "tune.Tuner.fit", "tune.ResultGrid.get_best_result", "train.Result.checkpoint"),
+        "train.Checkpoint.to_directory",
+    ]
 
 
 def test_an_import_that_nothing_uses_is_listed_for_itself():
@@ -304,7 +327,7 @@ def test_an_argument_without_a_row_has_the_same_name_here():
     rows = Equivalents()
     for name, parameters in PARAMETERS.items():
         for keyword in parameters:
-            if rows.of_argument(name, keyword, "") is None and name != "ray.train.Result.get_best_checkpoint":
+            if rows.of_argument(name, keyword, "") is None:
                 ours = re.match(r"`(?:\w+\.)?(\w+)\(", rows.of(name).here)[1]
                 function = _public(ours) or getattr(Result, ours)
                 known = getattr(function, "model_fields", None) or inspect.signature(function).parameters

@@ -70,6 +70,18 @@ def test_what_is_no_function_is_named_where_it_is_imported(folder):
     sys.modules.pop("user_training", None)
 
 
+def test_a_file_that_starts_its_own_training_wherever_it_is_imported_is_refused(folder):
+    (folder / "unguarded.py").write_text(
+        "from prefect_torch.tasks.function import pack_function\n"
+        "def train_fn(config):\n    pass\n"
+        "pack_function('unguarded.py:train_fn', None)\n"
+    )
+    packed = pack_function("unguarded.py:train_fn", None)
+    with pytest.raises(RuntimeError, match=r'unguarded.py:train_fn would start ranks itself.* `if __name__ == "__main__":`'):
+        unpack_function(packed)
+    pack_function("user_training:train_fn", None)
+
+
 @pytest.mark.parametrize("value", [3, None, ["module:function"], object()])
 def test_what_is_neither_a_function_nor_a_reference_is_refused(value):
     with pytest.raises(TypeError, match="train_fn must be a function"):

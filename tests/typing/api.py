@@ -53,6 +53,7 @@ result: Result = train(
     resume_from=None,
 )
 best: list[tuple[Checkpoint, Any]] = list(result.best_checkpoints)
+best_by_another: Checkpoint = result.get_best_checkpoint("eval/accuracy", "max")
 attempts: int = result.attempts
 store: CheckpointStore = CheckpointStore.open("s3://bucket", "run")
 manifests: list[Manifest] = store.list()
