@@ -1,12 +1,10 @@
 """The flow that evaluates checkpoints after the fact, of a run that has ended or beside its training."""
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
-from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.attempts import newest_attempt
 from prefect_torch.ckpt.evaluations import check_evaluation_name
@@ -17,8 +15,9 @@ from prefect_torch.tasks.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.function import PackedFunction, pack_function
+from prefect_torch.tasks.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.liveness import is_being_trained
-from prefect_torch.tasks.run_form import none_if_empty, shown_as
+from prefect_torch.tasks.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.run_logs import library_logs_in_run
 from prefect_torch.tasks.settings import configured_storage
 from prefect_torch.tasks.storage_choice import StorageChoice
@@ -28,11 +27,8 @@ from pydantic.json_schema import SkipJsonSchema
 from .checkpoint_choice import Unevaluated, find_named
 from .gpus import require_gpus
 
-# Without a bound: with fewer threads than ranks, the ranks that run would wait for those that cannot begin.
-_ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 
-
-@flow(name="evaluate", task_runner=_ONE_THREAD_PER_RANK, persist_result=False)
+@flow(name="evaluate", task_runner=ONE_THREAD_PER_RANK, persist_result=False)
 def evaluate(
     eval_fn: Annotated[
         str | SkipJsonSchema[Callable[..., Any]],
@@ -52,7 +48,8 @@ def evaluate(
         ),
     ] = "./checkpoints",
     run: Annotated[
-        str | SkipJsonSchema[None],
+        str | None,
+        WithoutNull(),
         BeforeValidator(none_if_empty),
         shown_as(
             "Run", "The run's name in the storage. Not needed where each checkpoint is given by its path or URL.", default=""
@@ -65,11 +62,12 @@ def evaluate(
         shown_as("Checkpoints", "Which checkpoints to evaluate: ids in the run, 'run/id', paths or URLs."),
     ] = None,
     config: Annotated[
-        dict[str, Any] | SkipJsonSchema[None],
+        dict[str, Any] | None,
+        WithoutNull(),
         shown_as("Config", "What the function is called with, if it takes an argument, as JSON.", default={}),
     ] = None,
     scaling: Annotated[
-        ScalingConfig | SkipJsonSchema[None], shown_as("Scaling", "How many ranks evaluate together, and on what.")
+        ScalingConfig | None, WithoutNull(), shown_as("Scaling", "How many ranks evaluate together, and on what.")
     ] = None,
     name: Annotated[
         str,

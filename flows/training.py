@@ -1,6 +1,5 @@
 """The flow that a user runs, schedules and triggers: one training with restarts."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
@@ -9,7 +8,6 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
-from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.session import ReportSettings
 from prefect_torch.tasks import (
@@ -24,6 +22,7 @@ from prefect_torch.tasks.audience import Audience
 from prefect_torch.tasks.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.function import pack_function
+from prefect_torch.tasks.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.job import TrainJob
 from prefect_torch.tasks.restarts import failure_kind, max_retries, may_restart
 from prefect_torch.tasks.run_form import WithoutNull, none_if_empty, shown_as
@@ -40,11 +39,8 @@ from .monitoring.pages import Pages
 from .result import Result
 from .run_name import default_run_name
 
-# Without a bound: with fewer threads than ranks, the ranks that run would wait for those that cannot begin.
-_ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 
-
-@flow(name="train", task_runner=_ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[tell_ending])
+@flow(name="train", task_runner=ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[tell_ending])
 def train(
     train_fn: Annotated[
         str | SkipJsonSchema[Callable[..., Any]],

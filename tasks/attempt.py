@@ -1,11 +1,8 @@
 """The beginning of an attempt: whether this process may lead the run, and from which checkpoint the ranks go on."""
 
 from dataclasses import asdict
-from uuid import UUID
 
 from prefect import get_run_logger
-from prefect.client.orchestration import get_client
-from prefect.exceptions import ObjectNotFound
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
 from prefect_torch.ckpt.attempts import (
     Attempt,
@@ -21,6 +18,7 @@ from .audience import Audience, CheckpointQuarantined
 from .checkpoint_ref import CheckpointRef
 from .errors import PreemptedTooOftenError
 from .job import TrainJob
+from .liveness import has_ended
 from .restarts import UNLIMITED, count_failures
 
 
@@ -115,13 +113,3 @@ def _refuse_if_used_up(store: CheckpointStore, job: TrainJob, flow_run_id: str |
             f"flow run {flow_run_id} trained run {store.run!r} and was ended from outside {preemptions} times, with "
             f"max_preemptions={job.max_preemptions}; a new flow run with this name continues the run"
         )
-
-
-def has_ended(flow_run_id: str) -> bool | None:
-    """Ask Prefect; None for a flow run that it does not know, which belongs to another server and may be alive."""
-    with get_client(sync_client=True) as client:
-        try:
-            state = client.read_flow_run(UUID(flow_run_id)).state
-        except ObjectNotFound:
-            return None
-    return state is not None and state.is_final()

@@ -23,6 +23,9 @@ class RankFailedError(RuntimeError):
         self.kind = kind
         self.original = original
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self).partition(chr(10))[0]!r})"  # Prefect logs it twice, in one line
+
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (str(self), self.rank, self.kind, self.original)
 

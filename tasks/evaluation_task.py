@@ -10,7 +10,6 @@ from prefect_torch.ckpt.evaluations import check_free
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.manifest import attempt_of
 from prefect_torch.ckpt.metrics import Metrics
-from prefect_torch.ckpt.session import ReportSettings
 
 from .checkpoint_ref import CheckpointRef
 from .errors import RankFailedError
@@ -123,9 +122,6 @@ def _tell_skipped(checkpoint: CheckpointRef) -> None:
 def _specs(job: EvaluationJob, checkpoint: CheckpointRef, rendezvous: Address) -> list[RankSpec]:
     return on_one_machine(
         RankSpec(
-            rank=0,
-            local_rank=0,
-            node_rank=0,
             world_size=job.num_workers,
             local_world_size=job.num_workers,
             rendezvous=rendezvous,
@@ -136,8 +132,6 @@ def _specs(job: EvaluationJob, checkpoint: CheckpointRef, rendezvous: Address) -
             function=job.function,
             use_gpu=job.use_gpu,
             backend=job.backend,
-            reports=ReportSettings(),
-            flush_s=0.0,
             evaluates=True,
         )
     )

@@ -1,11 +1,13 @@
 """All ranks of one attempt, which live and end together."""
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 from prefect.futures import PrefectFuture
+from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt.events import CommitEvent, EventReceiver, ReportEvent
 from prefect_torch.ckpt.key_value import KeyValue
 from prefect_torch.ckpt.peers import has_failure
@@ -16,6 +18,9 @@ from .rank_task import train_rank
 from .rank_watch import BEAT_S, RankWatch
 from .rendezvous import ENDS_SOON_KEY, STACKS_KEY, STOP_KEY, Address, Rendezvous, beat_key
 
+# For flows that start a gang. Without a bound: with fewer threads than ranks, the ranks that run would wait for those that
+# cannot begin.
+ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 _POLL_S = 0.05
 # How long other ranks may take to tell of their own end before they are stopped: the first to be heard of is often the one
 # that lost its connection to the one that failed.

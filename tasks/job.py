@@ -5,6 +5,7 @@ from typing import Literal
 
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.session import ReportSettings
+from prefect_torch.ckpt.store import VerifyLevel
 
 from .checkpoint_ref import CheckpointRef
 from .function import PackedFunction
@@ -43,7 +44,7 @@ class TrainJob:
     backend: str | None
     policy: RetentionPolicy
     resume: Literal["auto", "never", "must"]
-    verify: Literal["digest", "size", "none"]
+    verify: VerifyLevel
     takeover: bool
     seed: CheckpointRef | None
     max_failures: int

@@ -1,10 +1,12 @@
 """Whether a run may yet get checkpoints, asked of its storage, its leader's machine and Prefect."""
 
+from uuid import UUID
+
 import httpx
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
-
-from .attempt import has_ended
 
 
 def is_being_trained(store: CheckpointStore) -> bool:
@@ -24,3 +26,13 @@ def is_being_trained(store: CheckpointStore) -> bool:
     except httpx.HTTPError:  # Prefect's API is away; the training goes on meanwhile, and so does who asks
         return True
     return outcome is None if ended is None else not ended
+
+
+def has_ended(flow_run_id: str) -> bool | None:
+    """Ask Prefect; None for a flow run that it does not know, which belongs to another server and may be alive."""
+    with get_client(sync_client=True) as client:
+        try:
+            state = client.read_flow_run(UUID(flow_run_id)).state
+        except ObjectNotFound:
+            return None
+    return state is not None and state.is_final()

@@ -84,6 +84,8 @@ def _prepare(spec: RankSpec) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host's name up, which may lead elsewhere
     # Else every rank computes with as many threads as there are cores, and all of them with far more than there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.local_world_size)))
+    if not spec.use_gpu:
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator takes each rank for a training of its own
     os.chdir(spec.function.cwd)
     sys.path[:] = spec.function.sys_path
 

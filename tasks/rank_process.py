@@ -18,7 +18,7 @@ _LINE_END = re.compile(r"\r\n|\n|\r")
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class ProcessEnd:
     """How a process ended.
 
     Attributes:
@@ -90,7 +90,7 @@ class RankProcess:
         if rest:
             yield [rest]
 
-    def ending(self) -> Ending:
+    def ending(self) -> ProcessEnd:
         """Return how the process ended; call it after `lines` is used up."""
         self.kill()
         self._guard.wait()
@@ -98,7 +98,7 @@ class RankProcess:
         os.close(self._result)
         assert self._guard.stdout is not None
         self._guard.stdout.close()
-        return Ending(int(self._returncode) if self._returncode else None, b"".join(self._message))
+        return ProcessEnd(int(self._returncode) if self._returncode else None, b"".join(self._message))
 
     def terminate(self) -> None:
         """Ask the process to end (SIGTERM); harmless when it has."""

@@ -1,6 +1,6 @@
 """Everything a rank's process is told; plain data that pickles."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.session import ReportSettings
@@ -10,7 +10,7 @@ from .function import PackedFunction
 from .rendezvous import Address
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
     """One rank of one attempt.
 
@@ -34,9 +34,9 @@ class RankSpec:
 
     """
 
-    rank: int
-    local_rank: int
-    node_rank: int
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
     world_size: int
     local_world_size: int
     rendezvous: Address
@@ -47,8 +47,8 @@ class RankSpec:
     function: PackedFunction
     use_gpu: bool
     backend: str | None
-    reports: ReportSettings
-    flush_s: float
+    reports: ReportSettings = field(default_factory=ReportSettings)
+    flush_s: float = 0.0
     evaluates: bool = False
 
     @property

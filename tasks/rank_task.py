@@ -17,7 +17,7 @@ from prefect_torch.ckpt.key_value import KeyValue
 from prefect_torch.ckpt.peers import RankEnd, announce_end
 
 from .errors import RankFailedError
-from .rank_process import Ending, RankProcess
+from .rank_process import ProcessEnd, RankProcess
 from .rank_result import RankResult
 from .rank_spec import RankSpec
 from .rank_watch import BEAT_S
@@ -107,7 +107,7 @@ def _supervise(process: RankProcess, key_value: KeyValue, rank: int) -> str | No
     return reason
 
 
-def _result(ending: Ending) -> RankResult:
+def _result(ending: ProcessEnd) -> RankResult:
     if ending.message:
         result: RankResult = pickle.loads(ending.message)  # noqa: S301 - from our own process
         return result

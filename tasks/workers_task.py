@@ -109,9 +109,6 @@ def _what_is_safe(store: CheckpointStore) -> str:
 def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvous: Address) -> list[RankSpec]:
     return on_one_machine(
         RankSpec(
-            rank=0,
-            local_rank=0,
-            node_rank=0,
             world_size=job.num_workers,
             local_world_size=job.num_workers,
             rendezvous=rendezvous,

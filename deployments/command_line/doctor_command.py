@@ -10,7 +10,7 @@ from rich.text import Text
 from .findings import STYLES, Check, Finding, run_checks
 from .machine_checks import SHARED_MEMORY, check_open_files, check_shared_memory
 from .parameters import json_option
-from .software_checks import check_api, check_fastapi, check_prefect, check_python
+from .software_checks import FASTAPI, SQLALCHEMY, check_api, check_prefect, check_python, check_server_library
 from .storage_check import check_storage
 from .terminal import console, plain, print_json
 from .torch_checks import check_backends, check_loopback, check_torch
@@ -42,7 +42,8 @@ def doctor(storage: str | None, as_json: bool) -> int:
 def _checks(storage: str | None) -> Iterator[tuple[str, Check]]:
     yield "python", check_python
     yield "prefect", check_prefect
-    yield "fastapi", check_fastapi
+    for library in (FASTAPI, SQLALCHEMY):
+        yield library.name, partial(check_server_library, library)
     yield "prefect api", check_api
     yield "torch", check_torch
     yield "backends", check_backends

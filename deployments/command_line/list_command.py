@@ -30,7 +30,7 @@ def ls(storage: str, run: str | None, as_json: bool) -> None:
     """List runs, or the checkpoints of one.
 
     The runs in STORAGE come by name, the checkpoints of RUN oldest first. Runs cost a listing each, a
-    request per thousand objects, and four small requests. Checkpoints cost a listing and a small read each, sixteen at once.
+    request per thousand objects, and four small requests. Checkpoints cost a listing and a small read each, 32 at once.
 
     "kept because" says why the training's own retention policy keeps a checkpoint, and "nothing" where it would drop it.
 

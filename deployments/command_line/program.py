@@ -8,10 +8,9 @@ from contextlib import suppress
 import click
 from prefect_torch.ckpt.errors import CheckpointError
 
-from .terminal import abandon_output, plain
+from .terminal import INTERRUPTED, abandon_output, plain
 
 NAME = "prefect-torch"
-INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 _MODULES = {
     "ls": "list_command",
     "show": "show_command",

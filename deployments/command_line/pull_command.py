@@ -16,10 +16,9 @@ from prefect_torch.ckpt.wording import show_bytes
 from .parameters import metric_option, order_option, run_argument, storage_argument
 from .progress import progress_bar
 from .selection import find_checkpoint, open_run
-from .terminal import note, say, show_count
+from .terminal import INTERRUPTED, note, say, show_count
 
 _LOOK_EVERY_S = 0.1
-_INTERRUPTED = 130
 _BLOCK_BYTES = 512  # what a file's blocks are counted in (man 2 stat)
 _WHOLE = "model.safetensors"
 
@@ -110,7 +109,7 @@ def _pull(target: Path, total_bytes: int, write: Callable[[Path], object]) -> No
     except KeyboardInterrupt:
         shutil.rmtree(partial, ignore_errors=True)
         note("prefect-torch: interrupted; nothing was pulled")
-        os._exit(_INTERRUPTED)  # threads that download know no way to be stopped, and an exit would wait for them
+        os._exit(INTERRUPTED)  # threads that download know no way to be stopped, and an exit would wait for them
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

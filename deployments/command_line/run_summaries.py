@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
 from prefect_torch.ckpt.attempts import Owner
-from prefect_torch.ckpt.layout import Layout, stem
-from prefect_torch.ckpt.manifest import is_id
+from prefect_torch.ckpt.evaluations import manifest_id
+from prefect_torch.ckpt.layout import Layout, attempt_number, stem
+from prefect_torch.ckpt.manifest import step_of
 from prefect_torch.ckpt.runs import list_runs
 
 from .run_state import State, ending_of, state_of
@@ -64,13 +65,12 @@ class _Seen:
         if info.key.startswith(self.layout.checkpoints):
             self.data_bytes += info.bytes
         elif info.key.startswith(self.layout.manifests):
-            if is_id(stem(info.key)):
+            if (checkpoint_id := manifest_id(self.layout, info.key)) is not None:
                 self.num_checkpoints += 1
-                self.newest_id = stem(info.key)
+                self.newest_id = checkpoint_id
         elif info.key.startswith(self.layout.attempts):
-            number = stem(info.key).partition("-")[0]
-            if number.isdigit():
-                self.num_attempts, self.newest_attempt = int(number), info.key
+            if number := attempt_number(info.key):
+                self.num_attempts, self.newest_attempt = number, info.key
         elif info.key.startswith(self.layout.outcomes):
             self.outcomes.add(stem(info.key))
 
@@ -82,7 +82,7 @@ class _Seen:
         return RunSummary(
             name=store.run,
             attempts=self.num_attempts,
-            latest_step=None if self.newest_id is None else int(self.newest_id.split("-")[1]),
+            latest_step=None if self.newest_id is None else step_of(self.newest_id),
             checkpoints=self.num_checkpoints,
             bytes=self.data_bytes,
             state=self._state(store),

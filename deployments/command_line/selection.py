@@ -1,6 +1,5 @@
 """From what a person writes to what they mean: a storage, a run, a checkpoint."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, 
 from prefect_torch.ckpt.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.manifest import is_id
 from prefect_torch.ckpt.opening import is_block_slug, open_storage, parse_storage
+from prefect_torch.ckpt.parallel_reads import read_all
 from prefect_torch.ckpt.retention import Order
 from prefect_torch.ckpt.storage import RetryPolicy
 from prefect_torch.ckpt.wording import show_some
@@ -16,7 +16,6 @@ from .ranking import rank, settle_ranking
 from .terminal import note
 
 _PATIENCE = RetryPolicy(deadline_s=20.0)  # somebody waits at a terminal; a training has two minutes
-_READ_AT_ONCE = 16
 
 
 def open_place(text: str) -> Storage:
@@ -80,11 +79,7 @@ def read_manifests(store: CheckpointStore) -> list[Manifest]:
             note(f"left out, damaged: {exc}")
             return None
 
-    pool = ThreadPoolExecutor(_READ_AT_ONCE, "prefect-torch-read")
-    try:
-        return [manifest for manifest in pool.map(read, store.listed()) if manifest is not None]
-    finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C nobody wants the rest
+    return [manifest for manifest in read_all(store.listed(), read) if manifest is not None]
 
 
 def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None, order: Order | None = None) -> Manifest:

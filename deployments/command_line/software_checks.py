@@ -3,15 +3,36 @@
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from .findings import Finding
+from .findings import Finding, Status
 
 _OLDEST_PYTHON = (3, 10)
-# The server of this Prefect and those before refuses its own client's requests with this FastAPI and those after.
-_NEWEST_STRICT_PREFECT = (3, 8, 8)
-_FIRST_REFUSING_FASTAPI = (0, 154)
+_NEWEST_STRICT_PREFECT = (3, 8, 8)  # its server, and those before, cannot use what `ServerLibrary` describes
 _API_TIMEOUT_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLibrary:
+    """What a Prefect server runs on, and from which version on it cannot.
+
+    Attributes:
+        name: As pip knows it.
+        first_refused: That version.
+        consequence: What the server does then.
+        status: What that is where the server runs here.
+
+    """
+
+    name: str
+    first_refused: tuple[int, int]
+    consequence: str
+    status: Status
+
+
+FASTAPI = ServerLibrary("fastapi", (0, 154), "refuses its own client's requests, or does not start", "wrong")
+SQLALCHEMY = ServerLibrary("sqlalchemy", (2, 1), "starts no scheduled deployment", "warning")
 
 
 def check_python() -> Iterator[Finding]:
@@ -28,23 +49,24 @@ def check_prefect() -> Iterator[Finding]:
     yield Finding("prefect", "ok" if good else "wrong", found, "" if good else "pip install 'prefect>=3.6,<4'")
 
 
-def check_fastapi() -> Iterator[Finding]:
-    """Look whether a Prefect server can run on the FastAPI that is installed."""
+def check_server_library(library: ServerLibrary) -> Iterator[Finding]:
+    """Look whether a Prefect server can run on what is installed."""
+    name = library.name
     try:
-        found = version("fastapi")
+        found = version(name)
     except PackageNotFoundError:
         yield Finding(
-            "fastapi", "warning", "not installed: no Prefect server runs here", "pip install prefect, or set PREFECT_API_URL"
+            name, "warning", "not installed: no Prefect server runs here", "pip install prefect, or set PREFECT_API_URL"
         )
         return
-    if _parts(found) < _FIRST_REFUSING_FASTAPI or _parts(version("prefect")) > _NEWEST_STRICT_PREFECT:
-        yield Finding("fastapi", "ok", found)
+    if _parts(found) < library.first_refused or _parts(version("prefect")) > _NEWEST_STRICT_PREFECT:
+        yield Finding(name, "ok", found)
         return
     yield Finding(
-        "fastapi",
-        "warning" if _api_url() else "wrong",
-        f"{found}: with it, a server of prefect {version('prefect')} refuses its own client's requests, or does not start",
-        "pip install 'fastapi<0.154' wherever a Prefect server runs",
+        name,
+        "warning" if _api_url() else library.status,
+        f"{found}: with it, a server of prefect {version('prefect')} {library.consequence}",
+        f"pip install '{name}<{'.'.join(map(str, library.first_refused))}' wherever a Prefect server runs",
     )
 
 

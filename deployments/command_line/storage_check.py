@@ -13,7 +13,7 @@ def check_storage(text: str) -> Iterator[Finding]:
     try:
         storage = open_new_place(text)
     except Exception as exc:  # noqa: BLE001 - told, whatever it is
-        yield Finding("storage", "wrong", f"{text}: {exc}", "give a path, a URL, or block-type-slug/block-name")
+        yield Finding("storage", "wrong", str(exc), "give a path, a URL, or block-type-slug/block-name")
         return
     try:
         probe = probe_storage(storage)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 _UNBOUNDED = 100_000  # columns: a pipe has no edge at which to fold or cut an id
 
 

@@ -35,6 +35,7 @@ from prefect_torch.ckpt.metrics import from_json
 from prefect_torch.ckpt.resume import quarantine
 from prefect_torch.deployments.command_line import machine_checks, software_checks, torch_checks
 from prefect_torch.deployments.command_line.program import run
+from prefect_torch.deployments.command_line.software_checks import FASTAPI, SQLALCHEMY
 from ranks import Attempt, folder
 
 SCRIPT = str(Path(sys.executable).with_name("prefect-torch"))
@@ -658,7 +659,8 @@ def prefect_api(status):
 def test_the_doctor_finds_nothing_wrong_here(storage, as_json):
     with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}):
         findings = {it["check"]: it for it in as_json("doctor", storage)}
-    assert {"python", "prefect", "fastapi", "prefect api", "torch", "gpus", "backends", "loopback", "storage"} <= set(findings)
+    software = {"python", "prefect", "fastapi", "sqlalchemy", "prefect api", "torch"}
+    assert software | {"gpus", "backends", "loopback", "storage"} <= set(findings)
     assert [it["found"] for it in findings.values() if it["status"] == "wrong"] == []
     assert findings["storage"]["found"].startswith(f"{storage}: wrote, listed, read and deleted in ")
     assert list(CheckpointStore.open(storage, "x").storage.list("")) == []
@@ -677,6 +679,13 @@ def test_what_the_doctor_finds_wrong_ends_with_1_and_says_what_to_do(command, tm
     assert re.search(r"^wrong +storage +.*/file does not write: .* -> let this user write there", out, re.MULTILINE)
 
 
+def test_the_doctor_does_not_repeat_a_password(command):
+    code, out, _ = command("doctor", "s3://user:secret@bucket")
+    assert code == 1
+    assert "URL holds credentials" in out
+    assert "secret" not in out
+
+
 def test_a_storage_that_forgets_to_delete_is_wrong(command, local, monkeypatch):
     monkeypatch.setattr("prefect_torch.ckpt.local_storage.LocalStorage.delete", lambda storage, keys: None)
     code, out, _ = command("doctor", local)
@@ -686,20 +695,22 @@ def test_a_storage_that_forgets_to_delete_is_wrong(command, local, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fastapi", "prefect", "url", "status"),
+    ("library", "installed", "prefect", "url", "status"),
     [
-        ("0.145.0", "3.8.8", None, "ok"),
-        ("0.154.0", "3.8.8", None, "wrong"),
-        ("0.155.1", "3.6.0", "http://there/api", "warning"),
-        ("0.155.1", "3.9.0", None, "ok"),
+        (FASTAPI, "0.145.0", "3.8.8", None, "ok"),
+        (FASTAPI, "0.154.0", "3.8.8", None, "wrong"),
+        (FASTAPI, "0.155.1", "3.6.0", "http://there/api", "warning"),
+        (FASTAPI, "0.155.1", "3.9.0", None, "ok"),
+        (SQLALCHEMY, "2.0.58", "3.8.8", None, "ok"),
+        (SQLALCHEMY, "2.1.0", "3.8.8", None, "warning"),
     ],
 )
-def test_a_fastapi_that_prefects_server_cannot_use_is_found(monkeypatch, fastapi, prefect, url, status):
-    monkeypatch.setattr(software_checks, "version", {"fastapi": fastapi, "prefect": prefect}.__getitem__)
+def test_a_library_that_prefects_server_cannot_use_is_found(monkeypatch, library, installed, prefect, url, status):
+    monkeypatch.setattr(software_checks, "version", {library.name: installed, "prefect": prefect}.__getitem__)
     with temporary_settings({PREFECT_API_URL: url}):
-        (finding,) = software_checks.check_fastapi()
+        (finding,) = software_checks.check_server_library(library)
     assert finding.status == status
-    assert ("pip install" in finding.advice) == (status != "ok")
+    assert (f"pip install '{library.name}<" in finding.advice) == (status != "ok")
 
 
 @pytest.mark.parametrize(("status", "expected"), [(200, "ok"), (401, "wrong"), (500, "wrong")])

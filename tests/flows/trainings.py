@@ -70,6 +70,12 @@ def tell_environment(config: dict) -> dict:
     return {"environments": everybody, "backend": dist.get_backend(), "prefect": "prefect" in sys.modules}
 
 
+def count_ranks_of_an_accelerator(config: dict) -> int:
+    from accelerate import Accelerator  # noqa: PLC0415 - seconds, for this function only
+
+    return Accelerator().num_processes
+
+
 def report_only_metrics(config: dict) -> None:
     started = time.monotonic()
     for value in range(config["reports"]):

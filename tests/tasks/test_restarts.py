@@ -110,3 +110,9 @@ def test_what_a_leader_itself_meets_counts_where_it_may_pass(error, counts_as):
 )
 def test_a_ranks_failure_counts_against_one_budget(kind, counts_as):
     assert failure_kind(RankFailedError("x", 0, kind)) == counts_as
+
+
+def test_a_ranks_failure_is_one_line_where_it_is_logged_and_all_of_its_text_where_it_is_raised():
+    failed = RankFailedError("rank 1 failed: ValueError: x\n\nTraceback (most recent call last): ...", 1, "user")
+    assert repr(failed) == "RankFailedError('rank 1 failed: ValueError: x')"
+    assert "Traceback" in str(failed)
