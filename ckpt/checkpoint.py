@@ -323,7 +323,7 @@ class Checkpoint:
 
 
 def _made(path: str | PathLike[str] | None) -> Path:
-    target = Path(tempfile.mkdtemp(prefix="prefect-torch-") if path is None else path)
+    target = Path(tempfile.mkdtemp(prefix="prefect-torch-") if path is None else path).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     return target
 

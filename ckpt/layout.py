@@ -14,6 +14,9 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import PurePath
+
+from .manifest import is_id
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -101,6 +104,11 @@ class Layout:
 
     def quarantine(self, checkpoint_id: str) -> str:
         return f"{self.quarantined}{checkpoint_id}.json"
+
+
+def lies_in_checkpoint(path: PurePath) -> bool:
+    """Say whether a local folder is that of a checkpoint's data in some run, or lies in one."""
+    return any(is_id(folder.name) and folder.parent.name == "checkpoints" for folder in (path, *path.parents))
 
 
 def attempt_number(key: str) -> int:

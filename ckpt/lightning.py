@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from .context import TrainContext
 
 __all__ = [
-    "CHECKPOINT_NAME",
     "PrefectDDPStrategy",
     "PrefectEnvironment",
     "PrefectModelParallelStrategy",
@@ -51,8 +50,6 @@ __all__ = [
     "prepare_trainer",
     "resume_path",
 ]
-
-CHECKPOINT_NAME = "checkpoint.ckpt"
 
 
 class ReportCallback(CheckpointCallback):
@@ -84,12 +81,15 @@ class ReportCallback(CheckpointCallback):
         upload: "sync" or "async", as `report` understands it; "async" lets the training go on while the files are stored.
 
     Attributes:
+        CHECKPOINT_NAME: Under which name the checkpoint holds Lightning's.
         reported_step: The global step that was reported last.
 
     Raises:
         ValueError: If more than one of the three moments is chosen, or a number is below 1.
 
     """
+
+    CHECKPOINT_NAME = "checkpoint.ckpt"
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class ReportCallback(CheckpointCallback):
             report(metrics, step=step)
             return
         with folder_of_all_ranks(self._context, trainer.strategy.broadcast) as folder:
-            trainer.save_checkpoint(folder / CHECKPOINT_NAME, weights_only=False)  # ends with a barrier: all files are there
+            trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)  # ends with a barrier
             with part_of_rank(folder, self._context, os.link, below="") as part:
                 report(metrics, part, step=step, upload=self._upload)
 
@@ -224,7 +224,7 @@ def resume_path() -> Iterator[str | None]:
         CheckpointCorruptError: If a file differs from what was committed.
 
     """
-    with restored_part(CHECKPOINT_NAME, ReportCallback.__name__) as path:
+    with restored_part(ReportCallback.CHECKPOINT_NAME, ReportCallback.__name__) as path:
         yield None if path is None else str(path)
 
 

@@ -1,16 +1,22 @@
 """Exchanges between ranks in which nobody waits for a peer that is gone."""
 
 import json
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
 from .errors import PeerGoneError, ReportMismatchError
 from .key_value import KeyValue
+from .wording import show_some
+
+_logger = logging.getLogger(__name__)
 
 Ending: TypeAlias = Literal["returned", "failed", "died"]
 _POLL_S = 0.2
 _LATE_S = 0.002
+_SILENT_S = 30.0  # how long a rank waits for others before it says so, and ten times that before it says so again
 _RANKS_PER_POLL_S = 1000  # all ranks wait for rank 0 at once, and one process answers them
 _TOLD = 8  # of the ranks that left, in an error
 _ALL_ENDED = "all ended"
@@ -133,6 +139,7 @@ class Peers:
     def _wait(self, keys: Sequence[str], topic: str, unless: str | None = None) -> list[bytes]:
         if not keys:
             return []
+        warn_s = time.monotonic() + _SILENT_S
         while True:
             if (values := self._try_get(keys, self._poll_s)) is not None:
                 return values
@@ -144,12 +151,22 @@ class Peers:
                 if (values := self._try_get(keys, 0.0)) is not None:  # what a peer said before it left still counts
                     return values
                 self._raise_for(ends, topic)
+            if time.monotonic() > warn_s:
+                warn_s += 10 * _SILENT_S
+                self._warn_of(keys, topic)
 
     def _try_get(self, keys: Sequence[str], timeout_s: float) -> list[bytes] | None:
         try:
             return self._key_value.get(keys, timeout_s)
         except TimeoutError:
             return None
+
+    def _warn_of(self, keys: Sequence[str], topic: str) -> None:
+        late = [key.rpartition("/")[2] for key in keys if not self._key_value.check(key)] if self.rank == 0 else ["0"]
+        _logger.warning(
+            "rank %d has waited %g s in %s for rank %s, and goes on: every rank must call report() equally often",
+            *(self.rank, _SILENT_S, topic.replace("/", " "), show_some(late)),
+        )
 
     def _raise_for(self, ends: list[RankEnd], topic: str) -> None:
         ends = sorted(ends, key=lambda end: end.ending == "returned")

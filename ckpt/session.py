@@ -18,13 +18,14 @@ from .errors import CheckpointError, PeerGoneError, ReportMismatchError
 from .events import CommitEvent, EventSender, ReportEvent
 from .history import MetricRecord
 from .key_value import KeyValue
+from .layout import lies_in_checkpoint
 from .metrics import Metrics, clean_metrics
 from .pace import CheckpointPace
 from .peers import Peers, RankEnd
 from .prompts import CheckpointPrompts
 from .refusal import Refusal
 from .scratch import remove_scratch, scratch_folder
-from .staging import scan_files, take_over
+from .staging import check_apart, scan_files, take_over
 from .store import CheckpointStore
 
 if TYPE_CHECKING:
@@ -173,7 +174,10 @@ class RankSession:
         if not isinstance(checkpoint, Checkpoint):
             raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(folder)")  # noqa: TRY004 - as above
         directory = checkpoint.directory
-        if directory is None:  # a committed checkpoint is never taken apart: what is moved or stored again is a copy
+        if directory is not None:
+            check_apart(directory, self.store.storage.local_path(self.store.run))
+        if directory is None or lies_in_checkpoint(directory.resolve()):
+            # A committed checkpoint is never taken apart: what is moved or stored again is a copy.
             directory = cleanup.enter_context(scratch_folder())
             checkpoint.to_directory(directory)
         return Brought(directory, tuple(scan_files(directory)), checkpoint.get_metadata())

@@ -57,6 +57,21 @@ def _storable(path: str) -> str:
     return path
 
 
+def check_apart(directory: Path, run: Path | None) -> None:
+    """Return only if the run does not lie in `directory`, or it would be stored in itself, or moved.
+
+    Args:
+        directory: What is reported.
+        run: The run's own folder, None where it has none on this machine.
+
+    Raises:
+        ValueError: If it does.
+
+    """
+    if run is not None and run.resolve().is_relative_to(directory.resolve()):
+        raise ValueError(f"the folder {directory} holds the run itself, {run}: report one that holds the checkpoint alone")
+
+
 def take_over(directory: Path, paths: Iterable[str]) -> Path:
     """Move the files at `paths` into a scratch folder and return it; a copy only across filesystems.
 

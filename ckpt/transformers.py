@@ -57,7 +57,12 @@ class ReportCallback(TrainerCallback):
             stores them while it goes on.
         report_logs: Whether all that the Trainer logs is recorded in the run's history, checkpoint or not.
 
+    Attributes:
+        CHECKPOINT_NAME: Under which name the checkpoint holds the Trainer's.
+
     """
+
+    CHECKPOINT_NAME = CHECKPOINT_NAME
 
     def __init__(self, *, upload: Upload = "sync", report_logs: bool = True) -> None:
         check_upload(upload, None, None)

@@ -3,10 +3,12 @@
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 from prefect.logging.loggers import flow_run_logger
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Crashed
 from prefect_torch.ckpt.attempts import read_outcomes
 from prefect_torch.tasks.job import TrainJob
@@ -22,12 +24,22 @@ def note_ending(job: TrainJob, flow_run_id: str) -> None:
     told = next((outcome for outcome in reversed(read_outcomes(job.open_store())) if outcome.flow_run_id == flow_run_id), None)
     if told is None or told.error is None:
         return
-    with get_client(sync_client=True) as client:
+    try:
+        is_cancelled = _tell_cancelled(flow_run_id, told.error)
+    except httpx.TransportError:  # the API is away, and the end must not wait for it
+        is_cancelled = False
+    if not is_cancelled:
+        _ended[flow_run_id] = told.error
+
+
+def _tell_cancelled(flow_run_id: str, message: str) -> bool:
+    """Say whether the flow run is being cancelled, which it then is, with that message."""
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
         state = client.read_flow_run(UUID(flow_run_id)).state
-        if state is not None and state.is_cancelling():
-            client.set_flow_run_state(UUID(flow_run_id), Cancelled(message=told.error), force=True)
-        else:
-            _ended[flow_run_id] = told.error
+        if state is None or not state.is_cancelling():
+            return False
+        client.set_flow_run_state(UUID(flow_run_id), Cancelled(message=message), force=True)
+    return True
 
 
 def tell_ending(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:

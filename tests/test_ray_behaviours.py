@@ -86,7 +86,8 @@ def epochs(manifests):
     "ray.train.report",
     "is a barrier: all workers call it the same number of times",
     verdict="better",
-    reason="a rank that leaves early, or reports another step, is an error on every rank instead of a wait without end",
+    reason="a rank that leaves early, or reports another step, is an error on every rank instead of a wait without end, and "
+    "one that is late is named in the log",
     short="ranks that disagree are an error, not a wait",
 )
 def test_a_rank_that_reports_less_often_is_an_error_on_the_others(store):

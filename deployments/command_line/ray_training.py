@@ -326,9 +326,9 @@ _LIGHTNING_ROWS = (
     Equivalent(
         "ray.train.lightning.RayTrainReportCallback.CHECKPOINT_NAME",
         "same",
-        "`CHECKPOINT_NAME`",
+        "`ReportCallback.CHECKPOINT_NAME`",
         "`with resume_path() as path` yields the file's path",
-        (f"{_LIGHTNING}.CHECKPOINT_NAME",),
+        (f"{_LIGHTNING}.ReportCallback",),
     ),
     Equivalent(
         "ray.train.lightning.RayDDPStrategy",
@@ -373,9 +373,9 @@ _TRANSFORMERS_ROWS = (
     Equivalent(
         "ray.train.huggingface.transformers.RayTrainReportCallback.CHECKPOINT_NAME",
         "same",
-        '`"checkpoint"`',
+        "`ReportCallback.CHECKPOINT_NAME`",
         "`with resume_path() as path` yields the folder's path",
-        (f"{_TRANSFORMERS}.resume_path",),
+        (f"{_TRANSFORMERS}.ReportCallback",),
     ),
     Equivalent(
         "ray.train.huggingface.transformers.prepare_trainer",

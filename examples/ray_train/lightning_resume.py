@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from prefect_torch.ckpt import get_checkpoint
 from prefect_torch.ckpt.lightning import (
-    CHECKPOINT_NAME,
     PrefectDDPStrategy,
     PrefectEnvironment,
     ReportCallback,
@@ -69,7 +68,7 @@ def train_func(config: dict[str, Any]) -> int:
     checkpoint = get_checkpoint()
     if checkpoint:
         with checkpoint.as_directory() as checkpoint_dir:
-            trainer.fit(model, loader, ckpt_path=str(Path(checkpoint_dir, CHECKPOINT_NAME)))
+            trainer.fit(model, loader, ckpt_path=str(Path(checkpoint_dir, ReportCallback.CHECKPOINT_NAME)))
     else:
         trainer.fit(model, loader)
     return trainer.current_epoch

@@ -487,3 +487,21 @@ def test_each_of_several_commits_under_way_that_fail_is_raised_once_on_every_ran
     accepted = [epoch for epoch in range(reports) if epoch not in told[0]]
     assert [manifest.metrics["epoch"] for manifest in store.list()] == [epoch for epoch in accepted if epoch % 2]
     assert len(told[0]) == len([epoch for epoch in accepted if epoch % 2 == 0])
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_a_folder_that_holds_the_run_is_refused(store, tmp_path, upload):
+    session = Attempt(store).session()
+    session.report({}, folder(tmp_path / "c", model="x"))
+    with pytest.raises(ValueError, match="holds the run itself"):
+        session.report({}, Checkpoint.from_directory(tmp_path), upload=upload)
+    store.verify(store.latest())
+
+
+def test_the_folder_of_a_committed_checkpoint_is_never_taken_apart(store, tmp_path):
+    def train_fn(session, rank):
+        session.report({}, folder(tmp_path / "c", model="x"))
+        session.report({}, Checkpoint.from_directory(store.checkpoint(store.latest()).path), upload="async")
+
+    assert Attempt(store).run(train_fn) == [None]
+    assert [read_files(store.checkpoint(manifest)) for manifest in store.list()] == [{"model": b"x"}] * 2

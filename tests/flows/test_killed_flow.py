@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -35,6 +37,7 @@ class Started:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,  # as at a terminal of its own
         )
 
     def living(self) -> list[psutil.Process]:
@@ -73,11 +76,11 @@ def storage(tmp_path):
     return str(tmp_path / "store")
 
 
-def start(storage, train_fn, config, checkpoint=None, **run):
+def start(storage, train_fn, config, checkpoint=None, environment=None, **run):
     return Started(
         str(HERE / "run_training.py"),
         *(storage, f"trainings:{train_fn}", json.dumps(config), json.dumps(run), json.dumps(checkpoint or {})),
-        PREFECT_API_URL=PREFECT_API_URL.value(),
+        **(environment or {"PREFECT_API_URL": PREFECT_API_URL.value()}),
     )
 
 
@@ -168,6 +171,21 @@ def test_sigterm_lets_ranks_commit_a_last_checkpoint(storage, tmp_path):
     state = flow_run_state(storage)
     assert state.is_crashed()
     assert f"work is safe up to step 0 ({committed(storage)[0].id})" in state.message
+
+
+def test_ctrl_c_lets_ranks_commit_and_is_told_though_the_embedded_server_gets_it_too(storage, tmp_path):
+    started, home = tmp_path / "started", tmp_path / "home"
+    embedded = {"PREFECT_HOME": str(home), "PREFECT_API_URL": ""}
+    leader = start(storage, "checkpoint_when_told", {"started": str(started)}, environment=embedded)
+    leader.wait_for(started.exists)
+    os.killpg(leader.process.pid, signal.SIGINT)
+    output = leader.finish(40)
+    leader.assert_nothing_is_left()
+    assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41], output[-3000:]
+    assert "\nKeyboardInterrupt\n" in output
+    assert "ConnectError" not in output
+    with closing(sqlite3.connect(home / "prefect.db")) as database:
+        assert database.execute("select state_type from flow_run").fetchall() == [("CRASHED",)]
 
 
 def test_a_cancelled_flow_run_lets_ranks_commit_and_ends_cancelled_with_what_is_safe(storage, tmp_path):
