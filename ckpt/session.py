@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from .agreement import Agreement, Intent, agree
 from .arguments import Upload, check_progress, check_step, check_upload
-from .background import BackgroundCommits
 from .checkpoint import Checkpoint
 from .clock import utc_now
-from .commit import Brought, CommitJob, commit
+from .commit import Brought, CommitJob
 from .context import TrainContext
 from .errors import CheckpointError, PeerGoneError, ReportMismatchError
-from .events import CommitEvent, EventSender, ReportEvent
+from .events import EventSender, ReportEvent
 from .history import MetricRecord
 from .key_value import KeyValue
 from .layout import lies_in_checkpoint
@@ -23,9 +22,10 @@ from .metrics import Metrics, clean_metrics
 from .pace import CheckpointPace
 from .peers import Peers, RankEnd
 from .prompts import CheckpointPrompts
+from .rank_commits import RankCommits
 from .refusal import Refusal
-from .scratch import remove_scratch, scratch_folder
-from .staging import check_apart, scan_files, take_over
+from .scratch import scratch_folder
+from .staging import check_apart, scan_files
 from .store import CheckpointStore
 
 if TYPE_CHECKING:
@@ -76,15 +76,11 @@ class RankSession:
         self._reports = 0
         self._rounds = 0
         self._last_step = -1 if restored is None else restored.step
-        self._last_checkpoint_step = self._last_step
-        self._parent = None if restored is None else _name_from(store, restored)
         self._one_report = threading.Lock()
-        self._background = BackgroundCommits()
-        self._max_in_flight = settings.max_in_flight
-        self._pace = CheckpointPace(settings.target_overhead)
-        self._prompts = CheckpointPrompts(self._peers, self._pace, ends_soon)
+        pace = CheckpointPace(settings.target_overhead)
+        self._commits = RankCommits(store, self._peers, self._events, pace, settings.max_in_flight, restored)
+        self._prompts = CheckpointPrompts(self._peers, pace, ends_soon)
         self.context = replace(context, _decide=self._prompts.ask, _has_told_end=lambda: self._prompts.has_told_end)
-        self._committed_step = self._last_step
         self._parted: CheckpointError | None = None
         self._state_reports: StateReports | None = None
 
@@ -107,7 +103,7 @@ class RankSession:
                 upload = check_upload(upload, checkpoint, state)
                 brought = self._bring(checkpoint, cleanup)
                 held = None if state is None else self._states().hold(_without_files_of_ours(state, brought))
-                after = None if upload is None else self._last_checkpoint_step
+                after = None if upload is None else self._commits.newest_step
                 step = check_step(step, following=self._last_step + 1, after=after)
             except Exception as exc:
                 self._withdraw(exc)
@@ -117,8 +113,7 @@ class RankSession:
             intent = Intent(self.context.world_rank, step, upload, list(brought.files), brought.metadata, told, asked=asked)
             if upload is not None:
                 # A state's buffers are used again, and a sync commit comes after those before it.
-                one_more = upload == "async" and state is None
-                self._background.wait(leave=self._max_in_flight - 1 if one_more else 0)
+                self._commits.make_room(for_another=upload == "async" and state is None)
             agreement = self._agree(intent, held)
             if agreement.refusal is not None:
                 raise agreement.refusal.error()
@@ -141,8 +136,8 @@ class RankSession:
             PeerGoneError: If another rank failed.
 
         """
-        self._background.wait()
-        failure = self._take_failure() or self._parted
+        self._commits.wait()
+        failure = self._commits.take_failure() or self._parted
         if failure is not None:
             raise failure
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "returned"))
@@ -165,7 +160,7 @@ class RankSession:
             flush_s: How long to wait for the commit.
 
         """
-        self._background.wait(timeout_s=flush_s)
+        self._commits.wait(timeout_s=flush_s)
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "failed", detail))
 
     def _bring(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> Brought:
@@ -227,8 +222,7 @@ class RankSession:
         self._peers.forget(previous)  # that everybody is in this round proves that the one before was read
         self._prompts.end_report()
         if agreement.ends_background and self.context.world_rank != 0:
-            self._background.wait_for_failure()  # raised now, so not again later
-            self._forget_failed_step()
+            self._commits.forget_failure()  # raised now, so not again later
         return agreement
 
     def _decide(self, topic: str, intent: Intent, held: "HeldState | None") -> Agreement:
@@ -242,7 +236,7 @@ class RankSession:
             return Agreement.decode(self._peers.decision(topic))
         intents = [Intent.decode(data) for data in told]
         agreement = agree(intents, self.context.attempt)
-        failure = self._take_failure()
+        failure = self._commits.take_failure()
         if failure is not None:
             agreement = replace(agreement, refusal=Refusal.of(failure), ends_background=True)
         agreement = self._decide_state(agreement, intents, topic)
@@ -260,67 +254,15 @@ class RankSession:
 
     def _act(self, agreement: Agreement, brought: Brought, metrics: Metrics, progress: float | None, started_s: float) -> None:
         job = CommitJob(self._topic(), agreement, brought, metrics, started_s)
-        if agreement.checkpoint_id is not None:
-            self._pace.begin()
-            if agreement.upload == "sync":
-                self._commit(job)
-            self._last_checkpoint_step = agreement.step
+        if agreement.checkpoint_id is not None and agreement.upload == "sync":
+            self._commits.commit(job)
         self._last_step = agreement.step
         self._reports += 1
         if self.context.world_rank == 0:
             record = MetricRecord(self.context.attempt, agreement.step, metrics, agreement.checkpoint_id, utc_now())
             self._events.send(ReportEvent(record, progress))
         if agreement.checkpoint_id is not None and agreement.upload != "sync":  # last: from here on two threads want one GIL
-            self._commit_in_background(replace(job, stall_s=time.monotonic() - started_s))
-
-    def _commit(self, job: CommitJob) -> None:
-        started_s = time.monotonic()
-        stall_s: float | None = None
-        try:
-            manifest = commit(self.store, self._peers, replace(job, parent=self._parent))
-            stall_s = None if manifest is None else manifest.timings["stall_s"]
-        finally:
-            self._pace.end(stall_s)
-        self._parent, self._committed_step = job.checkpoint_id, job.agreement.step
-        if manifest is not None:
-            duration_s = time.monotonic() - started_s
-            stall_s = manifest.timings["stall_s"]
-            event = CommitEvent(manifest.id, manifest.step, manifest.metrics, manifest.total_bytes, duration_s, stall_s)
-            self._events.send(event)
-
-    def _commit_in_background(self, job: CommitJob) -> None:
-        staged = job.brought
-        if staged.directory is not None:
-            try:
-                staged = replace(staged, directory=take_over(staged.directory, staged.files))
-            except OSError as exc:  # the other ranks already wait for this one's part: they must hear of it
-                staged = replace(staged, directory=None, problem=exc)
-
-        def work() -> None:
-            try:
-                self._commit(replace(job, brought=staged))
-            finally:
-                if staged.directory is not None:
-                    remove_scratch(staged.directory)
-
-        self._background.submit(job.agreement.step, work)
-
-    def _take_failure(self) -> CheckpointError | None:
-        """Return the error of a background commit that ended, once."""
-        failure = self._background.take_failure()
-        if failure is not None:
-            self._forget_failed_step()
-        return failure
-
-    def _forget_failed_step(self) -> None:
-        """Let the step of a failed commit be reported again."""
-        self._last_checkpoint_step = max(self._committed_step, self._background.newest_step)
-
-
-def _name_from(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
-    """Return the checkpoint's id, or its path where that alone tells which run it belongs to."""
-    own = checkpoint.store is not None and checkpoint.store.path == store.path
-    return checkpoint.id if own else checkpoint.path
+            self._commits.commit_in_background(job)
 
 
 def _without_files_of_ours(state: Mapping[str, Any], brought: Brought) -> Mapping[str, Any]:

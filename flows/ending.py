@@ -10,18 +10,18 @@ from prefect.flows import Flow
 from prefect.logging.loggers import flow_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Crashed
+from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.attempts import read_outcomes
-from prefect_torch.tasks.job import TrainJob
 
 _ended: dict[str, str] = {}  # by flow run, from its body to its hook in the same process
 
 
-def note_ending(job: TrainJob, flow_run_id: str) -> None:
-    """Take note of how the training of `job` was ended, while its exception passes through the flow's body.
+def note_ending(store: CheckpointStore, flow_run_id: str) -> None:
+    """Take note of how the training of a run was ended, while its exception passes through the flow's body.
 
     A flow run that is being cancelled becomes Cancelled here, with a message; its runner would do so without one.
     """
-    told = next((outcome for outcome in reversed(read_outcomes(job.open_store())) if outcome.flow_run_id == flow_run_id), None)
+    told = next((outcome for outcome in reversed(read_outcomes(store)) if outcome.flow_run_id == flow_run_id), None)
     if told is None or told.error is None:
         return
     try:

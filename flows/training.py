@@ -128,7 +128,7 @@ def train(
         with outlast_api_outages():
             return_value = led(job, audience)
     except (TerminationSignal, KeyboardInterrupt):
-        note_ending(job, flow_run_id)
+        note_ending(job.open_store(), flow_run_id)
         raise
     finally:
         audience.close()

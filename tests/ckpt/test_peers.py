@@ -1,10 +1,10 @@
 import threading
 
-from prefect_torch.ckpt import peers
+from prefect_torch.ckpt import CheckpointStore, peers
 from ranks import Attempt
 
 
-def test_a_rank_that_is_waited_for_is_named(store, monkeypatch):
+def test_a_rank_that_is_waited_for_is_named(tmp_path, monkeypatch):
     lines, told = [], threading.Event()
 
     def record(*arguments):
@@ -19,5 +19,5 @@ def test_a_rank_that_is_waited_for_is_named(store, monkeypatch):
             assert told.wait(20)  # as in a collective that rank 0 never comes to
         session.report({})
 
-    assert Attempt(store, 2).run(train_fn) == [None, None]
+    assert Attempt(CheckpointStore.open(tmp_path, "run"), 2).run(train_fn) == [None, None]
     assert "rank 0 has waited 0.1 s in report 0 for rank 1, and goes on" in lines[0]

@@ -343,7 +343,7 @@ def test_a_share_that_cannot_be_staged_fails_the_commit_on_all_ranks(store, monk
 
     def train(session, rank):
         session.report({}, state=make_state(0, rank))
-        session._background.wait()
+        session._commits.wait()
         with pytest.raises(CommitFailedError, match="no pages left"):
             session.report({}, state=make_state(1, rank), upload="sync")
         monkeypatch.setattr(Image, "stage", stage)

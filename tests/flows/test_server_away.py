@@ -16,18 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import free_port
 from prefect import flow, get_run_logger
 from prefect.logging.handlers import APILogHandler, APILogWorker
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_servers import PrefectServer, Proxy, postgres, postgres_program, rows, wait_until
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.attempts import Outcome, write_outcome
+from prefect_torch.flows import ending
 from prefect_torch.tasks import api_outage
 from prefect_torch.tasks.api_outage import outlast_api_outages
 
 HERE = Path(__file__).parent
 AWAY_S = float(os.environ.get("PREFECT_TORCH_TEST_AWAY_S", "15"))
 SLOW_S = 2.0
+FLOW_RUN = "0f2b7a9e-6d59-4a0b-9a53-0c7b3a1d9f11"
 FINAL = {"Completed", "Failed", "Cancelled", "Crashed"}
 TICK = re.compile(r"(Task run 'rank-\d' - )?(attempt \d rank \d tick \d+)")
 
@@ -265,6 +269,14 @@ def test_an_end_from_outside_does_not_wait_for_the_api(monkeypatch):
     monkeypatch.setattr(api_outage, "_wait_for_api", lambda: pytest.fail("it waits"))
     with pytest.raises(KeyboardInterrupt), outlast_api_outages():
         raise KeyboardInterrupt
+
+
+def test_how_a_training_was_ended_is_noted_though_the_api_is_away(tmp_path):
+    store = CheckpointStore.open(tmp_path, "run")
+    write_outcome(store, Outcome(1, "preempted", FLOW_RUN, "preemption", "work is safe up to step 7"))
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
+        ending.note_ending(store, FLOW_RUN)
+    assert ending._ended.pop(FLOW_RUN) == "work is safe up to step 7"
 
 
 def test_an_api_that_stays_away_is_given_up(monkeypatch, caplog):

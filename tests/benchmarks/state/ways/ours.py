@@ -50,7 +50,7 @@ class Ours:
             report({"loss": 1.0}, checkpoint, upload=self._option)
 
     def wait(self):
-        background = self._session._background
+        background = self._session._commits._background
         background.wait()
         for commit in background._commits:
             commit.done.result()  # raises what the next report would
