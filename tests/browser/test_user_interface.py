@@ -19,6 +19,7 @@ import psutil
 import pytest
 import yaml
 from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import TimeoutError as PageTimeoutError
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import PrefectServer, rows, wait_until
@@ -143,6 +144,18 @@ def shoot(page, tmp_path):
 
 def run_by_form(stack: Stack, page: Page, function: str, run: str, shoot=None) -> str:
     """Fill the Run form of `train`, submit it, and return the id of the flow run."""
+    submit_form(stack, page, function, run, shoot)
+
+    def started() -> list[str]:
+        runs = rows(stack.server.api, "flow_runs")
+        return [it["id"] for it in runs if (it["parameters"].get("run") or {}).get("name") == run]
+
+    wait_until(started, stack.story)
+    return started()[0]
+
+
+def submit_form(stack: Stack, page: Page, function: str, run: str, shoot=None, *, tries: int = 3) -> None:
+    """Fill the form and submit it; a page that is still being built takes neither, so that a user does it again."""
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name("train/train")
     page.goto(f"{stack.server.url}/v2/deployments/deployment/{deployment.id}/run")
@@ -155,13 +168,12 @@ def run_by_form(stack: Stack, page: Page, function: str, run: str, shoot=None) -
     if shoot is not None:
         shoot("run-form")
     page.get_by_role("button", name="Submit").click()
-
-    def started() -> list[str]:
-        runs = rows(stack.server.api, "flow_runs")
-        return [it["id"] for it in runs if (it["parameters"].get("run") or {}).get("name") == run]
-
-    wait_until(started, stack.story)
-    return started()[0]
+    try:
+        page.wait_for_url(re.compile("tab=Runs"), timeout=30_000)
+    except PageTimeoutError:
+        if tries == 1:
+            raise
+        submit_form(stack, page, function, run, tries=tries - 1)
 
 
 def open_artifact(page: Page, key: str) -> None:
