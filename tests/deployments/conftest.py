@@ -2,7 +2,7 @@
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect_servers import PrefectServer
+from prefect_servers import PrefectServer, end_senders
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +14,7 @@ def prefect_server(tmp_path_factory):
     try:
         server.start()
         with temporary_settings({PREFECT_API_URL: server.api}):
+            end_senders()
             yield server
     finally:
         server.stop()

@@ -3,6 +3,7 @@
 import pytest
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
+from prefect_servers import end_senders
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -11,4 +12,5 @@ def prefect_server():
         temporary_settings({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 60}),
         prefect_test_harness(server_startup_timeout=60),
     ):
+        end_senders()
         yield

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from conftest import free_port
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 
 _PATIENCE_S = 120  # for what takes seconds on an idle machine
 
@@ -39,6 +41,12 @@ def rows(api: str, kind: str, **filters: object) -> list[dict]:
         found.extend(more)
         if len(more) < 200:
             return found
+
+
+def end_senders() -> None:
+    """Let events and log lines of this process go to the server of the settings: their senders keep the one they began with."""
+    for sender in (EventsWorker.instance(), APILogWorker.instance()):
+        sender.drain()
 
 
 class PrefectServer:
