@@ -50,7 +50,9 @@ def _measure_round(plan, way, training, floor, roots, number):
     floor_s = floor.copy_s()
     dist.barrier()
     before_s = training.ten_steps_s() if goes_on else None
-    _back_free_memory(plan, training)
+    dist.barrier()
+    if number == 0:
+        _back_free_memory(plan, training)
     cpu_before_s = cpu_s(roots) if plan.rank == 0 else 0.0
     dist.barrier()
     training.synchronize()
@@ -69,7 +71,6 @@ def _measure_round(plan, way, training, floor, roots, number):
 
 
 def _back_free_memory(plan, training):
-    dist.barrier()
     if plan.rank == 0:
         back_free_memory(COPIES * training.bytes)
     dist.barrier()

@@ -9,7 +9,7 @@ HEAD = (
 )
 LEGEND = """\
 first, p50, p95  for how long the call held the training up, the slower rank, first and later; the state may change afterwards
-                 before each save, memory that nobody uses is touched in another process: a virtual machine's host takes
+                 before the first save, memory that nobody uses is touched in another process: a virtual machine's host takes
                  back what is free, and a first touch would measure the host
 /memcpy          p50 against a copy of half of the state, what a rank owns, into warm memory, timed before each save
 next 10          how much longer the 10 steps right after the call took than the 10 right before it, the slower rank
