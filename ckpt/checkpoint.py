@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointNotFoundError
 from .file_choice import Include, choose_files, choose_in_folder
-from .manifest import FileEntry, Manifest, is_id
+from .layout import is_checkpoint_folder
+from .manifest import FileEntry, Manifest
 from .metrics import Metrics
 from .staging import METADATA_FILE
 from .store import CheckpointStore, VerifyLevel
@@ -35,7 +36,7 @@ class Checkpoint:
         self._manifest: Manifest | None = None
         self._id: str | None = None
         base, run, folder, name = _split(self.path)
-        if folder == "checkpoints" and is_id(name):
+        if is_checkpoint_folder(folder, name):
             self._store = CheckpointStore.open(base, run)
             self._id = name
             self.path = self._store.path_of(name)

@@ -18,6 +18,7 @@ from pathlib import PurePath
 
 from .manifest import is_id
 
+_CHECKPOINTS = "checkpoints"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -57,7 +58,7 @@ class Layout:
 
     @property
     def checkpoints(self) -> str:
-        return f"{self.run}/checkpoints/"
+        return f"{self.run}/{_CHECKPOINTS}/"
 
     @property
     def manifests(self) -> str:
@@ -108,7 +109,12 @@ class Layout:
 
 def lies_in_checkpoint(path: PurePath) -> bool:
     """Say whether a local folder is that of a checkpoint's data in some run, or lies in one."""
-    return any(is_id(folder.name) and folder.parent.name == "checkpoints" for folder in (path, *path.parents))
+    return any(is_checkpoint_folder(folder.parent.name, folder.name) for folder in (path, *path.parents))
+
+
+def is_checkpoint_folder(parent: str, name: str) -> bool:
+    """Say whether a folder `name` in one that is named `parent` can be that of a checkpoint's data."""
+    return parent == _CHECKPOINTS and is_id(name)
 
 
 def attempt_number(key: str) -> int:

@@ -106,10 +106,8 @@ class RankCommits:
             self._pace.end(stall_s)
         self._parent, self._committed_step = job.checkpoint_id, job.agreement.step
         if manifest is not None:
-            duration_s = time.monotonic() - started_s
-            stall_s = manifest.timings["stall_s"]
-            event = CommitEvent(manifest.id, manifest.step, manifest.metrics, manifest.total_bytes, duration_s, stall_s)
-            self._events.send(event)
+            costs = (manifest.total_bytes, time.monotonic() - started_s, manifest.timings["stall_s"])
+            self._events.send(CommitEvent(manifest.id, manifest.step, manifest.metrics, *costs))
 
     def _forget_failed_step(self) -> None:
         self.newest_step = max(self._committed_step, self._background.newest_step)

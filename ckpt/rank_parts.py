@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .checkpoint import Checkpoint
 from .context import TrainContext
-from .scratch import make_scratch, remove_scratch, scratch_folder, share_scratch
+from .scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 from .staging import scan_files
 
 CHECKPOINT_NAME = "checkpoint"
@@ -42,8 +42,9 @@ def folder_of_all_ranks(context: TrainContext, broadcast: Callable[[str], str]) 
 
     """
     folder = Path(broadcast(str(make_scratch()) if context.world_rank == 0 else ""))
+    folder.mkdir(mode=0o700, exist_ok=True)  # on another machine
     if context.local_rank == 0:
-        share_scratch(folder)
+        hold_scratch(folder)
     try:
         yield folder
     finally:

@@ -27,9 +27,8 @@ def make_scratch(parent: Path | None = None) -> Path:
     return folder
 
 
-def share_scratch(folder: Path) -> None:
-    """Make a folder that was made on another machine here, too, and hold it; harmless where it is held already."""
-    folder.mkdir(mode=0o700, exist_ok=True)
+def hold_scratch(folder: Path) -> None:
+    """Hold a folder whose name another machine's process has made up; harmless where it is held already."""
     if folder not in _held:
         _held[folder] = _hold(folder)
 

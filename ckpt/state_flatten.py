@@ -126,17 +126,20 @@ class ParameterNames:
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[str | int]:
         """Return the name of each of its parameters, in its own order; their numbers where a parameter has no name."""
-        found = self.in_modules(optimizer)
-        known = [name for name in found if name is not None]
-        if len(known) < len(found):
-            return list(range(len(found)))
-        if len({prefix for prefix, _ in known}) <= 1:
-            return [name for _, name in known]
-        return [f"{prefix}.{name}" for prefix, name in known]
+        return _parameter_names(self.in_modules(optimizer))
 
     def in_modules(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, str] | None]:
         """Return which module and parameter of it each of an optimizer's is; None where it is in no module."""
         return [self._names.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _parameter_names(found: list[tuple[str, str] | None]) -> list[str | int]:
+    known = [name for name in found if name is not None]
+    if len(known) < len(found):
+        return list(range(len(found)))
+    if len({prefix for prefix, _ in known}) <= 1:
+        return [name for _, name in known]
+    return [f"{prefix}.{name}" for prefix, name in known]
 
 
 def _reshard(module: torch.nn.Module) -> None:
@@ -245,10 +248,11 @@ class _Walk:
             self.parts[at.name] = parts
 
     def _visit_optimizer(self, optimizer: torch.optim.Optimizer, at: _At) -> None:
+        found = self._names.in_modules(optimizer)
         if not at.rank_local:
-            self.parts[at.name] = self._names.in_modules(optimizer)
+            self.parts[at.name] = found
         state = optimizer.state_dict()
-        named = renamed_optimizer_state(state, self._names.of(optimizer)) if is_by_parameter(state) else state
+        named = renamed_optimizer_state(state, _parameter_names(found)) if is_by_parameter(state) else state
         self.visit(named, replace(at, of_model=True))
 
     def _take(self, value: Any, at: _At, *, by_first: bool = False) -> None:

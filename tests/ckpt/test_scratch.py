@@ -3,7 +3,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-from prefect_torch.ckpt.scratch import make_scratch, remove_scratch, scratch_folder, share_scratch
+from prefect_torch.ckpt.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 MAKE = """
 import sys
@@ -42,9 +42,10 @@ def test_a_scratch_folder_goes_with_its_block(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_another_machine_is_made_here_and_held(tmp_path):
-    share_scratch(folder := tmp_path / ".prefect-torch-scratch-there")
-    share_scratch(folder)
+def test_a_folder_of_another_machines_name_is_held(tmp_path):
+    (folder := tmp_path / ".prefect-torch-scratch-there").mkdir()
+    hold_scratch(folder)
+    hold_scratch(folder)
     with scratch_of_another_process(tmp_path):
         assert folder.exists()
     remove_scratch(folder)
