@@ -24,6 +24,7 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN pip install -c constraints.txt prefect-aws obstore lightning pandas
 COPY pyproject.toml README.md LICENSE ./
+COPY package package
 COPY ckpt ckpt
 COPY tasks tasks
 COPY flows flows

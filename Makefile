@@ -7,18 +7,18 @@ BIN := .venv/bin
 # Prefect gives its embedded server 20 s, which a busy laptop may exceed.
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 
-.PHONY: demo test lint docs ray-pages screenshots bench chaos soak install
+.PHONY: demo test lint docs ray-pages screenshots bench chaos soak install s3rver
 
 demo: install
 	$(BIN)/python examples/digits.py
 
-test: install
+test: install s3rver
 	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy ckpt tasks flows deployments examples tests/typing docs/extensions
+	$(BIN)/mypy package ckpt tasks flows deployments examples tests/typing docs/extensions
 	$(BIN)/pyright
 
 docs: install
@@ -37,6 +37,7 @@ bench: install
 	$(BIN)/python tests/benchmarks/main_job.py
 	$(BIN)/python tests/benchmarks/integrations.py
 	$(BIN)/python tests/benchmarks/scaling.py
+	$(BIN)/python tests/benchmarks/leader_memory.py
 	TORCH='$(TORCH)' $(BIN)/python tests/benchmarks/peers/install.py
 	$(BIN)/python tests/benchmarks/state
 	$(BIN)/python tests/benchmarks/goodput.py
@@ -48,6 +49,11 @@ chaos: install
 # Kills ranks, the flow and the S3 server at random while it trains: ten minutes.
 soak: install
 	$(BIN)/python tests/benchmarks/soak.py
+
+# An S3-speaking server that tests need for its odd listings; without npm, they are skipped.
+s3rver: .venv/s3rver/node_modules
+.venv/s3rver/node_modules: | .venv/dependencies
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv/s3rver s3rver@3.7.1; fi
 
 # Links every file of the package into .venv; again each time, since a new file needs a link of its own.
 install: .venv/dependencies

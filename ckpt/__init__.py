@@ -15,6 +15,7 @@ from .errors import (
     StateMismatchError,
     StorageError,
     StorageFullError,
+    UnsupportedFormatError,
 )
 from .manifest import FileEntry, Manifest
 from .rank_local import RankLocal
@@ -48,6 +49,7 @@ __all__ = [
     "StorageSpec",
     "TrainContext",
     "Transfer",
+    "UnsupportedFormatError",
     "get_checkpoint",
     "get_context",
     "log_metrics",

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .arguments import Upload
-from .errors import CommitFailedError, ReportMismatchError
+from .errors import ReportMismatchError, ReportWithdrawnError
 from .manifest import FileEntry, new_id
 from .refusal import Refusal
 
@@ -95,7 +95,7 @@ def agree(intents: Sequence[Intent], attempt: int) -> Agreement:
     step = intents[0].step
     for intent in intents:
         if intent.error is not None:
-            refused = CommitFailedError(f"rank {intent.rank} could not report, so no rank did: {intent.error}")
+            refused = ReportWithdrawnError(f"rank {intent.rank} could not report, so no rank did: {intent.error}")
             return Agreement(step, refusal=Refusal.of(refused))
     bringing = [intent for intent in intents if intent.upload is not None]
     if (mismatch := _mismatch(intents, bringing)) is not None:

@@ -9,13 +9,14 @@ from .manifest import MAX_STEP
 Upload: TypeAlias = Literal["sync", "async"]
 
 
-def check_step(step: SupportsIndex | None, *, following: int, after: int | None) -> int:
+def check_step(step: SupportsIndex | None, *, following: int, newest: int | None) -> int:
     """Return the step of a report.
 
     Args:
         step: What the user gave; None counts on.
         following: The step that comes next.
-        after: What the step of a checkpoint must exceed; None for a report without one.
+        newest: The step of the newest checkpoint, which that of a checkpoint may repeat and must not go below; None for a
+            report without one.
 
     Raises:
         ValueError: If it cannot be one.
@@ -29,9 +30,9 @@ def check_step(step: SupportsIndex | None, *, following: int, after: int | None)
         raise ValueError(f"step={step!r}: give a whole number") from exc
     if not 0 <= chosen <= MAX_STEP:
         raise ValueError(f"step={chosen}: give a number from 0 to {MAX_STEP}")
-    if after is not None and chosen <= after:
+    if newest is not None and chosen < newest:
         raise ValueError(
-            f"step={chosen} does not come after the last checkpoint's step {after}; "
+            f"step={chosen} comes before the last checkpoint's step {newest}; "
             "steps must grow from checkpoint to checkpoint, also after a resume"
         )
     return chosen

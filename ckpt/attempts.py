@@ -1,25 +1,31 @@
 """Who owns a run: attempts are claimed in order, and the newest claim fences all older ones."""
 
 import os
+import re
+import reprlib
 import secrets
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from .clock import utc_now
-from .errors import FencedError
+from .errors import CheckpointError, FencedError, MalformedRecordError, StorageError
 from .layout import attempt_number
-from .manifest import FORMAT_VERSION, is_id
-from .metrics import from_json, to_json
+from .manifest import MAX_ATTEMPT, AttemptNumber, is_id
+from .metrics import to_json
 from .parallel_reads import read_all
+from .record_fields import Count, Within
+from .records import FORMAT_VERSION, decode
+from .retention import RetentionPolicy
 from .store import CheckpointStore
 
 Ending: TypeAlias = Literal["completed", "failed", "preempted", "cancelled"]
-FailureKind: TypeAlias = Literal["user", "infrastructure", "preemption", "final"]
+_RANK = re.compile(r"[0-9]{1,9}")
+FailureKind: TypeAlias = Literal["user", "infrastructure", "out_of_memory", "preemption", "final"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +34,49 @@ class Owner:
 
     Attributes:
         flow_run_id: The Prefect flow run, or None outside one.
-        host: The machine's name and boot.
+        host: The machine's name, its boot, and the pid namespace, in which alone a pid means something: two containers may have
+            one name and one boot. Outside of Linux the name alone; without a namespace where version 0.1 wrote it.
         pid: The process.
         started: The process's start in kernel ticks, so that a reused pid is not mistaken for it; None outside of Linux.
+        budget: Which budgets of the flow run its failures count against: None for those it began with, else the Prefect state
+            in which the flow run had ended when somebody ran it again.
 
     """
 
     flow_run_id: str | None
     host: str
-    pid: int
-    started: int | None
+    pid: Annotated[int, Within(1, 2**31 - 1)]  # what os.kill takes
+    started: Count | None
+    budget: str | None = None
 
     @classmethod
-    def current(cls, flow_run_id: str | None = None) -> "Owner":
+    def current(cls, flow_run_id: str | None = None, budget: str | None = None) -> "Owner":
         """Describe this process."""
-        return cls(flow_run_id, _host(), os.getpid(), _start_ticks(os.getpid()))
+        return cls(flow_run_id, _host(), os.getpid(), _start_ticks(os.getpid()), budget)
+
+    def is_earlier_process_of(self, other: "Owner") -> bool:
+        """Return whether it is another process of the same flow run, whose failures count against the same budgets."""
+        alike = replace(self, host=other.host, pid=other.pid, started=other.started) == other
+        return alike and self != other
+
+    @property
+    def machine(self) -> str:
+        """The machine's name."""
+        return self.host.partition("/")[0]
 
     def is_dead(self) -> bool | None:
-        """Say whether the process is gone; None when it ran on another machine."""
-        if self.host != _host():
+        """Return whether the process is gone; None where its pid says nothing: on another machine, in another container."""
+        here = _host()
+        if self.host not in (here, here.rpartition("/")[0]):
             return None
         return _start_ticks(self.pid) != self.started or not _exists(self.pid)
+
+
+def _policy(settings: dict[str, Any]) -> RetentionPolicy:
+    try:
+        return decode(RetentionPolicy, settings, "they", "a retention policy's")
+    except MalformedRecordError as exc:
+        raise ValueError(str(exc)) from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +95,31 @@ class Attempt:
 
     """
 
-    number: int
+    number: AttemptNumber
     token: str
     owner: Owner
-    world_size: int
+    world_size: Count
     resumed_from: str | None
-    lineage: int
+    lineage: AttemptNumber
     claimed_at: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Annotated[dict[str, Any], _policy] = field(default_factory=dict)
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        """The retention policy in `settings`, as far as this version knows its fields."""
+        return _policy(self.settings)
 
     @property
     def restored_id(self) -> str | None:
         """The id of the checkpoint that its ranks restore, or None; while it lives, nobody may delete it."""
         checkpoint_id = (self.resumed_from or "").rpartition("/")[2]
         return checkpoint_id if is_id(checkpoint_id) else None
+
+
+def _check_ranks(errors: dict[str, str]) -> None:
+    for rank in errors:
+        if not _RANK.fullmatch(rank):
+            raise ValueError(f"{reprlib.repr(rank)} is no rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +137,37 @@ class Outcome:
 
     """
 
-    attempt: int
+    attempt: AttemptNumber
     ending: Ending
     flow_run_id: str | None = None
     kind: FailureKind | None = None
     error: str | None = None
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: Annotated[dict[str, str], _check_ranks] = field(default_factory=dict)
     return_value: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class _RunInfo:
+    """What run.json says that anybody needs to know: by its format, whether a newer version began the run."""
+
+
 def list_attempts(store: CheckpointStore) -> Iterator[Attempt]:
-    """Yield every attempt, oldest first."""
-    keys = [info.key for info in store.storage.list(store.layout.attempts)]
-    yield from (attempt for attempt in read_all(keys, partial(_read_attempt, store)) if attempt is not None)
+    """Yield every attempt, oldest first; a claim that cannot be read is left out with a warning."""
+    for attempt in read_all(_claims(store), lambda key: store.leave_out_newer(partial(read_attempt, store, key))):
+        if attempt is not None:
+            yield attempt
 
 
 def newest_attempt(store: CheckpointStore) -> Attempt | None:
-    """Return the attempt that owns the run, or None before the first; a listing and one small read."""
-    keys = [info.key for info in store.storage.list(store.layout.attempts)]
-    readable = (attempt for key in reversed(keys) if (attempt := _read_attempt(store, key)) is not None)
+    """Return the attempt that owns the run, or None before the first; a listing and one small read.
+
+    A claim that was torn, or is none, is passed over with a warning.
+
+    Raises:
+        UnsupportedFormatError: If a newer version made it: whether it lives, and what it restores, cannot be told.
+
+    """
+    readable = (attempt for key in reversed(_claims(store)) if (attempt := read_attempt(store, key)) is not None)
     return next(readable, None)  # keys sort by number, then token
 
 
@@ -132,12 +183,21 @@ def claim_attempt(
 
     No conditional write is needed: every claim is a key of its own, written and then looked for. Of two that chose the
     same number, whichever lists last sees the other and moves on to the next number, so exactly one is the newest.
+
+    Raises:
+        UnsupportedFormatError: If a newer version began the run.
+
     """
+    store.get_record(_RunInfo, store.layout.run_info, "what a run begins with")
     number = _newest_number(store) + 1
     if number == 1:
         run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": utc_now(), "created_by": owner.host}
         store.put_json(store.layout.run_info, run_info)
     while True:
+        if number > MAX_ATTEMPT:
+            raise CheckpointError(
+                f"run {store.run!r} in {store.storage.url} has attempt {number - 1}, and {MAX_ATTEMPT} at most"
+            )
         attempt = Attempt(
             number=number,
             token=secrets.token_hex(4),
@@ -150,11 +210,46 @@ def claim_attempt(
         )
         key = store.layout.attempt(attempt.number, attempt.token)
         store.put_json(key, asdict(attempt))
-        rivals = [info.key for info in store.storage.list(store.layout.attempts) if attempt_number(info.key) >= number]
+        rivals = [it for it in store.keys(store.layout.attempts) if attempt_number(it) >= number]
         if rivals == [key]:
             return attempt
         store.storage.delete([key])
-        number = max(attempt_number(rival) for rival in rivals) + 1
+        if not rivals:
+            raise StorageError(
+                f"{store.storage.url} does not list {key}, which was stored just before: who leads run {store.run!r} cannot be "
+                "told from such listings, so no attempt was begun; try again, and give another storage if that does not help"
+            )
+        number = max(map(attempt_number, rivals)) + 1
+
+
+def claim_unless_led(
+    store: CheckpointStore, refuse_if_led: Callable[[Attempt], None], claim: Callable[[Attempt | None], Attempt]
+) -> Attempt:
+    """Claim the next attempt unless somebody leads the run; of several that begin at the same moment exactly one succeeds.
+
+    A claimer that finds claims between the attempt that it looked at and its own number withdraws, and looks again: it came
+    later. So the one that was first is not fenced by those that are refused. Costs a listing and a small read before the claim,
+    and a listing after it.
+
+    Args:
+        store: The run.
+        refuse_if_led: Raises if the owner of an attempt leads the run.
+        claim: Claims a number, given the newest attempt, which does not lead.
+
+    Raises:
+        RunBusyError: Or whatever else `refuse_if_led` raises; then nothing is claimed.
+
+    """
+    while True:
+        previous = newest_attempt(store)
+        if previous is not None:
+            refuse_if_led(previous)
+        claimed = claim(previous)
+        seen = 0 if previous is None else previous.number
+        numbers = map(attempt_number, store.keys(store.layout.attempts))
+        if not any(seen < number < claimed.number for number in numbers):
+            return claimed
+        store.storage.delete([store.layout.attempt(claimed.number, claimed.token)])
 
 
 def record_resumed_from(store: CheckpointStore, attempt: Attempt, checkpoint: str) -> None:
@@ -172,12 +267,12 @@ def check_fence(store: CheckpointStore, attempt: int) -> None:
     """
     after = f"{store.layout.attempts}{attempt:06d}"
     numbers = {attempt_number(info.key) for info in store.storage.list(store.layout.attempts, after=after)}
-    if max(numbers, default=attempt) > attempt:
+    if (newest := max(numbers, default=attempt)) > attempt:
         raise FencedError(
-            f"attempt {attempt} of run {store.run!r} was overtaken by attempt {max(numbers)}: "
+            f"attempt {attempt} of run {store.run!r} was overtaken by attempt {newest}: "
             "this process no longer owns the run and must stop"
         )
-    if not numbers:
+    if attempt not in numbers:
         raise FencedError(
             f"the claim of attempt {attempt} on run {store.run!r} is gone from {store.storage.url}: somebody deleted or moved "
             "the run while it was being trained, so this process must stop"
@@ -190,33 +285,43 @@ def write_outcome(store: CheckpointStore, outcome: Outcome) -> None:
 
 
 def read_outcomes(store: CheckpointStore) -> list[Outcome]:
-    """Return every recorded ending, oldest first; an attempt whose leader was killed has none."""
-    keys = [info.key for info in store.storage.list(store.layout.outcomes)]
+    """Return every recorded ending, oldest first; an attempt whose leader was killed has none, or one that cannot be read."""
+    keys = store.keys(store.layout.outcomes)
     return [outcome for outcome in read_all(keys, partial(_read_outcome, store)) if outcome is not None]
 
 
 def read_outcome(store: CheckpointStore, attempt: int) -> Outcome | None:
-    """Return how one attempt ended, by one small read; None while it runs, or if its leader was killed."""
+    """Return how one attempt ended, by one small read; None while it runs, if its leader was killed, or with a warning."""
     return _read_outcome(store, store.layout.outcome(attempt))
 
 
-def _read_attempt(store: CheckpointStore, key: str) -> Attempt | None:
-    record = store.get_json(key)
-    return None if record is None else Attempt(**{**record, "owner": Owner(**record["owner"])})
+def read_attempt(store: CheckpointStore, key: str) -> Attempt | None:
+    """Return the claim at `key`; None where there is none, or with a warning where it cannot be read.
+
+    Raises:
+        UnsupportedFormatError: If a newer version made it.
+
+    """
+    return store.get_record(Attempt, key, "the claim of an attempt")
+
+
+def _claims(store: CheckpointStore) -> list[str]:
+    return [key for key in store.keys(store.layout.attempts) if attempt_number(key)]
 
 
 def _read_outcome(store: CheckpointStore, key: str) -> Outcome | None:
-    record = store.get_json(key)
-    return None if record is None else Outcome(**from_json(record))  # type: ignore[arg-type]  # a dict stays one
+    # To take an attempt for one that may be alive protects what it works with; so does not to know how it failed.
+    return store.leave_out_newer(lambda: store.get_record(Outcome, key, "the outcome of an attempt"))
 
 
 def _newest_number(store: CheckpointStore) -> int:
-    return max((attempt_number(info.key) for info in store.storage.list(store.layout.attempts)), default=0)
+    return max(map(attempt_number, store.keys(store.layout.attempts)), default=0)
 
 
 def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    named = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+    return f"{named}/{namespace.stat().st_ino}" if namespace.exists() else named
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -9,7 +9,7 @@ from prefect.blocks.core import Block
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
-from pydantic import Field, HttpUrl, field_validator
+from pydantic import Field, HttpUrl, SecretStr, field_validator
 
 from .opening import is_block_slug, open_storage, parse_storage
 from .probe import PATIENCE, StorageProbe, probe_storage
@@ -49,6 +49,12 @@ class CheckpointStorage(Block):
         default=None, title="File system", description="The block that holds the place and the credentials, if any is needed."
     )
 
+    password: SecretStr | None = Field(
+        default=None,
+        title="Password",
+        description="For a location with a user, such as sftp://user@host/folder; only when no file system is chosen.",
+    )
+
     @field_validator("file_system", mode="before")
     @classmethod
     def _tell_apart(cls, value: Any) -> Any:
@@ -60,9 +66,9 @@ class CheckpointStorage(Block):
         return (RemoteFileSystem if "settings" in value else LocalFileSystem).model_validate(value)
 
     def check(self) -> StorageProbe:
-        """Write, list, read and delete a small object there, which does not stay; return what was tried and how long it took.
+        """Write, list, read and delete small objects there, which do not stay; return what was tried and how long it took.
 
-        Costs five requests; a storage that does not answer is given up after about twenty seconds.
+        Costs a dozen requests; a storage that does not answer is given up after about twenty seconds.
 
         Raises:
             StorageUnfitError: If one of them fails; it says which, why, and what to do.
@@ -74,10 +80,21 @@ class CheckpointStorage(Block):
     def spec(self) -> StorageSpec:
         """Return what a process needs to open this storage."""
         if self.file_system is None:
-            return parse_storage(self.location)
+            spec = parse_storage(self.location)
+            return spec if self.password is None else _with_password(spec, self.password.get_secret_value())
+        if self.password is not None:
+            raise ValueError("the block has a file system and a password: the password belongs to the file system's own fields")
         spec = resolve_storage(self.file_system)
         below = self.location.strip("/")
         return StorageSpec(f"{spec.url.rstrip('/')}/{below}", spec.options) if below else spec
+
+
+def _with_password(spec: StorageSpec, password: str) -> StorageSpec:
+    if "@" not in spec.url.partition("://")[2].partition("/")[0]:
+        raise ValueError(
+            f"the block has a password, but its location names no user: {spec.url} should be as sftp://user@host/folder"
+        )
+    return replace(spec, options={**spec.options, "password": password})
 
 
 StorageBlock: TypeAlias = CheckpointStorage | LocalFileSystem | RemoteFileSystem | S3Bucket

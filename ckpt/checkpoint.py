@@ -1,6 +1,7 @@
 """A handle to a checkpoint: a folder of files, wherever it lies."""
 
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -8,17 +9,21 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointNotFoundError
+from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError
 from .file_choice import Include, choose_files, choose_in_folder
 from .layout import is_checkpoint_folder
 from .manifest import FileEntry, Manifest
 from .metrics import Metrics
+from .records import check_depth, parse
 from .staging import METADATA_FILE
 from .store import CheckpointStore, VerifyLevel
-from .transfer import copy_folder, download, readable_files
+from .transfer import copy_folder, download, found_files, in_place, readable_files
 
 if TYPE_CHECKING:
     from .state_read import StateReader
+
+
+_logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -137,7 +142,7 @@ class Checkpoint:
             CheckpointCorruptError: If a file differs from what was committed.
             ValueError: If a pattern matches no file, naming some that there are.
             RankLocalStateError: If `own_files`, and another number of ranks stored it.
-            OSError: If there is no space for what is downloaded, naming the place.
+            OSError: If there is no space for what is downloaded, or where it goes is not this user's alone, naming the place.
 
         """
         if self._store is None:
@@ -219,8 +224,16 @@ class Checkpoint:
 
         own_rank, own_world_size = place_of_this_rank()
         place = (own_rank if rank is None else rank, own_world_size if world_size is None else world_size)
-        reader, files = self._state_files()
-        load_state(reader, files, state, place, rank_local)
+        with self._copied_state_files() as copied:
+            if copied is not None:
+                try:
+                    load_state(*copied, state, place, rank_local)
+                except (CheckpointCorruptError, CheckpointNotFoundError) as exc:
+                    _logger.warning("%s; reading it from where it was committed", exc)
+                else:
+                    return
+        with self._state_files() as (reader, files):
+            load_state(reader, files, state, place, rank_local)
 
     def to_safetensors(self, path: str | PathLike[str], *, key: str = "model") -> str:
         """Write the whole tensors of a reported state to one safetensors file, verified, and return its path.
@@ -243,15 +256,30 @@ class Checkpoint:
         from .state_export import export_tensors  # noqa: PLC0415 - torch, for states only
         from .state_load import read_index  # noqa: PLC0415 - as above
 
-        reader, files = self._state_files()
         target = Path(path)
         if target.is_dir():
             raise IsADirectoryError(f"{target} is a folder: give the path of a file in it")
         target.parent.mkdir(parents=True, exist_ok=True)
-        export_tensors(reader, read_index(reader, files), key, target)
+        with self._state_files() as (reader, files):
+            export_tensors(reader, read_index(reader, files), key, target)
         return str(target)
 
-    def _state_files(self) -> "tuple[StateReader, dict[str, FileEntry]]":
+    @contextmanager
+    def _copied_state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]] | None]":
+        """Yield the files as a process of this node has downloaded them from a bucket, else None."""
+        from .local_storage import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
+        from .state_read import StateReader  # noqa: PLC0415 - torch, for states only
+
+        if self._store is None or self._store.storage.local_path(self._store.run) is not None:
+            yield None
+            return
+        manifest = self._committed(self._store)
+        with found_files(self._store, manifest) as folder:
+            files = {entry.path: entry for entry in manifest.files}
+            yield None if folder is None else (StateReader(LocalStorage(folder), "", str(folder)), files)
+
+    @contextmanager
+    def _state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]]]":
         from .state_load import files_in  # noqa: PLC0415 - torch, for states only
         from .state_read import StateReader  # noqa: PLC0415 - as above
 
@@ -260,11 +288,12 @@ class Checkpoint:
 
             assert self.directory is not None
             storage = LocalStorage(self.directory)
-            return StateReader(storage, "", self.path), files_in(storage)
-        assert self._id is not None
-        manifest = self._store.committed(self._id)  # raises if it was pruned
+            yield StateReader(storage, "", self.path), files_in(storage)
+            return
+        manifest = self._committed(self._store)
         files = {entry.path: entry for entry in manifest.files}
-        return StateReader(self._store.storage, self._store.layout.data(manifest.id), self.path), files
+        with in_place(self._store, manifest, manifest.files):
+            yield StateReader(self._store.storage, self._store.layout.data(manifest.id), self.path), files
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the user's metadata; empty where none was set.
@@ -279,11 +308,10 @@ class Checkpoint:
         if not file.exists():
             return {}
         try:
-            metadata = json.loads(file.read_text())
-        except ValueError as exc:
-            raise ValueError(f"{file} is not JSON ({exc}); write it with set_metadata()") from exc
-        if not isinstance(metadata, dict):
-            raise ValueError(f"{file} holds no JSON object; write it with set_metadata()")  # noqa: TRY004 - the file is wrong
+            metadata = parse(file.read_bytes(), str(file), "metadata")
+            check_depth(metadata, "metadata")
+        except (MalformedRecordError, ValueError) as exc:
+            raise ValueError(f"{exc}; write it with set_metadata()") from exc
         return metadata
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -295,10 +323,12 @@ class Checkpoint:
         """
         try:
             encoded = json.dumps(dict(metadata), allow_nan=False)
-        except (TypeError, ValueError) as exc:
+            plain = json.loads(encoded)
+            check_depth(plain, "it")
+        except (TypeError, ValueError, RecursionError) as exc:
             raise ValueError(f"metadata must be what JSON can hold: {exc}") from exc
         if self._store is not None:
-            self._store.put_json(self._store.layout.metadata(self.manifest.id), json.loads(encoded))
+            self._store.put_json(self._store.layout.metadata(self.manifest.id), plain)
         else:
             (Path(self.path) / METADATA_FILE).write_text(encoded)
 
@@ -318,9 +348,13 @@ class Checkpoint:
     def _choose(self, store: CheckpointStore, include: Include, *, own_files: bool) -> tuple[Manifest, tuple[FileEntry, ...]]:
         from .reporting import place_of_this_rank  # noqa: PLC0415 - it imports this module
 
-        assert self._id is not None
-        manifest = store.committed(self._id)  # raises if it was pruned
+        manifest = self._committed(store)
         return manifest, choose_files(manifest, include, place_of_this_rank() if own_files else None, self.path)
+
+    def _committed(self, store: CheckpointStore) -> Manifest:
+        """Return the manifest: the one that this handle was given, which never changes, or else as it is stored."""
+        assert self._id is not None
+        return store.committed(self._id) if self._manifest is None else self._manifest
 
 
 def _made(path: str | PathLike[str] | None) -> Path:

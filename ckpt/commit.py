@@ -62,6 +62,7 @@ class CommitJob:
         stall_s: How long the training waited for the report; None where it waits for the commit.
         parent: What this checkpoint continues.
         stored: What this rank has stored of it, by path.
+        decided: The topics under which rank 0 has told its decisions on it.
 
     """
 
@@ -73,12 +74,17 @@ class CommitJob:
     stall_s: float | None = None
     parent: str | None = None
     stored: dict[str, FileEntry] = field(default_factory=dict)
+    decided: list[str] = field(default_factory=list)
 
     @property
     def checkpoint_id(self) -> str:
         """The id to commit under."""
         assert self.agreement.checkpoint_id is not None
         return self.agreement.checkpoint_id
+
+    def elapsed_s(self) -> float:
+        """Return how long ago the report began."""
+        return time.monotonic() - self.started_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +95,15 @@ class Part:
         files: Its files.
         state: What the index must say of its share of a state, or None.
         stall_s: How long its training waited for the report; None where it waits for the commit.
+        stored_s: How long after its report began it had stored all this. By its own clock, as all of this: clocks of
+            processes begin anywhere, and ranks do not begin a report together.
 
     """
 
     files: Sequence[FileEntry] = ()
     state: dict[str, Any] | None = None
     stall_s: float | None = None
+    stored_s: float = 0.0
 
 
 def commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifest | None:
@@ -118,6 +127,7 @@ def commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifest | N
         if peers.rank == 0:
             _logger.warning("%s; removing garbage and trying once more", exc)
             _remove("garbage", lambda: collect_garbage(store))
+            job.decided.append(room)
             peers.decide(room, b"")
         else:
             peers.decision(room)
@@ -156,6 +166,7 @@ def _try_commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifes
         manifest = write_manifest(store, job, [_decode_part(rank, part) for rank, part in enumerate(parts)])
         return Part()
 
+    job.decided.append(decided)
     _raise_refusal(peers.decide(decided, _encode_part(write)))
     return manifest
 
@@ -164,7 +175,7 @@ def store_part(store: CheckpointStore, job: CommitJob, rank: int) -> Part:
     """Store everything that is this rank's to store and is not yet."""
     files = store_files(store, job, rank)
     if job.brought.state is None:
-        return Part(files, None, job.stall_s)
+        return Part(files, None, job.stall_s, job.elapsed_s())
 
     def put(path: str, parts: Sequence[memoryview]) -> Transfer:
         if (known := job.stored.get(path)) is not None:
@@ -174,7 +185,7 @@ def store_part(store: CheckpointStore, job: CommitJob, rank: int) -> Part:
         return moved
 
     of_state, state = job.brought.state.store(put)
-    return Part([*files, *of_state], state, job.stall_s)
+    return Part([*files, *of_state], state, job.stall_s, job.elapsed_s())
 
 
 def store_files(store: CheckpointStore, job: CommitJob, rank: int) -> list[FileEntry]:
@@ -203,6 +214,7 @@ def store_files(store: CheckpointStore, job: CommitJob, rank: int) -> list[FileE
 
 def write_manifest(store: CheckpointStore, job: CommitJob, parts: Sequence[Part]) -> Manifest:
     """Write the manifest: from here on the checkpoint exists."""
+    all_stored_s = job.elapsed_s()
     files = merge_files([*(part.files for part in parts), _store_index(store, job, parts)])
     manifest = Manifest(
         id=job.checkpoint_id,
@@ -214,7 +226,7 @@ def write_manifest(store: CheckpointStore, job: CommitJob, parts: Sequence[Part]
         parent=job.parent,
         created_at=datetime.now(timezone.utc),
         metadata=job.agreement.metadata,
-        timings=_timings(job, parts),
+        timings=_timings(job, parts, all_stored_s),
     )
     check_fence(store, manifest.attempt)
     store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())  # last: this is the commit
@@ -232,8 +244,10 @@ def _store_index(store: CheckpointStore, job: CommitJob, parts: Sequence[Part]) 
     return store_index([part.state for part in parts], put)
 
 
-def _timings(job: CommitJob, parts: Sequence[Part]) -> dict[str, float]:
-    durable_s = time.monotonic() - job.started_s
+def _timings(job: CommitJob, parts: Sequence[Part], all_stored_s: float) -> dict[str, float]:
+    """Return what the commit cost; a rank whose report began first has waited longest, so each counts by its own clock."""
+    since_then_s = job.elapsed_s() - all_stored_s
+    durable_s = max(all_stored_s, *(part.stored_s for part in parts)) + since_then_s
     return {"stall_s": max(durable_s if part.stall_s is None else part.stall_s for part in parts), "durable_s": durable_s}
 
 
@@ -243,7 +257,7 @@ def _encode_part(work: Callable[[], Part]) -> bytes:
     except Exception as exc:  # noqa: BLE001 - whatever it is, all ranks must hear of it rather than wait
         return json.dumps({"refusal": asdict(Refusal.of(exc))}).encode()
     files = [asdict(entry) for entry in part.files]
-    return json.dumps({"files": files, "state": part.state, "stall_s": part.stall_s}).encode()
+    return json.dumps({"files": files, "state": part.state, "stall_s": part.stall_s, "stored_s": part.stored_s}).encode()
 
 
 def _decode_part(rank: int, data: bytes) -> Part:
@@ -253,7 +267,7 @@ def _decode_part(rank: int, data: bytes) -> Part:
         raise kind(
             f"rank {rank} could not store its part: {part['refusal']['message']}; the previous checkpoint is still the latest"
         )
-    return Part([FileEntry(**entry) for entry in part["files"]], part["state"], part["stall_s"])
+    return Part([FileEntry(**entry) for entry in part["files"]], part["state"], part["stall_s"], part["stored_s"])
 
 
 def _raise_refusal(data: bytes) -> None:

@@ -37,7 +37,7 @@ def write_direct(file: BinaryIO, data: memoryview, passed: Callable[[memoryview]
             count = os.write(descriptor, piece)
             passed(piece[:count])
             done += count
-            if count % _ALIGNED_BYTES:  # the place is not aligned any more
+            if count == 0 or count % _ALIGNED_BYTES:  # it takes no more this way, or the place is not aligned any more
                 break
     except OSError as exc:
         if exc.errno != errno.EINVAL:  # this filesystem does not

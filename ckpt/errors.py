@@ -3,8 +3,11 @@
 CheckpointError
 +- CheckpointNotFoundError (FileNotFoundError)   start fresh, or fix the name
 +- CheckpointCorruptError                        use an older one
+|  +- MalformedRecordError                       another program wrote it; move it away, or leave it
++- UnsupportedFormatError                        a newer version wrote it; upgrade
 +- CommitFailedError                             the previous one is still the latest; retry the attempt
 |  +- PeerGoneError                              another rank failed first; its own error says why
+|  +- ReportWithdrawnError                       another rank could not report; its own error says why
 |  +- StorageFullError                           free space, then report again
 +- FencedError                                   a newer attempt owns the run; stop
 +- ReportMismatchError (ValueError)              ranks disagree; fix the training code; final
@@ -29,12 +32,24 @@ class CheckpointCorruptError(CheckpointError):
     """What is stored is not what was committed: use an older checkpoint."""
 
 
+class MalformedRecordError(CheckpointCorruptError):
+    """What lies where a record belongs was not written by this package: it is left alone, and left out."""
+
+
+class UnsupportedFormatError(CheckpointError):
+    """A newer version of this package wrote it: upgrade; nothing of it is changed or deleted."""
+
+
 class CommitFailedError(CheckpointError):
     """A reported checkpoint was not committed: the previous one is still the latest."""
 
 
 class PeerGoneError(CommitFailedError):
     """Another rank failed or died, so nothing that needs all ranks can complete: look at that rank's error."""
+
+
+class ReportWithdrawnError(CommitFailedError):
+    """Another rank could not take part in a report, so no rank reported: look at that rank's error."""
 
 
 class StorageFullError(CommitFailedError):

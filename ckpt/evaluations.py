@@ -4,24 +4,26 @@ The manifest never changes. An object has one name and is written whole, so two 
 one that is interrupted leaves the old object, the new one, or a damaged one, which is left out as if it were not there.
 """
 
-import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .clock import utc_now
-from .errors import CheckpointNotFoundError
+from .confirmed_reads import confirm_damage
+from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError, UnsupportedFormatError
 from .layout import Layout, stem
-from .manifest import Manifest, is_id, seal
-from .metrics import Metrics, clean_metrics, from_json, to_json
-from .storage import ObjectInfo
+from .manifest import Manifest, is_id
+from .metrics import Metrics, clean_metrics, to_json
+from .records import FORMAT_VERSION, decode, seal, unseal
+from .storage import ObjectInfo, Storage
 
 if TYPE_CHECKING:
     from .store import CheckpointStore
 
-_FORMAT_VERSION = 1
+_WHAT = "an evaluation"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ def attach(store: "CheckpointStore", checkpoint_id: str, metrics: Mapping[str, o
     check_free(store.committed(checkpoint_id), name)
     key = store.layout.evaluation(checkpoint_id, name)
     body = {
-        "format": _FORMAT_VERSION,
+        "format": FORMAT_VERSION,
         "checkpoint": checkpoint_id,
         "name": name,
         "metrics": to_json(cleaned),
@@ -100,18 +102,17 @@ def with_evaluations(store: "CheckpointStore", manifest: Manifest, names: Iterab
     return replace(manifest, metrics={**manifest.metrics, **found}, evaluations=tuple(sorted(found)))
 
 
-def read_listing(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[ListedCheckpoint]:
-    """Yield the committed checkpoints in a listing of `layout.manifests`, in its order, each with its evaluations."""
-    listed: ListedCheckpoint | None = None
-    for info in infos:  # a manifest comes right before its evaluations: "." sorts before "/"
+def read_listing(layout: Layout, infos: Iterable[ObjectInfo]) -> list[ListedCheckpoint]:
+    """Return the committed checkpoints in a listing of `layout.manifests`, oldest first, each with its evaluations."""
+    committed: set[str] = set()
+    evaluations: dict[str, set[str]] = defaultdict(set)
+    for info in infos:  # servers differ in whether a manifest comes before its evaluations, behind them, or elsewhere
         if (checkpoint_id := manifest_id(layout, info.key)) is not None:
-            if listed is not None:
-                yield listed
-            listed = ListedCheckpoint(checkpoint_id)
-        elif listed is not None and (name := _name_of(layout, listed.id, info.key)) is not None:
-            listed = replace(listed, evaluations=(*listed.evaluations, name))
-    if listed is not None:
-        yield listed
+            committed.add(checkpoint_id)
+        elif (evaluation := evaluation_of(layout, info.key)) is not None:
+            checkpoint_id, name = evaluation
+            evaluations[checkpoint_id].add(name)
+    return [ListedCheckpoint(it, tuple(sorted(evaluations.get(it, ())))) for it in sorted(committed)]
 
 
 def manifest_id(layout: Layout, key: str) -> str | None:
@@ -120,45 +121,71 @@ def manifest_id(layout: Layout, key: str) -> str | None:
     return checkpoint_id if is_id(checkpoint_id) and key == layout.manifest(checkpoint_id) else None
 
 
-def evaluated_id(layout: Layout, key: str) -> str | None:
-    """Return the checkpoint whose evaluation `key` is; None if it is none."""
+def committed_id(layout: Layout, key: str) -> str | None:
+    """Return the checkpoint that an object `key` beside the manifests commits, by whatever version; None if it is none.
+
+    What this version cannot list, an object "<id>.json" of another format or "<id>" with another ending, is no garbage.
+    """
+    checkpoint_id = stem(key)
+    return (
+        checkpoint_id if is_id(checkpoint_id) and key.startswith(layout.manifest(checkpoint_id).removesuffix("json")) else None
+    )
+
+
+def evaluation_of(layout: Layout, key: str) -> tuple[str, str] | None:
+    """Return the checkpoint's id and the name of the evaluation that `key` is; None if it is none."""
     checkpoint_id = key.removeprefix(layout.manifests).partition("/")[0]
-    return checkpoint_id if is_id(checkpoint_id) and _name_of(layout, checkpoint_id, key) is not None else None
-
-
-def names_below(layout: Layout, checkpoint_id: str, infos: Iterable[ObjectInfo]) -> Iterator[str]:
-    """Yield the names of a checkpoint's evaluations in a listing."""
-    for info in infos:
-        if (name := _name_of(layout, checkpoint_id, info.key)) is not None:
-            yield name
-
-
-def _name_of(layout: Layout, checkpoint_id: str, key: str) -> str | None:
     name = key.removeprefix(layout.evaluations(checkpoint_id)).removesuffix(".json")
-    is_name = _NAME.fullmatch(name) is not None and key == layout.evaluation(checkpoint_id, name)
-    return name if is_name else None  # else somebody else's file
+    is_evaluation = is_id(checkpoint_id) and _NAME.fullmatch(name) and key == layout.evaluation(checkpoint_id, name)
+    return (checkpoint_id, name) if is_evaluation else None  # else somebody else's file
+
+
+def has_newer(store: "CheckpointStore", checkpoint_id: str, names: Iterable[str]) -> bool:
+    """Say whether a newer version attached one of `names`: then what the checkpoint is worth cannot be told."""
+    return any(_is_newer(store, checkpoint_id, name) for name in names)
+
+
+def _is_newer(store: "CheckpointStore", checkpoint_id: str, name: str) -> bool:
+    try:
+        _load(store, checkpoint_id, name)
+    except UnsupportedFormatError:
+        return True
+    except (FileNotFoundError, CheckpointCorruptError):
+        return False
+    return False
 
 
 def _read(store: "CheckpointStore", manifest: Manifest, name: str) -> Metrics | None:
-    """Return what was attached under `name`; None, with a warning, where it is damaged: a checkpoint never suffers from it."""
+    """Return what was attached under `name`; None, with a warning, where it cannot be read: no checkpoint suffers from it."""
     key = store.layout.evaluation(manifest.id, name)
     try:
-        metrics = _decode(store.storage.get_bytes(key), manifest.id, name)
+        metrics = _load(store, manifest.id, name)
         check_free(manifest, name)
     except FileNotFoundError:  # deleted since it was listed
         return None
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+    except (ValueError, CheckpointCorruptError, UnsupportedFormatError) as exc:
         _logger.warning("%s/%s is left out, as if the checkpoint were not evaluated: %s", store.storage.url, key, exc)
         return None
     return metrics
 
 
-def _decode(data: bytes, checkpoint_id: str, name: str) -> Metrics:
-    body = json.loads(data)["body"]
-    if data != seal(body):
-        raise ValueError("it does not match its own digest, so it is damaged")
-    if body["format"] != _FORMAT_VERSION:
-        raise ValueError(f"it has format {body['format']!r} and this version reads {_FORMAT_VERSION}: upgrade prefect-torch")
-    if (body["checkpoint"], body["name"]) != (checkpoint_id, name):
-        raise ValueError(f"it is evaluation {body['name']!r} of checkpoint {body['checkpoint']}")
-    return clean_metrics(from_json(body["metrics"]))  # type: ignore[arg-type]  # it refuses what is no dict
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """What is stored of an evaluation and read back."""
+
+    checkpoint: str
+    name: str
+    metrics: Metrics
+
+
+def _load(store: "CheckpointStore", checkpoint_id: str, name: str) -> Metrics:
+    key = store.layout.evaluation(checkpoint_id, name)
+    return confirm_damage(store.storage, lambda storage: _load_from(storage, key, checkpoint_id, name))
+
+
+def _load_from(storage: Storage, key: str, checkpoint_id: str, name: str) -> Metrics:
+    where = f"{storage.url}/{key}"
+    found = decode(_Evaluation, unseal(storage.get_bytes(key), where, _WHAT), where, _WHAT)
+    if (found.checkpoint, found.name) != (checkpoint_id, name):
+        raise MalformedRecordError(f"it is evaluation {found.name[:100]!r} of checkpoint {found.checkpoint[:100]!r}")
+    return found.metrics

@@ -1,21 +1,21 @@
 """Every report of rank 0, kept in chunks beside the checkpoints and independent of them."""
 
-import json
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
 
 from .attempts import read_outcome
+from .errors import StorageError
 from .evaluations import ListedCheckpoint
-from .manifest import Manifest, attempt_of
-from .metrics import Metrics, from_json, to_json
+from .manifest import AttemptNumber, Manifest, StepNumber, attempt_of
+from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records
+from .metrics import Metrics
 from .parallel_reads import read_all
 from .store import CheckpointStore
 
-CHUNK_RECORDS = 1000
 CHUNK_AGE_S = 2.0
+MOST_PARTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class MetricRecord:
 
     """
 
-    attempt: int
-    step: int
+    attempt: AttemptNumber
+    step: StepNumber
     metrics: Metrics
     checkpoint: str | None
     reported_at: str
@@ -43,8 +43,9 @@ class MetricRecord:
 class HistoryWriter:
     """Stores an attempt's records in chunks; one thread may append while another flushes.
 
-    The newest chunk is written again with what has come since, until it is full: a run that reports for weeks has an object
-    per thousand reports.
+    No object is ever written again, which would not be atomic on every storage: each flush stores a small one of its own, and
+    when these are many, or hold a thousand records, one object takes their place, which is read back before they are deleted.
+    So a run that reports for weeks has an object per thousand reports, and 32 others at most.
 
     Attributes:
         recorded: The newest checkpoint whose report is stored, or None.
@@ -54,8 +55,10 @@ class HistoryWriter:
     def __init__(self, store: CheckpointStore, attempt: int, recorded: str | None = None) -> None:
         self._store = store
         self._attempt = attempt
-        self._chunk = 0
-        self._lines: list[str] = []  # of the newest chunk
+        self._first = 0  # the number of the first of `_lines`
+        self._lines: list[bytes] = []  # what is stored, but not yet as one of a thousand
+        self._parts: dict[Chunk, bool] = {}  # where it is, and whether it is there for sure: an error may have left anything
+        self._replaced: list[Chunk] = []
         self._pending: list[MetricRecord] = []
         self._oldest_s = 0.0
         self._one_flush = threading.Lock()
@@ -72,36 +75,71 @@ class HistoryWriter:
         return len(self._pending) >= CHUNK_RECORDS or (bool(self._pending) and time.monotonic() - self._oldest_s >= CHUNK_AGE_S)
 
     def flush(self) -> None:
-        """Store what is pending; after an error it stays pending."""
+        """Store what is pending, by one request as a rule; after an error it stays pending, or is stored and not yet merged."""
         with self._one_flush:
             left = len(self._pending)
             while left > 0:
-                taken = self._pending[: min(left, CHUNK_RECORDS - len(self._lines))]
-                lines = [*self._lines, *(json.dumps(to_json(asdict(record)), allow_nan=False) for record in taken)]
-                key = self._store.layout.metrics_chunk(self._attempt, self._chunk)
-                self._store.storage.put_bytes(key, "\n".join(lines).encode())
-                self._oldest_s = time.monotonic()
-                del self._pending[: len(taken)]
-                left -= len(taken)
-                self._chunk, self._lines = (self._chunk, lines) if len(lines) < CHUNK_RECORDS else (self._chunk + 1, [])
-                ids = (self.recorded, *(record.checkpoint for record in taken))
-                self.recorded = max((checkpoint_id for checkpoint_id in ids if checkpoint_id is not None), default=None)
+                if self._is_full:  # an error came in between
+                    self._merge()
+                left -= self._store_some(left)
+                if self._is_full or len(self._parts) >= MOST_PARTS:
+                    self._merge()
+
+    def close(self) -> None:
+        """Store what is pending, and put together what is in small parts."""
+        self.flush()
+        with self._one_flush:
+            self._merge()
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._lines) == CHUNK_RECORDS
+
+    def _store_some(self, most: int) -> int:
+        taken = self._pending[: min(most, CHUNK_RECORDS - len(self._lines))]
+        number = self._first + len(self._lines)
+        lines = [encode_line(number + place, asdict(record)) for place, record in enumerate(taken)]
+        part = new_chunk(self._store.layout, self._attempt, number + len(lines) - 1, len(lines))
+        self._parts[part] = False
+        self._store.storage.put_bytes(part.key, join_lines(lines))
+        self._parts[part] = True
+        self._oldest_s = time.monotonic()
+        del self._pending[: len(taken)]
+        self._lines += lines
+        ids = (self.recorded, *(record.checkpoint for record in taken))
+        self.recorded = max((checkpoint_id for checkpoint_id in ids if checkpoint_id is not None), default=None)
+        return len(taken)
+
+    def _merge(self) -> None:
+        """Have one object in the place of all parts; what an error leaves undone, the next call does."""
+        if len(self._parts) > 1:
+            whole = new_chunk(self._store.layout, self._attempt, self._first + len(self._lines) - 1, len(self._lines))
+            if not self._parts.setdefault(whole, False):  # else all lines were stored at once, after errors
+                self._store.storage.put_bytes(whole.key, join_lines(self._lines))
+            if self._store.storage.get_bytes(whole.key) != join_lines(self._lines):
+                raise StorageError(f"{self._store.storage.url}/{whole.key} holds something else than was stored just now")
+            self._replaced += [part for part in self._parts if part != whole]
+            self._parts = {whole: True}
+        if self._is_full:
+            self._first, self._lines, self._parts = self._first + CHUNK_RECORDS, [], {}
+        if self._replaced:
+            self._store.storage.delete([part.key for part in self._replaced])
+            self._replaced = []
 
 
 def read_history(store: CheckpointStore) -> list[MetricRecord]:
-    """Return every stored report, oldest first.
+    """Return every stored report, oldest first; what cannot be read is left out with a warning.
 
     A leader that was killed leaves up to two seconds of reports unstored; those that came with a committed checkpoint
     are filled in from its manifest.
     """
     records: list[MetricRecord] = []
     known: set[str] = set()
-    for info in store.storage.list(store.layout.metrics):
-        for record in _read_chunk(store, info.key):
-            if record.checkpoint is None or record.checkpoint not in known:  # a leader may make up for one twice
-                records.append(record)
-            if record.checkpoint is not None:
-                known.add(record.checkpoint)
+    for record in read_records(store.storage, store.layout, MetricRecord):
+        if record.checkpoint is None or record.checkpoint not in known:  # a leader may make up for one twice
+            records.append(record)
+        if record.checkpoint is not None:
+            known.add(record.checkpoint)
     filled_in = [_record_of(manifest) for manifest in store.readable(it for it in store.listed() if it.id not in known)]
     attempts = [record.attempt for record in records]
     if not filled_in and attempts == sorted(attempts):
@@ -138,18 +176,14 @@ def lost_records(store: CheckpointStore, listed: Sequence[ListedCheckpoint], att
 
 def newest_recorded(store: CheckpointStore, attempt: int | None = None) -> str:
     """Return the newest checkpoint whose report is stored, of one attempt or of all; empty if none is."""
-    first = "" if attempt is None else store.layout.metrics_chunk(attempt, 0).rpartition("-")[0]
-    keys = [info.key for info in store.storage.list(store.layout.metrics, after=first or None) if info.key.startswith(first)]
-    for key in reversed(keys):
-        records = (record for record in _read_chunk(store, key) if attempt in (None, record.attempt))
-        if ids := [record.checkpoint for record in records if record.checkpoint]:
-            return max(ids)
-    return ""
-
-
-def _read_chunk(store: CheckpointStore, key: str) -> list[MetricRecord]:
-    lines = store.storage.get_bytes(key).splitlines()
-    return [MetricRecord(**cast("dict[str, Any]", from_json(json.loads(line)))) for line in lines]
+    newest = ""
+    for chunk in reversed(list_chunks(store.storage, store.layout, attempt)):
+        records = read_chunk(store.storage, chunk, MetricRecord) or {}  # empty: it was put together with older ones
+        known = (record.checkpoint for record in records.values() if attempt in (None, record.attempt))
+        newest = max([newest, *(checkpoint for checkpoint in known if checkpoint)])
+        if newest and (len(records) == chunk.count or not chunk.proves_itself):  # else others may hold what is missing in it
+            break
+    return newest
 
 
 def _record_of(manifest: Manifest) -> MetricRecord:

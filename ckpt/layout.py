@@ -8,8 +8,10 @@
 <run>/manifests/<id>/<name>.json     metrics attached after the commit; here, so that listing manifests finds them at no cost
 <run>/metadata/<id>.json             metadata set after the commit
 <run>/latest.json                    a hint; may be stale or missing without harm
-<run>/metrics/<attempt>-<chunk>.jsonl  metric history
-<run>/pins/<id>.json  <run>/quarantine/<id>.json
+<run>/metrics/<attempt>-<last>-<count>.jsonl  metric history: `count` records that end with number `last`, written once
+<run>/pins/<id>.<token>.json         a pin; unique per call (version 0.1 wrote <id>.json)
+<run>/quarantine/<id>.json           a damaged checkpoint's manifest, and the reason; its data stay where they are
+<run>/deletions/<token>.json         what somebody is about to delete; there for a moment
 """
 
 import re
@@ -19,6 +21,7 @@ from pathlib import PurePath
 from .manifest import is_id
 
 _CHECKPOINTS = "checkpoints"
+_CLAIM = re.compile(r"(?P<number>[0-9]{6})-[^/]+\.json")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -97,11 +100,18 @@ class Layout:
     def metadata(self, checkpoint_id: str) -> str:
         return f"{self.run}/metadata/{checkpoint_id}.json"
 
-    def metrics_chunk(self, attempt: int, chunk: int) -> str:
-        return f"{self.metrics}{attempt:06d}-{chunk:06d}.jsonl"
+    def metrics_chunk(self, attempt: int, last: int, count: int) -> str:
+        return f"{self.metrics}{attempt:06d}-{last:09d}-{count:04d}.jsonl"
 
-    def pin(self, checkpoint_id: str) -> str:
-        return f"{self.pins}{checkpoint_id}.json"
+    def pin(self, checkpoint_id: str, token: str) -> str:
+        return f"{self.pins}{checkpoint_id}.{token}.json"
+
+    @property
+    def deletions(self) -> str:
+        return f"{self.run}/deletions/"
+
+    def deletion(self, token: str) -> str:
+        return f"{self.deletions}{token}.json"
 
     def quarantine(self, checkpoint_id: str) -> str:
         return f"{self.quarantined}{checkpoint_id}.json"
@@ -119,8 +129,8 @@ def is_checkpoint_folder(parent: str, name: str) -> bool:
 
 def attempt_number(key: str) -> int:
     """Return the number of the attempt that a claim at `key` is of; 0 for what is no claim."""
-    number = stem(key).partition("-")[0]
-    return int(number) if number.isdecimal() else 0
+    claim = _CLAIM.fullmatch(key.rpartition("/")[2])
+    return 0 if claim is None else int(claim["number"])
 
 
 def stem(key: str) -> str:

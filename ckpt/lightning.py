@@ -17,6 +17,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -27,6 +28,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from .arguments import Upload, check_upload
 from .lightning_logger import ReportLogger
+from .lightning_random import read_random_state, save_random_state, set_random_state
 from .lightning_ranks import (
     PrefectDDPStrategy,
     PrefectEnvironment,
@@ -56,9 +58,17 @@ class ReportCallback(CheckpointCallback):
     """Report Lightning's own checkpoint and metrics, durable when training goes on, from every rank.
 
     The checkpoint holds `checkpoint.ckpt`, as `trainer.save_checkpoint` writes it: a file from rank 0, or a folder where the
-    strategy shards, of which each rank brings what it wrote. The metrics are `trainer.callback_metrics` with `epoch` and
-    `step`; the step is `trainer.global_step`, so a training function fits once, and gives `ckpt_path=` from `resume_path` to
-    continue. One step is reported once, also by several of these callbacks, each for a moment of its own.
+    strategy shards, of which each rank brings what it wrote. Beside it lies each rank's random state, which Lightning does not
+    store. The metrics are `trainer.callback_metrics` with `epoch` and `step`; the step is `trainer.global_step`, so a training
+    function fits once, and gives `ckpt_path=` from `resume_path` to continue. One step is reported once, also by several of
+    these callbacks, each for a moment of its own.
+
+    What is due at an epoch's last batch, or after a validation that follows it, is reported when the epoch has ended, as by
+    ModelCheckpoint: resumed from there, as many ranks go on bit for bit as if nothing had happened, and callbacks that look at
+    the epoch's metrics (EarlyStopping) have seen them. A report within an epoch is resumed with the random numbers of that
+    moment, but a dataloader without a `state_dict` begins anew (Lightning's rule), so the training is another one from there.
+    torchdata's StatefulDataLoader without workers is exact within an epoch; after an epoch's end it draws one number more.
+
     Lightning counts it among its checkpoint callbacks: it runs after all others (list a ModelCheckpoint before it), whose state
     is stored as it is by then, and the Trainer adds no ModelCheckpoint of its own; `enable_checkpointing=False` contradicts it.
 
@@ -110,6 +120,8 @@ class ReportCallback(CheckpointCallback):
         self._signal_handler: Any = None
         self._seen_step = 0
         self._ends_soon = False
+        self._is_due = False
+        self._random_state: dict[str, Any] | None = None
         self.reported_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
@@ -137,6 +149,14 @@ class ReportCallback(CheckpointCallback):
             )
         self._signal_handler = signal.getsignal(signal.SIGTERM)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
+        """Have the random numbers of the checkpoint that the Trainer has loaded, if an epoch ended there."""
+        self._is_due = False
+        self._random_state = self._stored_random_state(trainer)
+        if self._random_state is not None and not self._random_state["within_epoch"]:
+            set_random_state(self._random_state)  # now: the Trainer's next act is to draw the epoch's first batch
+            self._random_state = None
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
         """Take SIGTERM back from Lightning, whose handler would wait for ranks that have not got one."""
         self._take_sigterm_back()
@@ -151,6 +171,9 @@ class ReportCallback(CheckpointCallback):
 
         """
         self._seen_step = self.reported_step = trainer.global_step
+        if self._random_state is not None:  # not sooner: what begins the epoch once more has drawn from others
+            set_random_state(self._random_state)
+            self._random_state = None
         if self._context is None:
             return
         self._take_sigterm_back()
@@ -176,25 +199,40 @@ class ReportCallback(CheckpointCallback):
         is_told = self._context.should_checkpoint()
         if is_told and self._context.ends_soon():
             self._ends_soon = trainer.should_stop = True
-        elif trainer.is_last_batch and self._is_nth_epoch(trainer):
-            is_told = False  # the epoch's report follows, and knows the validation
         if is_told or _crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
-            self._report(trainer)
+            self._report_or_await_the_end(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
-        """Report if it was an n-th epoch."""
-        if self._is_nth_epoch(trainer):
+        """Report if it was an n-th epoch, or a report is due since its last batch or the validation after that."""
+        is_due, self._is_due = self._is_due, False
+        if is_due or self._is_nth_epoch(trainer):
             self._report(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
-        """Report if that was chosen, and this is a validation within a training."""
+        """Report if that was chosen, and this is a validation within an epoch of a training."""
         if self._on_validation_end and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._report(trainer)
+            self._report_or_await_the_end(trainer)
+
+    def _report_or_await_the_end(self, trainer: Trainer) -> None:
+        """Report, after the last batch not until the epoch has ended: resumed from before, it would have no validation."""
+        if trainer.is_last_batch and not self._ends_soon:
+            self._is_due = True
+        else:
+            self._report(trainer, within_epoch=True)
 
     def _is_nth_epoch(self, trainer: Trainer) -> bool:
         return self._every_n_epochs is not None and (trainer.current_epoch + 1) % self._every_n_epochs == 0
 
-    def _report(self, trainer: Trainer) -> None:
+    def _stored_random_state(self, trainer: Trainer) -> dict[str, Any] | None:
+        """Return this rank's random state beside the checkpoint that the Trainer has loaded; None if there is none."""
+        restored = None if self._context is None else get_checkpoint()
+        if self._context is None or restored is None or not trainer.ckpt_path:
+            return None
+        if restored.manifest.world_size != self._context.world_size:
+            return None
+        return read_random_state(Path(trainer.ckpt_path).parent, self._context.world_rank)
+
+    def _report(self, trainer: Trainer, *, within_epoch: bool = False) -> None:
         step = trainer.global_step
         if self._context is None or step in _reported_steps(trainer):
             return
@@ -205,6 +243,7 @@ class ReportCallback(CheckpointCallback):
             return
         with folder_of_all_ranks(self._context, trainer.strategy.broadcast) as folder:
             trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)  # ends with a barrier
+            save_random_state(folder, self._context.world_rank, within_epoch=within_epoch)
             with part_of_rank(folder, self._context, os.link, below="") as part:
                 report(metrics, part, step=step, upload=self._upload)
 

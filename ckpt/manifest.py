@@ -1,19 +1,18 @@
 """The manifest: the one small file whose existence is a checkpoint's existence."""
 
-import json
 import re
+import reprlib
 import secrets
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Any, cast
+from typing import Annotated, Any, TypeAlias
 
-import xxhash
+from .keys import check_key
+from .metrics import Metrics, to_json
+from .record_fields import Count, Within
+from .records import FORMAT_VERSION, decode, seal, unseal
 
-from .errors import CheckpointCorruptError
-from .metrics import Metrics, from_json, to_json
-
-FORMAT_VERSION = 1
+_WHAT = "a manifest"
 MAX_STEP = 10**8 - 1
 MAX_ATTEMPT = 10**6 - 1
 _ID = re.compile(r"(?P<attempt>[0-9]{6})-(?P<step>[0-9]{8})-[0-9a-f]{8}")
@@ -33,6 +32,17 @@ def is_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
+def check_id(text: str) -> None:
+    """Return only if `text` is a checkpoint id.
+
+    Raises:
+        ValueError: If it is not.
+
+    """
+    if not is_id(text):
+        raise ValueError(f"{reprlib.repr(text)} is no checkpoint id")
+
+
 def attempt_of(checkpoint_id: str) -> int:
     """Return the attempt that wrote `checkpoint_id`."""
     return int(checkpoint_id.partition("-")[0])
@@ -41,6 +51,10 @@ def attempt_of(checkpoint_id: str) -> int:
 def step_of(checkpoint_id: str) -> int:
     """Return the step of `checkpoint_id`."""
     return int(checkpoint_id.split("-")[1])
+
+
+StepNumber: TypeAlias = Annotated[int, Within(0, MAX_STEP)]
+AttemptNumber: TypeAlias = Annotated[int, Within(1, MAX_ATTEMPT)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +69,10 @@ class FileEntry:
 
     """
 
-    path: str
-    bytes: int
+    path: Annotated[str, check_key]
+    bytes: Count
     digest: str
-    rank: int
+    rank: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +91,17 @@ class Manifest:
         created_at: When it was committed (UTC, the committing machine's clock; nothing is ordered by it).
         metadata: The user's own.
         timings: What it cost, in seconds: `stall_s`, for which its slowest rank's training waited, and `durable_s`, from the
-            report to this manifest, both by the ranks' clocks.
+            first rank's report to this manifest. Each rank measures by its own clock, and no two clocks are compared.
         evaluations: The names in `metrics` that were attached after the commit; the manifest in storage has none.
 
     """
 
-    id: str
-    step: int
-    attempt: int
+    id: Annotated[str, check_id]
+    step: StepNumber
+    attempt: AttemptNumber
     metrics: Metrics
     files: tuple[FileEntry, ...]
-    world_size: int
+    world_size: Count
     parent: str | None
     created_at: datetime
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -119,34 +133,11 @@ class Manifest:
             where: The place they come from, for the error.
 
         Raises:
-            CheckpointCorruptError: If any bit differs from what was written, or a newer format is found.
+            CheckpointCorruptError: If any bit differs from what was written.
+            MalformedRecordError: If it is no manifest that this package wrote.
+            UnsupportedFormatError: If a newer version wrote it.
 
         """
-        try:
-            body = json.loads(data)["body"]
-            intact = data == seal(body)  # the bytes, since JSON has several spellings of one value
-        except (ValueError, KeyError, TypeError) as exc:
-            raise CheckpointCorruptError(f"{where} is not a manifest: {exc}") from exc
-        if not intact:
-            raise CheckpointCorruptError(f"{where} does not match its own digest: it was changed after the commit")
-        return cls._from_body(body, where)
-
-    @classmethod
-    def _from_body(cls, body: Mapping[str, Any], where: str) -> "Manifest":
-        if body.get("format") != FORMAT_VERSION:
-            raise CheckpointCorruptError(
-                f"{where} has format {body.get('format')!r} and this version reads {FORMAT_VERSION}: upgrade prefect-torch"
-            )
-        fields = cast("dict[str, Any]", from_json({key: body[key] for key in body if key != "format"}))
-        fields["files"] = tuple(FileEntry(**entry) for entry in fields["files"])
-        fields["created_at"] = datetime.fromisoformat(fields["created_at"])
-        return cls(**fields)
-
-
-def _dump(value: object) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
-
-
-def seal(body: object) -> bytes:
-    """Return strict JSON of `body` and its digest, so that whoever reads it knows whether it is whole."""
-    return _dump({"body": body, "digest": xxhash.xxh3_128_hexdigest(_dump(body))})
+        body = unseal(data, where, _WHAT)
+        body.pop("evaluations", None)  # each is an object of its own
+        return decode(cls, body, where, _WHAT)

@@ -11,11 +11,14 @@ _MOST_FILES = 500_000  # about 150 MB, for a hundred thousand checkpoints; beyon
 class ManifestMemory:
     """Manifests of one run by id, as they were committed; safe to share between threads.
 
+    One that could not be read is remembered, too, so that each is read, and warned of, once.
+
     Whether a checkpoint still exists only a listing tells. What resumes or verifies reads the manifest itself.
     """
 
     def __init__(self) -> None:
         self._manifests: dict[str, Manifest] = {}
+        self._left_out: set[str] = set()
         self._num_files = 0
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -32,7 +35,21 @@ class ManifestMemory:
             self._manifests[manifest.id] = manifest
             self._num_files += 1 + len(manifest.files)
 
+    def leave_out(self, checkpoint_id: str) -> None:
+        """Take note that the manifest of `checkpoint_id` cannot be read."""
+        self._left_out.add(checkpoint_id)
+
+    def is_left_out(self, checkpoint_id: str) -> bool:
+        """Say whether the manifest of `checkpoint_id` could not be read."""
+        return checkpoint_id in self._left_out
+
+    def forget(self, checkpoint_id: str) -> None:
+        """Drop the manifest of a checkpoint that was deleted."""
+        if (manifest := self._manifests.pop(checkpoint_id, None)) is not None:
+            self._num_files -= 1 + len(manifest.files)
+
     def forget_all_but(self, existing: Collection[str]) -> None:
         """Drop the manifests of checkpoints that a listing has not shown."""
+        self._left_out.intersection_update(existing)
         for checkpoint_id in self._manifests.keys() - set(existing):
-            self._num_files -= 1 + len(self._manifests.pop(checkpoint_id).files)
+            self.forget(checkpoint_id)

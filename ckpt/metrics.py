@@ -1,6 +1,7 @@
 """Metrics as ranks report them: plain numbers, text and nested dicts, safe to write as strict JSON."""
 
 import math
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
@@ -10,6 +11,7 @@ Metrics: TypeAlias = dict[str, MetricValue]
 _MAX_DEPTH = 32
 # Strict JSON has no NaN and no infinities; readers in other languages refuse Python's bare words for them.
 _NON_FINITE = "__float__"
+_NON_FINITE_TEXTS = ("nan", "inf", "-inf")
 
 
 def clean_metrics(metrics: Mapping[str, object]) -> Metrics:
@@ -78,6 +80,30 @@ def find_metric(metrics: Metrics, attribute: str) -> MetricValue:
     return value
 
 
+def find_score(metrics: Metrics, attribute: str) -> bool | int | float | None:
+    """Return the metric `attribute` if it is a number, NaN and infinities among them; None where it is not, or missing.
+
+    A bool counts as 0 or 1, as it did when runs that are stored were trained; reports are refused with one.
+    """
+    value = find_metric(metrics, attribute)
+    return value if isinstance(value, (bool, int, float)) else None
+
+
+def check_score(metrics: Metrics, attribute: str | None) -> None:
+    """Return only if the metric `attribute`, by which checkpoints are ranked, is a number, or None, or missing.
+
+    Raises:
+        ValueError: If it is anything else: nothing says which of two texts is the better.
+
+    """
+    value = None if attribute is None else find_metric(metrics, attribute)
+    if isinstance(value, (str, bool, dict)):
+        raise ValueError(  # noqa: TRY004 - one error for bad metrics
+            f"metric {attribute!r} is {value!r}, a {type(value).__name__}, and checkpoint_score_attribute ranks checkpoints by "
+            "it: report a number, or None where there is none yet, or name another metric in CheckpointConfig"
+        )
+
+
 def flatten_metrics(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, MetricValue]]:
     """Yield each leaf of nested metrics under its "a/b" name."""
     for name, value in metrics.items():
@@ -104,12 +130,24 @@ def to_json(value: object) -> object:
 
 
 def from_json(value: object) -> object:
-    """Undo `to_json`."""
+    """Undo `to_json`.
+
+    Raises:
+        ValueError: If `value` has a tag that `to_json` does not write.
+
+    """
     if isinstance(value, dict):
         if value.keys() == {_NON_FINITE}:
-            tagged = value[_NON_FINITE]
-            return float(tagged) if isinstance(tagged, str) else {_NON_FINITE: from_json(tagged[0])}
+            return _tagged(value[_NON_FINITE])
         return {key: from_json(item) for key, item in value.items()}
     if isinstance(value, list):
         return [from_json(item) for item in value]
     return value
+
+
+def _tagged(tagged: object) -> object:
+    if isinstance(tagged, list) and len(tagged) == 1:
+        return {_NON_FINITE: from_json(tagged[0])}
+    if isinstance(tagged, str) and tagged in _NON_FINITE_TEXTS:
+        return float(tagged)
+    raise ValueError(f"{reprlib.repr(tagged)} is no float that JSON cannot hold")

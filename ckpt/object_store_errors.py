@@ -3,15 +3,19 @@
 import errno
 import os
 import re
+from datetime import datetime, timezone
 
 import obstore.exceptions
 
 from .errors import StorageError
-from .retry import CredentialsExpiredError, classify
+from .retry import ClockSkewError, CredentialsExpiredError, classify
+from .wording import show_age
 
 _PASSING = {408, 409, 425, 429}  # what HTTP says of a moment, not of the request
 _METADATA_HOST = "169.254.169.254"  # where clouds tell machines their role: the last place that is asked for credentials
 _STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
+_SKEWED = "<Code>RequestTimeTooSkewed<"
+_TIME = re.compile(r"<(?P<whose>Request|Server)Time>(?P<time>[^<]*)<")
 _ANSWER = re.compile(r"<(?P<name>Code|Message)>(?P<text>[^<]*)<")
 
 
@@ -22,6 +26,10 @@ def translate(error: Exception, where: str) -> Exception:
         return FileNotFoundError(f"the bucket of {where} does not exist: create it, or fix the storage's URL")
     if isinstance(error, (obstore.exceptions.NotFoundError, FileNotFoundError)):
         return FileNotFoundError(f"{where} does not exist")
+    if _SKEWED in text:
+        return ClockSkewError(
+            f"this machine's clock differs from that of {where} by {_show_skew(text)}, so every request is refused: set it"
+        )
     if classify(error) == "credentials":
         return CredentialsExpiredError(f"the credentials for {where} have expired: {reason}")
     if _METADATA_HOST in text:
@@ -43,6 +51,24 @@ def _translate_status(error: Exception, where: str, reason: str) -> Exception:
     if (300 <= code < 500 and code not in _PASSING) or code == 501:  # noqa: PLR2004 - HTTP's classes of status codes
         return OSError(f"{where}: {reason}")
     return StorageError(f"{where}: {reason}")
+
+
+def _show_skew(answer: str) -> str:
+    """Return by how much the clocks differ, as far as the answer tells.
+
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/RESTAuthentication.html#RESTAuthenticationTimeStamp
+    """
+    try:
+        told = {it["whose"]: _parse_time(it["time"]) for it in _TIME.finditer(answer)}
+        behind_s = (told["Server"] - told["Request"]).total_seconds()
+    except (KeyError, ValueError):  # other servers tell the code only
+        return "more than the 15 minutes that S3 allows"
+    return f"{show_age(abs(behind_s))} (it is {'behind' if behind_s > 0 else 'ahead'})"
+
+
+def _parse_time(text: str) -> datetime:
+    form = "%Y-%m-%dT%H:%M:%SZ" if "-" in text else "%Y%m%dT%H%M%SZ"
+    return datetime.strptime(text, form).replace(tzinfo=timezone.utc)
 
 
 def first_reason(error: Exception) -> str:

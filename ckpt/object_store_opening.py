@@ -82,6 +82,17 @@ def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
     return store
 
 
+def promises_key_order(store: "ObjectStore") -> bool:
+    """Say whether the service documents that it lists in the order of keys; of other servers, their listings must show it.
+
+    S3 does (https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html), except for directory buckets; so does
+    Google Cloud Storage (https://cloud.google.com/storage/docs/json_api/v1/objects/list).
+    """
+    if isinstance(store, obstore.store.S3Store):
+        return "endpoint" not in store.config and not str(store.config.get("bucket")).endswith("--x-s3")
+    return isinstance(store, obstore.store.GCSStore)
+
+
 def _complete_s3(config: dict[str, Any]) -> Any:
     """Fill in the endpoint and the region as AWS' own tools find them, and return where credentials come from, if not there."""
     provider, profile_endpoint = (None, None) if _names_credentials(config) else _from_boto3()

@@ -25,19 +25,21 @@ _BLOCK_SLUGS = {
     "azure-blob-storage-container",
 }
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
-_ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(_OBJECT_STORES))}|file|memory):/", re.IGNORECASE)
-_PASSWORD = re.compile(r"(?P<user>[^/:@]*):(?P<password>[^/]*)@(?P<place>.*)", re.DOTALL)
+_ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(_OBJECT_STORES))}|file|memory|sftp|ssh|ftp|hdfs|smb):/", re.IGNORECASE)
+# What begins with a host's port, or an address in brackets, is no user with a password. As a form's JSON schema says it, too.
+URL_WITH_LOGIN = r"[A-Za-z][A-Za-z0-9+.-]*://[^/:@\[]*:(?!\d+(/|$))[^@]*@"
+_PASSWORD = re.compile(URL_WITH_LOGIN)
 
 
 def parse_storage(storage: StorageLike) -> StorageSpec:
-    """Return what every process needs to open `storage`; its url shows no password.
+    """Return what every process needs to open `storage`.
 
     Args:
         storage: A local path, a URL, "block-type-slug/block-name", or a block. A folder that is named like a block is
             written "./s3-bucket/x".
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If it is none of these, or a URL with a password in it.
 
     """
     if isinstance(storage, StorageSpec):
@@ -66,12 +68,12 @@ def open_storage(storage: StorageLike) -> Storage:
         return storage
     spec = parse_storage(storage)
     match = _URL.match(spec.url)
+    from .retry import RetryingStorage  # noqa: PLC0415 - each backend loads only what it needs
+
     if match is None:
-        from .local_storage import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
+        from .local_storage import LocalStorage  # noqa: PLC0415 - as above
 
-        return LocalStorage(Path(spec.url))
-    from .retry import RetryingStorage  # noqa: PLC0415 - as above
-
+        return RetryingStorage(lambda: LocalStorage(Path(spec.url)), spec.retry)
     options = _options(spec)
     if match["scheme"] in _OBJECT_STORES:
         from .obstore_storage import ObstoreStorage  # noqa: PLC0415 - as above
@@ -80,6 +82,25 @@ def open_storage(storage: StorageLike) -> Storage:
     from .fsspec_storage import FsspecStorage  # noqa: PLC0415 - as above
 
     return RetryingStorage(lambda: FsspecStorage(spec.url, next(options)), spec.retry)
+
+
+def refuse_password(text: str) -> None:
+    """Raise unless `text`, as a URL, shows no password: it would be shown wherever the URL is.
+
+    Raises:
+        ValueError: With the way to give it, and without the password.
+
+    """
+    if _PASSWORD.match(text):
+        scheme = text.partition("://")[0].lower()
+        way = (
+            f"save a CheckpointStorage block with {scheme}://user@host/folder and the password in its field, or log in by a key"
+        )
+        if scheme in _OBJECT_STORES:
+            way = "give them as a block, as environment variables or in a profile"
+        raise ValueError(
+            f"the {scheme}:// URL holds credentials, which Prefect stores and shows with a flow run's parameters: {way}"
+        )
 
 
 def is_open(storage: StorageLike) -> TypeGuard[Storage]:
@@ -105,36 +126,34 @@ def is_block_slug(text: str) -> bool:
 
 def _absolute(path: str) -> str:
     if _ONE_SLASH.match(path):
-        raise ValueError(f"{path!r} is a URL that lost a slash, as in pathlib.Path('s3://…'): give the URL as a string")
+        raise ValueError(
+            f"{path.partition('/')[0]}/… is a URL that lost a slash, as in pathlib.Path('s3://…'): give the URL as a string"
+        )
     return str(Path(path).expanduser().absolute())
 
 
 def _normalized(spec: StorageSpec) -> StorageSpec:
-    """Return `spec` with a lower-case scheme, no last slash, and a password among the options instead of in the url."""
+    """Return `spec` with a lower-case scheme and no last slash."""
     match = _URL.match(spec.url)
     if match is None:
         return spec
+    refuse_password(spec.url)
     scheme, rest = match["scheme"].lower(), match["rest"]
-    if scheme == "file":
+    if scheme in ("file", "local"):
         return replace(spec, url=_file_path(rest), options={})
     if scheme in ("http", "https"):
         raise ValueError(
             f"{scheme}:// cannot be written to: give an S3 server's address as the block's endpoint_url, or in "
             "AWS_ENDPOINT_URL, and the storage as s3://bucket/folder"
         )
-    options = dict(spec.options)
-    named = _PASSWORD.match(rest)
-    if named or (scheme in _BUCKETS and "@" in rest.partition("/")[0]):
-        if named is None or scheme in _OBJECT_STORES:
-            raise ValueError(
-                f"the {scheme}:// URL holds credentials, which would be shown wherever the URL is: give them as a block, as "
-                "environment variables or in a profile"
-            )
-        options = {"username": unquote(named["user"]), "password": unquote(named["password"]), **options}
-        rest = named["place"]
+    if scheme in _BUCKETS and "@" in rest.partition("/")[0]:
+        raise ValueError(
+            f"the {scheme}:// URL holds credentials, which would be shown wherever the URL is: give them as a block, as "
+            "environment variables or in a profile"
+        )
     if scheme in _OBJECT_STORES and ("?" in rest or "#" in rest):
         raise ValueError(f"{scheme}://{re.split('[?#]', rest)[0]} goes on with '?' or '#': write %3F or %23 in a folder's name")
-    return replace(spec, url=f"{scheme}://{rest.rstrip('/')}", options=options)
+    return replace(spec, url=f"{scheme}://{rest.rstrip('/')}")
 
 
 def _file_path(rest: str) -> str:

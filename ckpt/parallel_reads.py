@@ -1,4 +1,4 @@
-"""Many small reads at once: what an object store takes for one is mostly waiting."""
+"""Many reads at once: what an object store takes for a small one is mostly waiting, and one large one fills no network."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -9,6 +9,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _AT_ONCE = 32
+_LARGE_AT_ONCE = 8
 _FEW = 8  # threads would cost more than they gain
 
 
@@ -39,3 +40,15 @@ def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
             failed.set()  # whoever is told to end does not wait for the rest
             raise
     return [shares[place % num_threads][place // num_threads] for place in range(len(wanted))]
+
+
+def for_each(items: Iterable[T], work: Callable[[T], None]) -> None:
+    """Do `work` for each of `items`, files or parts of them, eight at a time; the first error is raised, and ends the rest."""
+    with ThreadPoolExecutor(_LARGE_AT_ONCE, "prefect-torch-files") as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()

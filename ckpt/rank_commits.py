@@ -46,6 +46,7 @@ class RankCommits:
         self._pace = pace
         self._max_in_flight = max_in_flight
         self._background = BackgroundCommits()
+        self._decided: list[str] = []  # on rank 0, the topics of the commit before
         self._parent = None if restored is None else _name_from(store, restored)
         self.newest_step = self._committed_step = -1 if restored is None else restored.step
 
@@ -104,10 +105,18 @@ class RankCommits:
             stall_s = None if manifest is None else manifest.timings["stall_s"]
         finally:
             self._pace.end(stall_s)
+            self._forget_decisions(job.decided)
         self._parent, self._committed_step = job.checkpoint_id, job.agreement.step
         if manifest is not None:
             costs = (manifest.total_bytes, time.monotonic() - started_s, manifest.timings["stall_s"])
             self._events.send(CommitEvent(manifest.id, manifest.step, manifest.metrics, *costs))
+
+    def _forget_decisions(self, decided: list[str]) -> None:
+        """As rank 0, drop the decisions on the previous commit: every rank has read them, since all came to this one."""
+        if decided:
+            for topic in self._decided:
+                self._peers.forget(topic)
+            self._decided = decided
 
     def _forget_failed_step(self) -> None:
         self.newest_step = max(self._committed_step, self._background.newest_step)

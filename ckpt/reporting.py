@@ -28,7 +28,10 @@ def report(
     progress: float | None = None,
     upload: Upload | None = None,
 ) -> None:
-    """Report metrics, and a checkpoint that is durable when this returns; every rank calls it equally often.
+    """Report metrics and a checkpoint, durable when a synchronous report returns; every rank calls it equally often.
+
+    An asynchronous one (`upload="async"`, the default for a `state`) is durable once the next report that waits for it, or the
+    training function, has returned; its failure is raised there.
 
     A `state` of live objects is the fastest checkpoint: the call returns as soon as the bytes that this rank owns are copied,
     a 1/N of what N ranks have alike, and the copy is committed in the background. The training may go on at once. It costs
@@ -36,11 +39,11 @@ def report(
 
     Each rank uploads its own files, in parallel; together they are one checkpoint. It exists as soon as its manifest does,
     which is written last: a training killed at any moment resumes from a whole checkpoint, the one of this report if it
-    had returned. Rank 0's metrics are recorded, on their own and as the checkpoint's.
+    was synchronous and had returned. Rank 0's metrics are recorded, on their own and as the checkpoint's.
 
     Args:
         metrics: Numbers, bools, strings, None, NaN, infinities and nested dicts of them; numpy scalars and 0-d tensors
-            become numbers.
+            become numbers. The one that checkpoints are ranked by (`checkpoint_score_attribute`) is a number, None, or missing.
         checkpoint: This rank's part (`Checkpoint.from_directory`); None where this rank has nothing to store. Ranks may
             bring equal files under one name; different ones need different names.
         state: Names of modules, optimizers, schedulers and other objects with `state_dict`, tensors (DTensors among them),
@@ -50,7 +53,8 @@ def report(
             give the objects themselves, since the tensors of their `state_dict()` would be compared. `Checkpoint.load_state`
             restores it, and torch.distributed.checkpoint reads it. A folder may be reported beside it.
         step: The same number on every rank, growing from checkpoint to checkpoint; None counts on from the report before,
-            or from the restored checkpoint, beginning with 0.
+            or from the restored checkpoint, beginning with 0. At the newest checkpoint's step once more, as at the end of a
+            training that has just reported, the metrics are recorded and that checkpoint stays, with a warning.
         progress: The share of the training that is done, from 0 to 1.
         upload: "sync" (what None means without a state) returns when the checkpoint is durable. "async" (what None means with
             a state) takes the folder's files over, returns at once and commits in the background, one at a time; a failure

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from .metrics import Metrics, find_metric
+from .metrics import Metrics, find_score
 
 Order: TypeAlias = Literal["max", "min"]
 
@@ -57,6 +57,8 @@ class RetentionPolicy:
         keep_every_n_steps: Keep every checkpoint whose step is a multiple of this, for good.
         evaluation_timeout_s: Keep every checkpoint without a score for so long after its commit, by the clocks of who commits
             and who prunes, since its evaluation may yet attach one. None waits for no evaluation.
+        keep_quarantined_days: For how many days after a checkpoint was found damaged its data stay, by the storage's clock, for
+            who wants to look into it or restores it. None keeps them until somebody removes them.
 
     """
 
@@ -66,6 +68,7 @@ class RetentionPolicy:
     keep_last: int = 1
     keep_every_n_steps: int | None = None
     evaluation_timeout_s: float | None = None
+    keep_quarantined_days: float | None = 7.0
 
     def __post_init__(self) -> None:
         """Refuse numbers that would keep nothing or mean nothing."""
@@ -75,6 +78,9 @@ class RetentionPolicy:
         check_count("keep_last", self.keep_last)
         _check_order(self.checkpoint_score_order)
         _check_timeout(self.evaluation_timeout_s, self.checkpoint_score_attribute)
+        days = self.keep_quarantined_days
+        if days is not None and (isinstance(days, bool) or not isinstance(days, (int, float)) or not days >= 0):
+            raise ValueError(f"keep_quarantined_days={days!r}: give days, 0 or more, or None to keep them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +103,8 @@ def score(metrics: Metrics, attribute: str, order: Order) -> tuple[int, float]:
 
     Text, None and nested metrics count as missing.
     """
-    value = find_metric(metrics, attribute)
-    if not isinstance(value, (bool, int, float)):
+    value = find_score(metrics, attribute)
+    if value is None:
         return (0, 0.0)
     if value != value:  # noqa: PLR0124 - NaN is the one number that differs from itself
         return (1, 0.0)
@@ -164,7 +170,7 @@ def overdue_evaluations(manifests: Sequence[Dated], policy: RetentionPolicy, now
 
 def _lacks_score(checkpoint: Committed, policy: RetentionPolicy) -> bool:
     attribute = policy.checkpoint_score_attribute
-    return attribute is not None and find_metric(checkpoint.metrics, attribute) is None
+    return attribute is not None and find_score(checkpoint.metrics, attribute) is None
 
 
 def plan(

@@ -9,6 +9,10 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+import xxhash
+
+from .host import is_local, kernel_id
+
 _PREFIX = ".prefect-torch-scratch-"
 _held: dict[Path, int] = {}  # the descriptor by which this process holds each, until it ends
 
@@ -16,13 +20,14 @@ _held: dict[Path, int] = {}  # the descriptor by which this process holds each, 
 def make_scratch(parent: Path | None = None) -> Path:
     """Return a new, empty folder in `parent` (None: among the temporary files) that lasts no longer than this process.
 
-    Whoever makes the first there in its process removes those of processes that were killed, where the filesystem has locks.
+    The first one that a process makes in `parent` removes those of killed processes, where the filesystem has locks. Where it
+    is shared among machines, these are the ones of this machine since its boot: another's lock may not be seen here.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _sweep(parent)
     made = Path(tempfile.mkdtemp(prefix=".prefect-torch-making-", dir=parent))  # nobody sweeps it before it is held
     descriptor = _hold(made)
-    folder = made.replace(parent / f"{_PREFIX}{made.name.rpartition('-')[2]}")
+    folder = made.replace(parent / f"{_PREFIX}{_own_mark()}-{made.name.rpartition('-')[2]}")
     _held[folder] = descriptor
     return folder
 
@@ -51,7 +56,8 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 @cache
 def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{_PREFIX}*"):
+    ours = "" if is_local(parent) else f"{_own_mark()}-"
+    for folder in parent.glob(f"{_PREFIX}{ours}*"):
         with suppress(OSError):  # it is held, another user's, gone by now, or on a filesystem without locks
             descriptor = os.open(folder, os.O_RDONLY)
             try:
@@ -59,6 +65,10 @@ def _sweep(parent: Path) -> None:
                 shutil.rmtree(folder)
             finally:
                 os.close(descriptor)
+
+
+def _own_mark() -> str:
+    return xxhash.xxh3_64_hexdigest(kernel_id().encode())
 
 
 def _hold(folder: Path) -> int:

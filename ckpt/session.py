@@ -1,5 +1,6 @@
 """One rank's side of a training: every report of it, from the ranks' agreement to the manifest."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from .events import EventSender, ReportEvent
 from .history import MetricRecord
 from .key_value import KeyValue
 from .layout import lies_in_checkpoint
-from .metrics import Metrics, clean_metrics
+from .metrics import Metrics, check_score, clean_metrics
 from .pace import CheckpointPace
 from .peers import Peers, RankEnd
 from .prompts import CheckpointPrompts
@@ -40,11 +41,16 @@ class ReportSettings:
     Attributes:
         max_in_flight: How many commits may be under way in the background.
         target_overhead: Which share of its time the training may be held up, for `should_checkpoint`; None for no such wish.
+        checkpoint_score_attribute: The metric by which checkpoints are ranked, which must be a number; None ranks them by age.
 
     """
 
     max_in_flight: int = 1
     target_overhead: float | None = None
+    checkpoint_score_attribute: str | None = None
+
+
+_logger = logging.getLogger(__name__)
 
 
 class RankSession:
@@ -77,6 +83,7 @@ class RankSession:
         self._rounds = 0
         self._last_step = -1 if restored is None else restored.step
         self._one_report = threading.Lock()
+        self._score_attribute = settings.checkpoint_score_attribute
         pace = CheckpointPace(settings.target_overhead)
         self._commits = RankCommits(store, self._peers, self._events, pace, settings.max_in_flight, restored)
         self._prompts = CheckpointPrompts(self._peers, pace, ends_soon)
@@ -99,12 +106,16 @@ class RankSession:
         with self._one_report, ExitStack() as cleanup:
             try:
                 cleaned = clean_metrics(metrics)
+                check_score(cleaned, self._score_attribute)
                 check_progress(progress)
                 upload = check_upload(upload, checkpoint, state)
+                newest = None if upload is None else self._commits.newest_step
+                step = check_step(step, following=self._last_step + 1, newest=newest)
+                if step == newest:  # the same on every rank, as `newest_step` is
+                    self._keep_stored(step, upload)
+                    checkpoint = state = upload = None
                 brought = self._bring(checkpoint, cleanup)
                 held = None if state is None else self._states().hold(_without_files_of_ours(state, brought))
-                after = None if upload is None else self._commits.newest_step
-                step = check_step(step, following=self._last_step + 1, after=after)
             except Exception as exc:
                 self._withdraw(exc)
                 raise
@@ -122,7 +133,7 @@ class RankSession:
     def log_metrics(self, metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
         """Record metrics without a report; see `reporting.log_metrics`."""
         cleaned = clean_metrics(metrics)
-        step = check_step(step, following=self._last_step + 1, after=None)
+        step = check_step(step, following=self._last_step + 1, newest=None)
         if self.context.world_rank == 0:
             record = MetricRecord(self.context.attempt, step, cleaned, None, utc_now(), is_logged=True)
             self._events.send(ReportEvent(record))
@@ -162,6 +173,16 @@ class RankSession:
         """
         self._commits.wait(timeout_s=flush_s)
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "failed", detail))
+
+    def _keep_stored(self, step: int, upload: Upload | None) -> None:
+        """Say that the checkpoint of `step` stays, and return once it is as durable as `upload` asks for."""
+        _logger.warning(
+            "rank %d reports step %d, whose checkpoint is stored already: the metrics are recorded, and that checkpoint stays; "
+            "give a higher step to store another",
+            *(self.context.world_rank, step),
+        )
+        if upload == "sync":
+            self._commits.wait()
 
     def _bring(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> Brought:
         if checkpoint is None:

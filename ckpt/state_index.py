@@ -3,17 +3,21 @@
 import json
 import math
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from .errors import CheckpointCorruptError
 from .keys import check_key
+from .record_fields import Count
+from .records import FORMAT_VERSION, decode, parse
 from .state_plan import Step
 
 INDEX_FILE = ".state.json"
 METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own
-FORMAT_VERSION = 1
+_WHAT = "the index of a state"
+_TOLD = "what a rank tells of a state"
 _OWN = re.compile(r"@rank(?P<rank>[0-9]+)$")
 _RANK_FILE = re.compile(r"__[0-9]+_[01]\.distcp")
 DTYPE_BYTES = {
@@ -52,6 +56,24 @@ def rank_of(name: str) -> int | None:
     return None if found is None else int(found["rank"])
 
 
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"the dtype {reprlib.repr(dtype)} is not known")
+
+
+def _check_path(path: Sequence[Step]) -> None:
+    if not path:
+        raise ValueError("an empty path")
+    for step in path:
+        if isinstance(step, list) and (len(step) != 1 or step[0] < 0):
+            raise ValueError(f"{reprlib.repr(step)} is no place in a list")
+
+
+Counts: TypeAlias = tuple[Count, ...]
+Dtype: TypeAlias = Annotated[str, _check_dtype]
+StepPath: TypeAlias = Annotated[tuple[Step, ...], _check_path]
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a tensor.
@@ -66,11 +88,11 @@ class Chunk:
 
     """
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    archive: tuple[int, int]
-    start: int
+    offsets: Counts
+    sizes: Counts
+    file: Annotated[str, check_key]
+    archive: tuple[Count, Count]
+    start: Count
     digests: tuple[str, ...]
 
 
@@ -86,9 +108,9 @@ class TensorEntry:
 
     """
 
-    path: tuple[Step, ...]
-    dtype: str
-    shape: tuple[int, ...]
+    path: StepPath
+    dtype: Dtype
+    shape: Counts
     chunks: tuple[Chunk, ...]
 
     @property
@@ -111,12 +133,12 @@ class ValueEntry:
 
     """
 
-    path: tuple[Step, ...]
-    file: str
-    start: int
-    bytes: int
+    path: StepPath
+    file: Annotated[str, check_key]
+    start: Count
+    bytes: Count
     digest: str
-    tensor: tuple[str, tuple[int, ...]] | None = None
+    tensor: tuple[Dtype, Counts] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +153,8 @@ class StateIndex:
 
     """
 
-    world_size: int
-    block_bytes: int
+    world_size: Count
+    block_bytes: Count
     tensors: Mapping[str, TensorEntry]
     values: Mapping[str, ValueEntry]
 
@@ -160,8 +182,9 @@ class StateIndex:
             for name, told in (part or {}).get("tensors", {}).items():
                 tensors.setdefault(name, {**told, "chunks": []})["chunks"] += told["chunks"]
             for name, told in (part or {}).get("values", {}).items():
-                values[name] = _value(told)
-        return cls(len(parts), block_bytes, {name: _tensor(told) for name, told in tensors.items()}, values)
+                values[name] = decode(ValueEntry, told, name, _TOLD)
+        known = {name: decode(TensorEntry, told, name, _TOLD) for name, told in tensors.items()}
+        return cls(len(parts), block_bytes, known, values)
 
     @classmethod
     def decode(cls, data: bytes, where: str, file_bytes: Mapping[str, int]) -> "StateIndex":
@@ -174,22 +197,15 @@ class StateIndex:
 
         Raises:
             CheckpointCorruptError: If it is no index, or an entry cannot be true.
+            UnsupportedFormatError: If a newer version stored it.
 
         """
+        index = decode(cls, parse(data, where, _WHAT), where, _WHAT)
         try:
-            index = cls._from_body(json.loads(data))
             index._check(file_bytes)  # noqa: SLF001 - its own class's
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise CheckpointCorruptError(f"{where} is not the index of a state: {type(exc).__name__}: {exc}") from exc
+        except ValueError as exc:
+            raise CheckpointCorruptError(f"{where} is not {_WHAT}: {exc}") from exc
         return index
-
-    @classmethod
-    def _from_body(cls, body: Mapping[str, Any]) -> "StateIndex":
-        if body["format"] != FORMAT_VERSION:
-            raise ValueError(f"format {body['format']!r}, and this version reads {FORMAT_VERSION}: upgrade prefect-torch")
-        tensors = {name: _tensor(told) for name, told in body["tensors"].items()}
-        values = {name: _value(told) for name, told in body["values"].items()}
-        return cls(_count(body["world_size"]), _count(body["block_bytes"]), tensors, values)
 
     def _check(self, file_bytes: Mapping[str, int]) -> None:
         if not self.world_size or not self.block_bytes:
@@ -244,58 +260,3 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
         a < b + b_size and b < a + a_size
         for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     )
-
-
-def _tensor(told: Mapping[str, Any]) -> TensorEntry:
-    if told["dtype"] not in DTYPE_BYTES:
-        raise ValueError(f"the dtype {told['dtype']!r} is not known")
-    return TensorEntry(
-        _path(told["path"]), told["dtype"], _counts(told["shape"]), tuple(_chunk(chunk) for chunk in told["chunks"])
-    )
-
-
-def _chunk(told: Mapping[str, Any]) -> Chunk:
-    start, size = _counts(told["archive"])
-    digests = tuple(_text(digest) for digest in told["digests"])
-    offsets, sizes = _counts(told["offsets"]), _counts(told["sizes"])
-    return Chunk(offsets, sizes, check_key(told["file"]), (start, size), _count(told["start"]), digests)
-
-
-def _value(told: Mapping[str, Any]) -> ValueEntry:
-    tensor = told["tensor"]
-    if tensor is not None and tensor[0] not in DTYPE_BYTES:
-        raise ValueError(f"the dtype {tensor[0]!r} is not known")
-    return ValueEntry(
-        *(_path(told["path"]), check_key(told["file"]), _count(told["start"]), _count(told["bytes"]), _text(told["digest"])),
-        None if tensor is None else (tensor[0], _counts(tensor[1])),
-    )
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-def _counts(values: Sequence[object]) -> tuple[int, ...]:
-    if not isinstance(values, (list, tuple)):
-        raise TypeError(f"{values!r} is no list of counts")
-    return tuple(_count(value) for value in values)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
-
-
-def _path(steps: Sequence[Any]) -> tuple[Step, ...]:
-    if not steps:
-        raise ValueError("an empty path")
-    return tuple([_count(step[0])] if isinstance(step, list) else _key(step) for step in steps)
-
-
-def _key(step: object) -> str | int:
-    if type(step) not in (str, int):
-        raise TypeError(f"{step!r} is no step of a path")
-    return step  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`

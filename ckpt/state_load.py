@@ -5,6 +5,7 @@ from typing import Any
 
 import xxhash
 
+from .confirmed_reads import confirm_damage
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
 from .manifest import FileEntry
 from .state_index import INDEX_FILE, StateIndex
@@ -51,13 +52,17 @@ def read_index(reader: StateReader, files: Mapping[str, FileEntry]) -> StateInde
         raise CheckpointNotFoundError(
             f"{reader.where} holds no state: it was reported as a folder; read it with as_directory()"
         )
-    try:
-        data = reader.storage.get_bytes(f"{reader.folder}{INDEX_FILE}")
-    except FileNotFoundError as exc:
-        raise CheckpointNotFoundError(f"{where} is missing") from exc
-    if known.digest and xxhash.xxh3_128_hexdigest(data) != known.digest:
-        raise CheckpointCorruptError(f"{where} differs from what was committed")
-    return StateIndex.decode(data, where, {path: entry.bytes for path, entry in files.items()})
+
+    def read(storage: Storage) -> StateIndex:
+        try:
+            data = storage.get_bytes(f"{reader.folder}{INDEX_FILE}")
+        except FileNotFoundError as exc:
+            raise CheckpointNotFoundError(f"{where} is missing") from exc
+        if known.digest and xxhash.xxh3_128_hexdigest(data) != known.digest:
+            raise CheckpointCorruptError(f"{where} differs from what was committed")
+        return StateIndex.decode(data, where, {path: entry.bytes for path, entry in files.items()})
+
+    return confirm_damage(reader.storage, read)
 
 
 def files_in(storage: Storage) -> dict[str, FileEntry]:

@@ -3,18 +3,18 @@
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 import xxhash
 
+from .confirmed_reads import confirm_damage
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
+from .parallel_reads import for_each
 from .state_image import memory_of
 from .state_index import Chunk, TensorEntry, ValueEntry
 from .storage import Storage
 
-_PARALLEL_READS = 8
 _SPAN_BYTES = 4 * 2**20  # what one request reads of small things at most
 _GAP_BYTES = 64 * 2**10  # is read along, rather than asking once more
 Take = Callable[[memoryview], None]
@@ -66,14 +66,7 @@ class StateReader:
             CheckpointNotFoundError: If a file is missing.
 
         """
-        with ThreadPoolExecutor(_PARALLEL_READS, "prefect-torch-load") as pool:
-            futures = [pool.submit(self._read_span, span) for span in _spans(blocks)]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                for future in futures:
-                    future.cancel()
+        for_each(_spans(blocks), self._read_span)
 
     def read_values(self, values: Sequence[ValueEntry]) -> list[bytes]:
         """Return the bytes of each value."""
@@ -88,26 +81,27 @@ class StateReader:
     def _read_span(self, span: Sequence[Block]) -> None:
         first = span[0]
         if len(span) == 1 and first.into is not None:
-            memory = first.into()
-            self._fill(first, memory)
-            self._verify(first, memory)
-            if first.take is not None:
-                first.take(memory)
-            return
-        end = max(block.start + block.bytes for block in span)
-        data = memoryview(bytearray(end - first.start))
-        self._fill(first, data)
-        for block in span:
+            data = first.into()
+        else:
+            end = max(block.start + block.bytes for block in span)
+            data = memoryview(bytearray(end - first.start))
+        confirm_damage(self.storage, lambda storage: self._read_verified(span, data, storage))
+        for block in span:  # only now: what a second read repeats must not have been taken
             part = data[block.start - first.start :][: block.bytes]
-            self._verify(block, part)
-            if block.into is not None:
+            if block.into is not None and len(span) > 1:
                 block.into()[:] = part
             if block.take is not None:
                 block.take(part)
 
-    def _fill(self, first: Block, data: memoryview) -> None:
+    def _read_verified(self, span: Sequence[Block], data: memoryview, storage: Storage) -> None:
+        first = span[0]
+        self._fill(first, data, storage)
+        for block in span:
+            self._verify(block, data[block.start - first.start :][: block.bytes])
+
+    def _fill(self, first: Block, data: memoryview, storage: Storage) -> None:
         try:
-            count = self.storage.get_range(f"{self.folder}{first.file}", first.start, data)
+            count = storage.get_range(f"{self.folder}{first.file}", first.start, data)
         except FileNotFoundError as exc:
             raise CheckpointNotFoundError(f"{self.where}/{first.file} is missing") from exc
         if count != len(data):

@@ -99,7 +99,10 @@ class Restore:
         if self._problems:
             more = len(self._problems) - _TOLD_AT_ONCE
             told = "\n  ".join(self._problems[:_TOLD_AT_ONCE]) + (f"\n  and {more} more" if more > 0 else "")
-            raise StateMismatchError(f"{self._reader.where} does not fit the state to load into:\n  {told}")
+            raise StateMismatchError(
+                f"{self._reader.where} does not fit the state to load into:\n  {told}\n"
+                "To train another model, give the run another name, or resume='never'"
+            )
         if self._of_ranks:
             raise RankLocalStateError(
                 f"{', '.join(self._of_ranks[:_TOLD_AT_ONCE])} differed between the {self._index.world_size} ranks that stored "

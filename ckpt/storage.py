@@ -99,6 +99,10 @@ class Storage(Protocol):
         """Write the object to `path`, whose folder exists."""
         ...
 
+    def digest(self, key: str) -> Transfer:
+        """Return the size and digest of the object, read in full and kept nowhere."""
+        ...
+
     def get_range(self, key: str, start: int, into: memoryview) -> int:
         """Fill `into` with the object's bytes from `start` on, and return how many there were: fewer where it ends before."""
         ...
@@ -112,9 +116,23 @@ class Storage(Protocol):
         ...
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-        """Yield, in key order, every object whose key starts with `prefix` and sorts after `after`.
+        """Yield every object whose key starts with `prefix`, in any order; one may come twice.
 
-        `prefix` is empty or ends with "/"; folders below it are walked too.
+        Every put that returned is among them, and nothing that a delete removed.
+
+        Args:
+            prefix: Empty, or ends with "/"; folders below it are walked, too.
+            after: A key directly below `prefix`, which need not exist: an object whose name sorts before it is left out, and
+                so is one in a folder whose name does. Servers sort by whole keys or by names, folder for folder, so a
+                folder whose name is this one's, or its beginning, may be left out or not.
+
+        """
+        ...
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Yield the names of the folders directly below `prefix`, in any order; a folder without objects may be among them.
+
+        `prefix` is empty or ends with "/". Costs a request per thousand, however much lies in the folders.
         """
         ...
 
@@ -128,6 +146,10 @@ class Storage(Protocol):
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
         """Remove what puts below `prefix` left behind that were interrupted longer ago than this; no object is touched."""
+        ...
+
+    def reopened(self) -> "Storage":
+        """Return this storage by a new connection, past what this one may have got wrong and kept; asks nothing yet."""
         ...
 
     def local_path(self, key: str) -> Path | None:

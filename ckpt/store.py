@@ -3,18 +3,20 @@
 import builtins
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from .clock import utc_now
-from .errors import CheckpointCorruptError, CheckpointNotFoundError
-from .evaluations import ListedCheckpoint, attach, names_below, read_listing, with_evaluations
+from .confirmed_reads import confirm_damage
+from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError, UnsupportedFormatError
+from .evaluations import ListedCheckpoint, attach, evaluation_of, read_listing, with_evaluations
 from .layout import Layout, check_run_name, stem
-from .manifest import Manifest, is_id
+from .manifest import Manifest, attempt_of, is_id
 from .manifest_memory import ManifestMemory
 from .opening import StorageLike, is_open, open_storage, parse_storage
 from .parallel_reads import read_all
+from .records import decode, parse
 from .retention import Order, Plan, RetentionPolicy, check_count, rank_best
 from .storage import RetryPolicy, Storage, StorageSpec
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 VerifyLevel: TypeAlias = Literal["none", "size", "digest"]
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
@@ -84,22 +87,40 @@ class CheckpointStore:
         """Yield the ids of committed checkpoints, oldest first; one request per thousand."""
         return (listed.id for listed in self.listed(since=after) if listed.id != after)
 
-    def listed(self, *, since: str | None = None) -> Iterator[ListedCheckpoint]:
-        """Yield committed checkpoints with the names of their evaluations, oldest first; one request per thousand objects.
+    def listed(self, *, since: str | None = None) -> builtins.list[ListedCheckpoint]:
+        """Return committed checkpoints with the names of their evaluations, oldest first; one request per thousand objects.
 
         Args:
             since: Begin with this id; None begins with the oldest.
 
         """
-        before_it = None if since is None else f"{self.layout.manifests}{since}"
-        return read_listing(self.layout, self.storage.list(self.layout.manifests, after=before_it))
+        if since is None:
+            return read_listing(self.layout, self.storage.list(self.layout.manifests))
+        before_it = f"{self.layout.manifests}{since[:-1]}"  # the folder of its evaluations is named like the id
+        listed = read_listing(self.layout, self.storage.list(self.layout.manifests, after=before_it))
+        return [it for it in listed if it.id >= since]
+
+    def exists(self, checkpoint_id: str) -> bool:
+        """Ask for the manifest itself whether `checkpoint_id` is committed; one small request, right where a listing lags."""
+        try:
+            self.storage.size(self.layout.manifest(checkpoint_id))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def keys(self, prefix: str) -> builtins.list[str]:
+        """Return the keys below `prefix`, each once and sorted, in whatever order the storage lists them."""
+        return sorted({info.key for info in self.storage.list(prefix)})
 
     def newest_first(self) -> Iterator[ListedCheckpoint]:
         """Yield committed checkpoints, newest first; the first costs two requests at any count while the hint is any good."""
         hint = self._hint()
         if hint is not None:  # whatever it names, what is newer sorts after it
-            yield from reversed(list(self.listed(since=hint)))
-        yield from reversed([it for it in self.listed() if hint is None or it.id < hint])
+            newer = self.listed(since=hint)
+            yield from reversed(newer)
+            if (not newer or newer[0].id != hint) and self.exists(hint):  # the listing is behind the hint
+                yield ListedCheckpoint(hint)
+        yield from (it for it in reversed(self.listed()) if hint is None or it.id < hint)
 
     def get(self, checkpoint_id: str) -> Manifest:
         """Return the manifest of `checkpoint_id`, with attached metrics; a listing, and a small read for each object.
@@ -107,11 +128,12 @@ class CheckpointStore:
         Raises:
             CheckpointNotFoundError: If it was never committed, or was pruned.
             CheckpointCorruptError: If the manifest is damaged.
+            UnsupportedFormatError: If a newer version committed it.
 
         """
         manifest = self.committed(checkpoint_id)
-        found = self.storage.list(self.layout.evaluations(checkpoint_id))
-        return with_evaluations(self, manifest, names_below(self.layout, checkpoint_id, found))
+        found = (evaluation_of(self.layout, key) for key in self.keys(self.layout.evaluations(checkpoint_id)))
+        return with_evaluations(self, manifest, [evaluation[1] for evaluation in found if evaluation is not None])
 
     def read(self, listed: ListedCheckpoint) -> Manifest:
         """Return the manifest of a listed checkpoint, with attached metrics, by a small read for each object.
@@ -119,6 +141,7 @@ class CheckpointStore:
         Raises:
             CheckpointNotFoundError: If it was pruned since.
             CheckpointCorruptError: If the manifest is damaged.
+            UnsupportedFormatError: If a newer version committed it.
 
         """
         manifest = None if self.memory is None else self.memory.recall(listed.id)
@@ -134,38 +157,83 @@ class CheckpointStore:
         Raises:
             CheckpointNotFoundError: If it was never committed, or was pruned.
             CheckpointCorruptError: If the manifest is damaged.
+            UnsupportedFormatError: If a newer version committed it.
 
         """
+        return confirm_damage(self.storage, lambda storage: self._read_manifest(checkpoint_id, storage))
+
+    def check_exists(self, checkpoint_id: str) -> None:
+        """Return only if `checkpoint_id` is committed; asks for no content.
+
+        Raises:
+            CheckpointNotFoundError: If it was never committed, or was pruned.
+
+        """
+        if not self.exists(checkpoint_id):
+            raise self._not_found(checkpoint_id)
+
+    def _not_found(self, checkpoint_id: str) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"run {self.run!r} in {self.storage.url} has no checkpoint {checkpoint_id}: it was pruned or never committed"
+        )
+
+    def _read_manifest(self, checkpoint_id: str, storage: Storage) -> Manifest:
         key = self.layout.manifest(checkpoint_id)
         try:
-            data = self.storage.get_bytes(key)
+            data = storage.get_bytes(key)
         except FileNotFoundError as exc:
-            raise CheckpointNotFoundError(
-                f"run {self.run!r} in {self.storage.url} has no checkpoint {checkpoint_id}: it was pruned or never committed"
-            ) from exc
+            raise self._not_found(checkpoint_id) from exc
         manifest = Manifest.decode(data, self._place_of(key))
         if manifest.id != checkpoint_id:
-            raise CheckpointCorruptError(f"{self._place_of(key)} describes {manifest.id}")
+            raise MalformedRecordError(f"{self._place_of(key)} describes {manifest.id}")
         return manifest
 
     def list(self) -> list[Manifest]:
         """Return every committed checkpoint, oldest first; costs a listing, and a small read each and for each evaluation.
 
         Up to 32 reads are under way at once.
-        A damaged manifest is left out with a warning.
+        What is damaged, or a newer version committed, is left out with a warning.
         """
         return self.readable(self.listed())
 
     def readable(self, listed: Iterable[ListedCheckpoint]) -> builtins.list[Manifest]:
-        """Return the manifests of listed checkpoints, with attached metrics; a damaged one is left out with a warning."""
+        """Return the manifests of listed checkpoints, with attached metrics; what cannot be read is left out with a warning."""
         return [manifest for manifest in read_all(listed, self._readable) if manifest is not None]
 
     def latest(self) -> Manifest | None:
         """Return the newest readable checkpoint, or None; at most three requests while the hint is any good.
 
-        Metrics that were attached to it cost a small read each besides.
+        Metrics that were attached to it cost a small read each besides. Looks again where one that was listed has been pruned
+        meanwhile, so it is None only of a run that has no readable checkpoint.
         """
-        return next((manifest for it in self.newest_first() if (manifest := self._readable(it)) is not None), None)
+        return self.find_newest(self._read_or_leave_out)
+
+    def find_newest(self, take: Callable[[ListedCheckpoint], T | None], *, oldest_attempt: int = 0) -> T | None:
+        """Return the first that `take` does not answer with None, newest first, though others are pruned meanwhile.
+
+        Where one that was listed turns out to be pruned, a newer one may have been committed just before: it looks again, as
+        often as there are new ones that have gone.
+
+        Args:
+            take: Called with each; raises CheckpointNotFoundError for one that has gone.
+            oldest_attempt: The first attempt whose checkpoints count.
+
+        """
+        gone: set[str] = set()
+        while True:
+            num_gone = len(gone)
+            for listed in takewhile(lambda it: attempt_of(it.id) >= oldest_attempt, self.newest_first()):
+                if listed.id in gone:
+                    continue
+                try:
+                    taken = take(listed)
+                except CheckpointNotFoundError:
+                    gone.add(listed.id)
+                    break
+                if taken is not None:
+                    return taken
+            if len(gone) == num_gone:
+                return None
 
     def best(self, k: int = 1, attribute: str | None = None, order: Order = "max") -> builtins.list[Manifest]:
         """Return the `k` best checkpoints, best first; the newest ones without an attribute.
@@ -241,22 +309,43 @@ class CheckpointStore:
         attach(self, checkpoint_id, metrics, name)
 
     def pin(self, checkpoint_id: str) -> None:
-        """Keep `checkpoint_id` until it is unpinned, whatever the retention policy says.
+        """Keep `checkpoint_id` until it is unpinned, whatever the retention policy says and whoever prunes right now.
+
+        Costs three requests; where a prune is under way, two more and a small read.
 
         Raises:
-            CheckpointNotFoundError: If there is no such checkpoint.
+            CheckpointNotFoundError: If there is no such checkpoint, or a prune is deleting it at this moment.
+            CheckpointCorruptError: If its manifest is damaged.
 
         """
-        self.committed(checkpoint_id)
-        self.put_json(self.layout.pin(checkpoint_id), {"pinned_at": utc_now()})
+        from .pinning import pin  # noqa: PLC0415 - as in prune
+
+        pin(self, checkpoint_id)
 
     def unpin(self, checkpoint_id: str) -> None:
         """Leave `checkpoint_id` to the retention policy again; harmless when it was not pinned."""
-        self.storage.delete([self.layout.pin(checkpoint_id)])
+        from .pinning import unpin  # noqa: PLC0415 - as in prune
+
+        unpin(self, checkpoint_id)
+
+    def restore(self, checkpoint_id: str) -> Manifest:
+        """Bring a quarantined checkpoint back into the run, and return its manifest; reads every byte of it first.
+
+        Its manifest is put last, so a crash leaves it in quarantine or back in the run. A retention policy may drop it then
+        like any other; pin it to keep it.
+
+        Raises:
+            CheckpointNotFoundError: If it is not in quarantine.
+            CheckpointCorruptError: If it is damaged indeed, naming what is; it stays in quarantine.
+
+        """
+        from .quarantining import restore  # noqa: PLC0415 - as in prune
+
+        return restore(self, checkpoint_id)
 
     def pinned(self) -> frozenset[str]:
         """Return the ids that are pinned."""
-        return frozenset(stem(info.key) for info in self.storage.list(self.layout.pins))
+        return frozenset(map(stem, self.keys(self.layout.pins)))
 
     def metadata(self, manifest: Manifest) -> dict[str, Any]:
         """Return the user's metadata: what was set last, else what was committed."""
@@ -264,15 +353,39 @@ class CheckpointStore:
         return dict(manifest.metadata) if changed is None else changed
 
     def get_json(self, key: str) -> dict[str, Any] | None:
-        """Return a small JSON object; None when it is missing or torn."""
+        """Return a small JSON object; None where there is none, or with a warning where it is something else."""
+        return self._read_small(key, "a JSON object", lambda found: found)
+
+    def get_record(self, kind: type[T], key: str, what: str) -> T | None:
+        """Return the small record at `key`; None where there is none, or with a warning where it is something else.
+
+        Args:
+            kind: Its dataclass; see `records.decode`.
+            key: Where it is.
+            what: What it is, with its article, for the warning.
+
+        Raises:
+            UnsupportedFormatError: If a newer version wrote it.
+
+        """
+        return self._read_small(key, what, lambda found: decode(kind, found, self._place_of(key), what))
+
+    def leave_out_newer(self, read: Callable[[], T | None]) -> T | None:
+        """Return what `read` returns; None, with a warning, if a newer version wrote it."""
         try:
-            value = json.loads(self.storage.get_bytes(key))
+            return read()
+        except UnsupportedFormatError as exc:
+            _logger.warning("left out: %s", exc)
+            return None
+
+    def _read_small(self, key: str, what: str, read: Callable[[dict[str, Any]], T]) -> T | None:
+        try:
+            return confirm_damage(self.storage, lambda it: read(parse(it.get_bytes(key), self._place_of(key), what)))
         except FileNotFoundError:
             return None
-        except ValueError:
-            _logger.warning("%s is not JSON and is ignored", self._place_of(key))
+        except MalformedRecordError as exc:
+            _logger.warning("left out: %s", exc)
             return None
-        return value if isinstance(value, dict) else None
 
     def put_json(self, key: str, value: dict[str, Any]) -> None:
         """Store a small JSON object."""
@@ -291,9 +404,17 @@ class CheckpointStore:
 
     def _readable(self, listed: ListedCheckpoint) -> Manifest | None:
         try:
-            return self.read(listed)
+            return self._read_or_leave_out(listed)
         except CheckpointNotFoundError:  # pruned since it was listed
             return None
-        except CheckpointCorruptError as exc:
+
+    def _read_or_leave_out(self, listed: ListedCheckpoint) -> Manifest | None:
+        if self.memory is not None and self.memory.is_left_out(listed.id):
+            return None
+        try:
+            return self.read(listed)
+        except (CheckpointCorruptError, UnsupportedFormatError) as exc:
             _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, self.run, exc)
+            if self.memory is not None:
+                self.memory.leave_out(listed.id)
             return None

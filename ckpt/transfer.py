@@ -1,22 +1,22 @@
 """Files of checkpoints to a local folder, verified on the way."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from .confirmed_reads import confirm_damage
+from .folder_readers import reading
 from .keys import check_key, temporary_name
 from .manifest import FileEntry, Manifest
+from .parallel_reads import for_each
+from .storage import Storage
 from .verification import check_entry, missing
 
 if TYPE_CHECKING:
     from .store import CheckpointStore
-
-T = TypeVar("T")
-_PARALLEL_FILES = 8
 
 
 def download(store: "CheckpointStore", manifest: Manifest, entries: Iterable[FileEntry], target: Path) -> None:
@@ -35,7 +35,7 @@ def download(store: "CheckpointStore", manifest: Manifest, entries: Iterable[Fil
         download_file(store, manifest, entry, partial)
         partial.replace(path)
 
-    each_file(entries, fetch)
+    for_each(entries, fetch)
 
 
 @contextmanager
@@ -49,16 +49,71 @@ def readable_files(store: "CheckpointStore", manifest: Manifest, files: Collecti
     """
     local = store.storage.local_path(store.layout.data(manifest.id))
     if local is not None and manifest.files:  # without any there may be no folder
-        store.verify(replace(manifest, files=tuple(files)))
-        yield local
+        with in_place(store, manifest, files):
+            store.verify(replace(manifest, files=tuple(files)))
+            yield local
         return
+    with cached_files(store, manifest, files) as folder:
+        yield folder
+
+
+@contextmanager
+def cached_files(store: "CheckpointStore", manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path]:
+    """Yield a folder with `files` of a checkpoint, verified, among the downloads that this node's readers share.
+
+    Raises:
+        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
+
+    """
     from .cache import downloaded  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
 
     entries = {entry.path: entry for entry in files}
-    # The manifest holds every digest: equal names are equal bytes, wherever they come from.
-    name = f"{store.path_of(manifest.id)} {manifest.encode().decode()}"
-    with downloaded(name, entries, lambda path, target: download_file(store, manifest, entries[path], target)) as folder:
+
+    def fetch(path: str, target: Path) -> None:
+        download_file(store, manifest, entries[path], target)
+
+    with downloaded(_cache_name(store, manifest), entries, fetch) as folder:
         yield folder
+
+
+@contextmanager
+def found_files(store: "CheckpointStore", manifest: Manifest) -> Iterator[Path | None]:
+    """Yield the folder with all files of a checkpoint where some process on this node has downloaded them, else None.
+
+    It downloads and verifies nothing.
+    """
+    from .cache import found  # noqa: PLC0415 - as above
+
+    with found(_cache_name(store, manifest), [entry.path for entry in manifest.files]) as folder:
+        yield folder
+
+
+def _cache_name(store: "CheckpointStore", manifest: Manifest) -> str:
+    # The manifest holds every digest: equal names are equal bytes, wherever they come from.
+    return f"{store.path_of(manifest.id)} {manifest.encode().decode()}"
+
+
+@contextmanager
+def in_place(store: "CheckpointStore", manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[None]:
+    """Keep `files` of a checkpoint where they are while they are read in place, whoever prunes; does nothing for a bucket.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint was pruned, or is under the reader where the filesystem has no locks.
+
+    """
+    folder = store.storage.local_path(store.layout.data(manifest.id))
+    if folder is None:
+        yield
+        return
+    with reading(store.storage, [store.layout.data(manifest.id, entry.path) for entry in files]):
+        store.check_exists(manifest.id)
+        try:
+            yield
+        except FileNotFoundError as exc:
+            if exc.filename is not None and Path(str(exc.filename)).is_relative_to(folder):
+                store.check_exists(manifest.id)
+            raise
 
 
 def download_file(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, path: Path) -> None:
@@ -70,21 +125,20 @@ def download_file(store: "CheckpointStore", manifest: Manifest, entry: FileEntry
         OSError: If `path` cannot be written, naming it.
 
     """
+
+    def read(storage: Storage) -> None:
+        try:
+            moved = storage.get_file(store.layout.data(manifest.id, entry.path), path)
+        except FileNotFoundError as exc:
+            raise missing(store, manifest, entry) from exc
+        check_entry(store, manifest, entry, moved)
+
     try:
-        moved = store.storage.get_file(store.layout.data(manifest.id, entry.path), path)
-    except FileNotFoundError as exc:
-        raise missing(store, manifest, entry) from exc
+        confirm_damage(store.storage, read)
     except OSError as exc:
         if exc.errno is not None and exc.filename is None:  # a write tells of a full disk, but not of which
             exc.filename = str(path)
         raise
-    check_entry(store, manifest, entry, moved)
-
-
-def each_file(files: Iterable[T], work: Callable[[T], None]) -> None:
-    """Do `work` for each of `files`, several at a time; the first error is raised, and what has not begun is left."""
-    with ThreadPoolExecutor(_PARALLEL_FILES, "prefect-torch-download") as pool:
-        list(pool.map(work, files))
 
 
 def copy_folder(source: Path, target: Path, paths: Iterable[str] | None) -> None:

@@ -1,13 +1,13 @@
 """Whether what is stored is what was committed."""
 
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
-from .digest import digest_file
+from .confirmed_reads import confirm_damage
 from .errors import CheckpointCorruptError
 from .manifest import FileEntry, Manifest
-from .scratch import scratch_folder
-from .storage import Transfer
+from .parallel_reads import for_each
+from .storage import Storage, Transfer
 
 if TYPE_CHECKING:
     from .store import CheckpointStore, VerifyLevel
@@ -17,17 +17,29 @@ def verify(store: "CheckpointStore", manifest: Manifest, level: "VerifyLevel") -
     """Return only if every file is there with the size, and at level "digest" the content, of the manifest.
 
     Raises:
-        CheckpointCorruptError: Naming the first file that differs.
+        CheckpointCorruptError: Naming the first file that differs, twice read.
         CheckpointNotFoundError: If the checkpoint is being pruned.
+
+    """
+    try:
+        verify_uncommitted(store, manifest, level)
+    except CheckpointCorruptError:
+        store.committed(manifest.id)  # who prunes deletes the manifest first: what is missing then is no damage
+        raise
+
+
+def verify_uncommitted(store: "CheckpointStore", manifest: Manifest, level: "VerifyLevel") -> None:
+    """Do what `verify` does for a checkpoint whose manifest is not in the run.
+
+    Raises:
+        CheckpointCorruptError: Naming the first file that differs, twice read.
 
     """
     if level == "none":
         return
-    _verify_sizes(store, manifest)
+    confirm_damage(store.storage, partial(_verify_sizes, store, manifest))
     if level == "digest":
-        with scratch_folder() as scratch:
-            for entry in manifest.files:
-                check_entry(store, manifest, entry, _read(store, manifest, entry, scratch))
+        for_each(manifest.files, lambda entry: confirm_damage(store.storage, partial(_verify_digest, store, manifest, entry)))
 
 
 def check_entry(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, got: Transfer) -> None:
@@ -44,17 +56,6 @@ def check_entry(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, 
         )
 
 
-def _verify_sizes(store: "CheckpointStore", manifest: Manifest) -> None:
-    prefix = store.layout.data(manifest.id)
-    sizes = {info.key.removeprefix(prefix): info.bytes for info in store.storage.list(prefix)}
-    for entry in manifest.files:
-        size = sizes.get(entry.path)
-        if size is None:
-            raise missing(store, manifest, entry)
-        if size != entry.bytes:
-            raise CheckpointCorruptError(f"{store.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}")
-
-
 def missing(store: "CheckpointStore", manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
     """Return the error for a file that is not there although its checkpoint is.
 
@@ -63,16 +64,27 @@ def missing(store: "CheckpointStore", manifest: Manifest, entry: FileEntry) -> C
 
     """
     store.committed(manifest.id)
+    return _missing(store, manifest, entry)
+
+
+def _missing(store: "CheckpointStore", manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
     return CheckpointCorruptError(f"{store.path_of(manifest.id)}/{entry.path} is missing")
 
 
-def _read(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, scratch: Path) -> Transfer:
-    key = store.layout.data(manifest.id, entry.path)
-    local = store.storage.local_path(key)
-    target = scratch / "object"
+def _verify_sizes(store: "CheckpointStore", manifest: Manifest, storage: Storage) -> None:
+    prefix = store.layout.data(manifest.id)
+    sizes = {info.key.removeprefix(prefix): info.bytes for info in storage.list(prefix)}
+    for entry in manifest.files:
+        size = sizes.get(entry.path)
+        if size is None:
+            raise _missing(store, manifest, entry)
+        if size != entry.bytes:
+            raise CheckpointCorruptError(f"{store.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}")
+
+
+def _verify_digest(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, storage: Storage) -> None:
     try:
-        return store.storage.get_file(key, target) if local is None else digest_file(local)
+        found = storage.digest(store.layout.data(manifest.id, entry.path))
     except FileNotFoundError as exc:
-        raise missing(store, manifest, entry) from exc
-    finally:
-        target.unlink(missing_ok=True)
+        raise _missing(store, manifest, entry) from exc
+    check_entry(store, manifest, entry, found)

@@ -12,6 +12,7 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ActionTypes
 from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
+from prefect_torch.flows.concurrency_leases import is_limited, warn_of_lost_lease
 from prefect_torch.flows.monitoring.events import COMMITTED
 
 from .resuming import HEARTBEAT, resume
@@ -25,9 +26,10 @@ _FREQUENCY_S = 180  # Prefect's own default
 def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: timedelta | float | None = None) -> Automation:
     """Let Prefect run `deployment` again, on the same run, whenever a flow run of it crashes or falls silent.
 
-    Creates or updates one automation, "Resume <deployment>", and the deployment "resume/<name>" in the same work pool, whose
-    flow runs take seconds and no GPU: each looks at the flow run again, so that none is run twice, or while it is alive, or
-    after it has ended well between two heartbeats. A nameless run continues under the name it was given.
+    Creates or updates one automation, "Resume <deployment>", and the deployment "resume/<name>" in the same work pool, in its
+    default queue if the deployment's own has a concurrency limit. Its flow runs take seconds and no GPU: each looks at the flow
+    run again, so that none is run twice, or while it is alive, or after it has ended well between two heartbeats. A nameless
+    run continues under the name it was given.
 
     Args:
         deployment: "flow/deployment", or its id. One that is served is resumed by `serve(..., max_restarts=n)`.
@@ -50,8 +52,11 @@ def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: tim
         job_variables = dict(trained.job_variables or {})
         if has_variable(client.read_work_pool(trained.work_pool_name), "num_gpus"):
             job_variables["num_gpus"] = 0
+        work_queue_name = _unlimited_queue(client, trained)
+    if is_limited(trained):
+        warn_of_lost_lease(trained.name)
     resumer = make_resumer(trained.name)
-    resumer.work_pool_name, resumer.work_queue_name = trained.work_pool_name, trained.work_queue_name
+    resumer.work_pool_name, resumer.work_queue_name = trained.work_pool_name, work_queue_name
     resumer.job_variables = job_variables
     return resume_by(resumer, trained, max_restarts, within)
 
@@ -128,6 +133,16 @@ def evaluate_new_best(
             actions=_run(evaluator.id, {**(parameters or {}), parameter: "{{ event.resource['checkpoint'] }}"}),
         )
     )
+
+
+def _unlimited_queue(client: SyncPrefectClient, trained: DeploymentResponse) -> str | None:
+    """Return the work queue of `trained`, or the work pool's own where that is limited.
+
+    A flow run that died silently takes a place of its queue until it has been looked at, which must not wait for that place.
+    """
+    if trained.work_queue_id is None or client.read_work_queue(trained.work_queue_id).concurrency_limit is None:
+        return trained.work_queue_name
+    return None
 
 
 def _run(deployment_id: UUID, parameters: dict[str, Any]) -> list[ActionTypes]:

@@ -11,7 +11,9 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.events.filters import EventFilter
 from prefect.states import Crashed
-from prefect_torch.flows.run_name import default_run_name
+from prefect_torch.flows import FailureConfig
+from prefect_torch.flows.run_name import name_run
+from prefect_torch.tasks.restarts import UNLIMITED
 from pydantic import Field
 
 if TYPE_CHECKING:
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 
 HEARTBEAT = "prefect.flow-run.heartbeat"
 FLOW_RUN = "prefect.flow-run."
+_KUBERNETES_POD = "prefect.kubernetes.pod."  # what Prefect's Kubernetes worker tells of a flow run's pod
+_OOM_KILLED = "OOMKilled"
 _RESTARTS = "prefect-torch.restarts"
+_OUT_OF_MEMORY = "prefect-torch.out-of-memory"
 _FIRST_NAME = "prefect-torch.first-name"
 
 
@@ -34,7 +39,9 @@ def resume(
     """Run a crashed flow run's deployment again, with its parameters and its run's name; return the new flow run's id.
 
     Does nothing, and returns None, if the flow run has ended in any other way, if a heartbeat came within `silent_s`, if the
-    user is cancelling it, or if it is the `max_restarts`-th restart already. Called twice for one flow run, it starts one.
+    user is cancelling it, or if it is the `max_restarts`-th restart already; nor if it is a training whose container Kubernetes
+    killed for lack of memory, unless its `FailureConfig.max_out_of_memory_failures` allows it. Called twice for one flow run,
+    it starts one.
 
     Args:
         flow_run: The flow run's id, or "prefect.flow-run.<id>".
@@ -65,7 +72,36 @@ def _why_not(client: SyncPrefectClient, crashed: FlowRun, max_restarts: int, sil
         return "it is alive" if state is None else f"it is {state.name}"
     if _num_restarts(crashed) >= max_restarts:
         return f"it is restart {_num_restarts(crashed)}, and max_restarts={max_restarts}"
+    if (budget := _out_of_memory_budget(crashed)) is not None and _num_out_of_memory(client, crashed) > budget:
+        return f"its container ran out of memory, and max_out_of_memory_failures={budget}"
     return None
+
+
+def _out_of_memory_budget(crashed: FlowRun) -> int | None:
+    """Return how often a training may run out of memory; None without a bound, and for a user's own flow."""
+    if "train_fn" not in crashed.parameters:
+        return None
+    failure = FailureConfig.model_validate(crashed.parameters.get("failure") or {})
+    return None if failure.max_out_of_memory_failures == UNLIMITED else failure.max_out_of_memory_failures
+
+
+def _num_out_of_memory(client: SyncPrefectClient, crashed: FlowRun) -> int:
+    """Return how often Kubernetes has killed a flow run and those it continues for lack of memory.
+
+    The kernel's own count went with the container. Others than Kubernetes tell exit code 137, which any SIGKILL gives.
+    """
+    told = EventFilter.model_validate(
+        {
+            "event": {"prefix": [_KUBERNETES_POD]},
+            "related": {"id": [f"{FLOW_RUN}{crashed.id}"]},
+            "occurred": {"since": _now() - timedelta(days=7), "until": _now() + timedelta(days=1)},
+            "order": "DESC",
+        }
+    )
+    pods = [dict(event.resource.root) for event in client.read_events(told, limit=50).events]
+    message = "" if crashed.state is None else crashed.state.message or ""
+    is_killed = _OOM_KILLED in message or any(_OOM_KILLED in pod.values() for pod in pods)
+    return int(str(crashed.labels.get(_OUT_OF_MEMORY, 0))) + is_killed
 
 
 def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float) -> State[Any] | None:
@@ -93,13 +129,18 @@ def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:
     first_name = str(crashed.labels.get(_FIRST_NAME, crashed.name))
     return client.create_flow_run_from_deployment(
         crashed.deployment_id,
-        parameters=_same_run(crashed, has_begun=_has_begun(client, crashed)),
+        parameters=_same_run(client, crashed),
         name=f"{first_name}-restart-{number}",
         tags=crashed.tags,
         idempotency_key=f"prefect-torch-resume-{crashed.id}",  # both triggers may tell of one crash
         work_queue_name=crashed.work_queue_name,
         job_variables=crashed.job_variables,
-        labels={_RESTARTS: number, _FIRST_NAME: first_name, "prefect-torch.resumes": str(crashed.id)},
+        labels={
+            _RESTARTS: number,
+            _OUT_OF_MEMORY: _num_out_of_memory(client, crashed),
+            _FIRST_NAME: first_name,
+            "prefect-torch.resumes": str(crashed.id),
+        },
     )
 
 
@@ -107,14 +148,14 @@ def _num_restarts(flow_run: FlowRun) -> int:
     return int(str(flow_run.labels.get(_RESTARTS, 0)))
 
 
-def _same_run(crashed: FlowRun, *, has_begun: bool) -> dict[str, Any]:
+def _same_run(client: SyncPrefectClient, crashed: FlowRun) -> dict[str, Any]:
     """Return the parameters of `crashed`, with the name that its run has, if it is a training."""
     parameters = dict(crashed.parameters)
     if "train_fn" not in parameters:  # a user's own flow
         return parameters
     run = dict(parameters.get("run") or {})
-    run["name"] = run.get("name") or default_run_name(crashed.name, str(crashed.id))
-    if run.get("resume") == "never" and has_begun:  # it has begun anew, and that once is enough
+    run["name"] = run.get("name") or name_run(client, crashed)
+    if run.get("resume") == "never" and _has_begun(client, crashed):  # it has begun anew, and that once is enough
         run["resume"] = "auto"
     return {**parameters, "run": run}
 

@@ -1,6 +1,7 @@
 """A user's training function as a deployment of the flow `train`."""
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +16,14 @@ from prefect.schedules import Cron
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.ckpt.opening import is_block_slug
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
+from prefect_torch.flows.concurrency_leases import warn_of_lost_lease
 from pydantic import BaseModel
 
 from .automations import make_resumer, resume_by, resume_crashed
-from .work_pools import has_variable
+from .work_pools import default_of, has_variable
 
+_WORKERS_GIVE_S = 30.0  # Process and Docker workers, to what they cancel
+_TO_END_S = 5.0  # to stop ranks and to record how it ended
 _RELATIVE = re.compile(r"(?!/|~|[A-Za-z][A-Za-z0-9+.-]+://)")
 
 
@@ -115,6 +119,7 @@ def deploy(
     )
     asked_for = _job_variables(pool, scaling or ScalingConfig(), run or RunConfig())
     deployment.job_variables = {**asked_for, **(job_variables or {})}
+    _warn_of_short_time(pool, deployment.job_variables, failure or FailureConfig())
     deployment_id = cast("UUID", deployment.apply(work_pool_name=work_pool, image=image))
     if max_restarts is not None:
         resume_crashed(deployment_id, max_restarts=max_restarts)
@@ -130,6 +135,9 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
             looks after them, `resume_crashed`, is served here, too.
 
     """
+    for deployment in deployments:
+        if deployment.concurrency_limit is not None:
+            warn_of_lost_lease(deployment.name)
     resumers = [] if max_restarts is None else [_resumer_of(deployment, max_restarts) for deployment in deployments]
     prefect.serve(*deployments, *resumers)
 
@@ -166,6 +174,17 @@ def _read_work_pool(name: str) -> WorkPool:
             f"there is no work pool {name!r}: create it with `prefect work-pool create {name} --type process`, or for "
             f"containers with GPUs by create_work_pool({name!r}, 'docker') or 'kubernetes' of prefect_torch.deployments"
         ) from exc
+
+
+def _warn_of_short_time(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> None:
+    given_s = job_variables.get("termination_grace_s", default_of(pool, "termination_grace_s") or _WORKERS_GIVE_S)
+    if failure.grace_s + _TO_END_S > given_s:
+        warnings.warn(
+            f"grace_s={failure.grace_s:g} will not hold: a flow run of work pool {pool.name!r} is killed {given_s:g} s after "
+            f"it is cancelled, and needs {_TO_END_S:g} s of them to stop; give at most grace_s={given_s - _TO_END_S:g}, or "
+            "in a Kubernetes work pool of create_work_pool() a larger termination_grace_s",
+            stacklevel=3,
+        )
 
 
 def _job_variables(pool: WorkPool, scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:

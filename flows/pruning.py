@@ -4,10 +4,10 @@ from typing import Annotated
 
 from prefect import flow, get_run_logger
 from prefect.futures import PrefectFuture
-from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
-from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
-from prefect_torch.ckpt.history import newest_recorded
+from prefect_torch.ckpt import CheckpointStore, Plan, StorageSpec
+from prefect_torch.ckpt.attempts import newest_attempt
 from prefect_torch.ckpt.manifest import Manifest
+from prefect_torch.ckpt.prune_limits import prune_limits
 from prefect_torch.ckpt.runs import list_runs
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.run_form import shown_as
@@ -69,8 +69,6 @@ def _submit(
     attempt = newest_attempt(store)
     if attempt is None:
         raise FileNotFoundError(f"there is no run {run!r} in {spec.url}")
-    policy = RetentionPolicy(**attempt.settings) if checkpoint is None else checkpoint.policy()
-    if read_outcome(store, attempt.number) is not None:
-        return prune_checkpoints.submit(spec, run, policy, dry_run=dry_run)
-    in_use = () if attempt.restored_id is None else (attempt.restored_id,)
-    return prune_checkpoints.submit(spec, run, policy, in_use, up_to=newest_recorded(store), dry_run=dry_run)
+    policy = attempt.policy if checkpoint is None else checkpoint.policy()
+    limits = prune_limits(store, attempt)
+    return prune_checkpoints.submit(spec, run, policy, limits.in_use, up_to=limits.up_to, dry_run=dry_run)

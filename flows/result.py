@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from prefect_torch.ckpt import Checkpoint, CheckpointStore
 from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
 from prefect_torch.ckpt.history import MetricRecord, newest_metrics, read_history
-from prefect_torch.ckpt.metrics import Metrics, find_metric, flatten_metrics
+from prefect_torch.ckpt.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.opening import StorageLike
-from prefect_torch.ckpt.retention import Order, RetentionPolicy, rank_best
+from prefect_torch.ckpt.retention import Order, rank_best
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,8 +88,8 @@ class Result:
         """
         checkpoints = {it.manifest.id: it for it, _ in self.best_checkpoints}
         ranked = rank_best([it.manifest for it in checkpoints.values()], metric, mode)
-        if not ranked or find_metric(ranked[0].metrics, metric) is None:
-            raise ValueError(f"no checkpoint of {self.path} has a metric {metric!r}")
+        if not ranked or find_score(ranked[0].metrics, metric) is None:
+            raise ValueError(f"no checkpoint of {self.path} has a metric {metric!r} that is a number")
         return checkpoints[ranked[0].id]
 
     @classmethod
@@ -102,6 +102,7 @@ class Result:
 
         Raises:
             FileNotFoundError: If there is no such run.
+            UnsupportedFormatError: If a newer version made its newest attempt.
 
         """
         store = CheckpointStore.open(storage, run)
@@ -111,7 +112,7 @@ class Result:
         outcome = read_outcome(store, attempt.number)
         history = read_history(store)
         manifests = store.list()
-        policy = RetentionPolicy(**attempt.settings)
+        policy = attempt.policy
         best = rank_best(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
         return cls(
             metrics=newest_metrics(history),

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
+from uuid import UUID
 
 from prefect import flow
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.session import ReportSettings
@@ -24,9 +25,10 @@ from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.function import pack_function
 from prefect_torch.tasks.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.job import TrainJob
-from prefect_torch.tasks.restarts import failure_kind, max_retries, may_restart
+from prefect_torch.tasks.restarts import Restarts, failure_kind
 from prefect_torch.tasks.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.settings import configured_storage
+from prefect_torch.tasks.termination import TERMINATIONS, Termination
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -37,7 +39,7 @@ from .monitoring.console import console_progress
 from .monitoring.events import EventObserver
 from .monitoring.pages import Pages
 from .result import Result
-from .run_name import default_run_name
+from .run_name import count_call_in_task, name_run
 
 
 @flow(name="train", task_runner=ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[tell_ending])
@@ -112,26 +114,29 @@ def train(
     job = _job(train_fn, config, scaling or ScalingConfig(), run or RunConfig(), checkpoint or CheckpointConfig(), failure,
                resume_from)  # fmt: skip
     flow_run_id = flow_run.id
+    restarts = Restarts(job, flow_run_id, is_rerun=flow_run.run_count > 1)
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
         error = state.result(raise_on_failure=False)
-        return isinstance(error, Exception) and may_restart(job.open_store(), job, flow_run_id, failure_kind(error))
+        return isinstance(error, Exception) and restarts.take(failure_kind(error))
 
     led = train_workers.with_options(
-        retries=max_retries(job),
+        retries=restarts.most_retries,
         retry_delay_seconds=failure.retry_delay_s,
         retry_jitter_factor=failure.retry_jitter_factor or 0.0,
         retry_condition_fn=is_worth_another_attempt,
     )
-    audience = Audience([*console_progress(job.run), Pages(job), EventObserver(job)])
-    try:
-        with outlast_api_outages():
-            return_value = led(job, audience)
-    except (TerminationSignal, KeyboardInterrupt):
-        note_ending(job.open_store(), flow_run_id)
-        raise
-    finally:
-        audience.close()
+    termination = Termination(job.grace_s)
+    with termination.limit_retries():
+        audience = Audience([*console_progress(job.run), Pages(job), EventObserver(job)])
+        try:
+            with outlast_api_outages():
+                return_value = led(job, audience, termination, restarts)
+        except TERMINATIONS:
+            note_ending(termination.outcome)
+            raise
+        finally:
+            audience.close()
     return replace(Result.from_storage(job.storage, job.run), return_value=return_value)
 
 
@@ -149,7 +154,7 @@ def _job(
     return TrainJob(
         function=pack_function(train_fn, config),
         storage=storage,
-        run=run.name or default_run_name(flow_run.name, flow_run.id),
+        run=run.name or _name_of_flow_run(),
         num_workers=scaling.num_workers,
         use_gpu=scaling.use_gpu,
         backend=scaling.backend,
@@ -161,10 +166,16 @@ def _job(
         max_failures=failure.max_failures,
         max_infrastructure_failures=failure.max_infrastructure_failures,
         max_preemptions=failure.max_preemptions,
-        reports=ReportSettings(checkpoint.max_in_flight, checkpoint.target_overhead),
+        max_out_of_memory_failures=failure.max_out_of_memory_failures,
+        reports=ReportSettings(checkpoint.max_in_flight, checkpoint.target_overhead, checkpoint.checkpoint_score_attribute),
         grace_s=failure.grace_s,
         hang_timeout_s=failure.hang_timeout_s,
     )
+
+
+def _name_of_flow_run() -> str:
+    with get_client(sync_client=True) as client:
+        return name_run(client, client.read_flow_run(UUID(flow_run.id)), count_call_in_task())
 
 
 def _seed(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:

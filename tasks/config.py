@@ -16,7 +16,8 @@ Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
 
 
 class _Config(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=show_what_may_be_empty)
+    # Errors do not quote what they refuse: it may hold a password.
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=show_what_may_be_empty, hide_input_in_errors=True)
 
     @model_serializer(mode="wrap")
     def _leave_out_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -43,7 +44,7 @@ class RunConfig(_Config):
         default=None,
         title="Run name",
         description="The run's name in the storage. A name continues across flow runs; when empty, each flow run has a run of "
-        "its own, which its retries continue.",
+        "its own, which its retries, and those of the flows that call it, continue.",
         json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"},  # for forms; check_run_name says it in words
     )
     storage: StorageChoice = Field(
@@ -114,6 +115,13 @@ class CheckpointConfig(_Config):
         description="For how many seconds a checkpoint that has no score yet is kept, since an evaluation may yet attach one; "
         "it counts as the worst afterwards, and at once when empty.",
     )
+    keep_quarantined_days: float = Field(
+        default=7.0,
+        ge=0,
+        le=36_500,
+        title="Keep damaged (days)",
+        description="For how many days the data of a damaged checkpoint stay, for prefect-torch restore; 36500 is for good.",
+    )
 
     max_in_flight: int = Field(
         default=1,
@@ -136,7 +144,7 @@ class CheckpointConfig(_Config):
 
 
 class FailureConfig(_Config):
-    """How often a training is restarted; every budget is counted per flow run, -1 means without end."""
+    """How often a training is restarted; every budget is counted per flow run, -1 means unlimited."""
 
     max_failures: Budget = Field(
         default=0,
@@ -148,10 +156,16 @@ class FailureConfig(_Config):
         title="After lost processes",
         description="Restarts after a lost process, storage or network. -1: without end.",
     )
+    max_out_of_memory_failures: Budget = Field(
+        default=0,
+        title="After running out of memory",
+        description="Restarts after the GPU's memory, or the machine's or the container's, did not suffice. -1: unlimited.",
+    )
     max_preemptions: Budget = Field(
         default=-1,
         title="After preemptions",
-        description="Restarts after the flow's process was ended or killed from outside, or a rank's ended (SIGTERM). "
+        description="Restarts after the flow's process was ended or killed from outside, or a rank's ended (SIGTERM); killed "
+        "before the first checkpoint of an attempt, it counts as a lost process. "
         "-1: without end.",
     )
     retry_delay_s: list[Seconds] = Field(

@@ -1,57 +1,168 @@
-"""Lets Prefect's embedded server live as long as the process that started it: through a Ctrl-C, and not after a kill."""
+"""Lets Prefect's embedded server live as long as the process that started it: through a Ctrl-C, not after a kill."""
 
 import atexit
-import signal
+import os
 import subprocess
 import sys
-from typing import Any
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from prefect.server.api.server import SubprocessASGIServer
+from prefect import get_run_logger
 
-# The end of its stdin, which the kernel closes however the other end died, means that nobody is left to stop the server.
+from .server_import import SERVER_MODULE, when_server_is_imported
+
+if TYPE_CHECKING:
+    from prefect.server.api.server import SubprocessASGIServer
+
+# Runs a module in the server's process, as "python -m" would, but looks in the working folder last: a training file there that
+# is named queue.py would end the server. The end of the lifeline, which the kernel closes however the other end died, means
+# that nobody is left to stop the server.
+_TIED = """
+import os, sys
+sys.path[:] = [*filter(None, sys.path), os.getcwd()]
+import runpy, signal, threading, time
+
+def end_with_parent():
+    os.read(lifeline, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+    os._exit(1)
+
+lifeline, module, sys.argv[1:] = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+threading.Thread(target=end_with_parent, daemon=True).start()
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
 _WATCHER = """
 import contextlib, os, signal, sys
 if not os.read(0, 1):
     with contextlib.suppress(ProcessLookupError):
         os.kill(int(sys.argv[1]), signal.SIGTERM)
 """
-_watched: set[int] = set()
-_run_server = SubprocessASGIServer._run_uvicorn_command  # noqa: SLF001 - Prefect offers no other way, here and below
-
-
-def _run_server_through_interrupts(server: SubprocessASGIServer) -> "subprocess.Popen[Any]":
-    """Start the server with SIGINT blocked, which a process inherits.
-
-    A terminal sends Ctrl-C to both. Without its server, this process would wait minutes to tell how it was ended.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return _run_server(server)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-SubprocessASGIServer._run_uvicorn_command = _run_server_through_interrupts  # type: ignore[assignment,method-assign]  # noqa: SLF001 - the stubs see two selves
+_POLL_S = 1.0
+_MAX_RESTARTS = 3  # what ended it so often within the period ends it again
+_RESTART_PERIOD_S = 600.0
+_tied: "weakref.WeakSet[subprocess.Popen[Any]]" = weakref.WeakSet()
+_restarting = threading.Lock()  # trainings in threads of one process share one server
 
 
 def tie_embedded_server() -> None:
     """Make sure that an embedded server which this process started does not outlive it; costs nothing with a real one.
 
-    Prefect stops it at a normal exit only, so that a killed flow's server would run on and keep its database locked.
+    Prefect stops it at a normal exit only, so that a killed flow's server would run on and keep its database locked. A server
+    that is started once this module has been imported is tied from its first instruction on; one that was started before gets
+    a process that watches over it.
     """
-    for server in tuple(SubprocessASGIServer._instances.values()):  # noqa: SLF001
+    for server in _embedded_servers():
         process = server.server_process
-        if process is None or process.pid in _watched:
-            continue
-        _watched.add(process.pid)
-        watcher = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", _WATCHER, str(process.pid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+        if process is not None and process not in _tied:
+            _tied.add(process)
+            _watch(process)
+
+
+class ServerKeeper:
+    """Starts an embedded server anew that died alone, at the same port and with the same database.
+
+    Attributes:
+        has_given_up: Whether it died so often that another start would be in vain.
+
+    """
+
+    def __init__(self) -> None:
+        self.has_given_up = False
+        self._restarts_s: deque[float] = deque(maxlen=_MAX_RESTARTS)
+
+    def keep(self, ended: threading.Event) -> None:
+        """Look after the servers of this process until `ended` is set."""
+        while not ended.wait(_POLL_S) and not self.has_given_up:
+            for server in _embedded_servers():
+                process = server.server_process
+                with _restarting:
+                    if process is not None and process.poll() is not None and server.server_process is process:
+                        self._restart(server, process.returncode)
+
+    def _restart(self, server: "SubprocessASGIServer", returncode: int) -> None:
+        now_s = time.monotonic()
+        if len(self._restarts_s) == _MAX_RESTARTS and now_s - self._restarts_s[0] < _RESTART_PERIOD_S:
+            self.has_given_up = True
+            return
+        self._restarts_s.append(now_s)
+        get_run_logger().warning("Prefect's embedded server has died (exit code %d): starting it again", returncode)
+        try:
+            server.server_process = server._run_uvicorn_command()  # noqa: SLF001 - `start` waits, and takes another port
+        except OSError as exc:
+            get_run_logger().warning("Prefect's embedded server cannot be started: %s", exc)
+
+
+@contextmanager
+def embedded_server_kept_running() -> Iterator[ServerKeeper]:
+    """Start the embedded server of this process again whenever it dies while the body runs; costs nothing with a real one."""
+    keeper, ended = ServerKeeper(), threading.Event()
+    if not _embedded_servers():
+        yield keeper
+        return
+    # In this context, since the server gets Prefect's current settings, and lines go to this flow run's log.
+    thread = threading.Thread(target=copy_context().run, args=(keeper.keep, ended), daemon=True)
+    thread.start()
+    try:
+        yield keeper
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _embedded_servers() -> "set[SubprocessASGIServer]":
+    module = sys.modules.get(SERVER_MODULE)
+    return set() if module is None else set(module.SubprocessASGIServer._instances.values())  # noqa: SLF001 - Prefect offers no other way
+
+
+def _tie_from_the_start(module: ModuleType) -> None:
+    """Let Prefect's method that starts the server see another `subprocess.Popen`: it builds the command inside."""
+    server = module.SubprocessASGIServer
+    run = server._run_uvicorn_command  # noqa: SLF001 - as above
+    seen = {**run.__globals__, "subprocess": SimpleNamespace(Popen=_start_tied)}
+    server._run_uvicorn_command = FunctionType(run.__code__, seen)  # noqa: SLF001
+
+
+def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]":
+    python, _, *module = args  # python -m uvicorn ...
+    lifeline, own_end = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [python, "-c", _TIED, str(lifeline), *module],
+            env=env,
+            pass_fds=[lifeline],
+            # A terminal sends Ctrl-C to this process's session. Without its server, it would wait to tell how it was ended.
             start_new_session=True,
         )
-        atexit.register(_release, watcher)  # runs before Prefect's own, which then stops the server
+    except OSError:
+        os.close(own_end)
+        raise
+    finally:
+        os.close(lifeline)
+    weakref.finalize(process, os.close, own_end).atexit = False  # Prefect's own end of it comes first
+    _tied.add(process)
+    return process
+
+
+def _watch(process: "subprocess.Popen[Any]") -> None:
+    watcher = subprocess.Popen(
+        [sys.executable, "-S", "-E", "-c", _WATCHER, str(process.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    atexit.register(_release, watcher)  # runs before Prefect's own, which then stops the server
 
 
 def _release(watcher: "subprocess.Popen[bytes]") -> None:
     watcher.communicate(b".")
+
+
+when_server_is_imported(_tie_from_the_start)

@@ -1,18 +1,16 @@
 """How a rank fails, as the process that leads the training sees it."""
 
-from typing import Literal, TypeAlias
-
-RankFailureKind: TypeAlias = Literal["user", "infrastructure", "preemption", "final", "communication", "peer"]
+from .failures import RankFailureKind
 
 
 class RankFailedError(RuntimeError):
     """A rank's function raised, or its process died; the text carries the rank's own traceback.
 
     Attributes:
-        rank: Who; None when all hang.
-        kind: "user": the function raised. "infrastructure": the process died, or the storage failed. "preemption": somebody
-            ended the process (SIGTERM). "final": trying again cannot help. "communication" and "peer": the consequence of
-            another rank's failure.
+        rank: Its number; None when all hang.
+        kind: "user": the function raised. "infrastructure": the process died, or the storage failed. "out_of_memory": the
+            GPU's memory or the machine's did not suffice. "preemption": somebody ended the process (SIGTERM). "final": trying
+            again cannot help. "withdrawn", "communication" and "peer": the consequence of another rank's failure.
         original: The exception of the rank, where this process could rebuild it.
 
     """
@@ -20,7 +18,7 @@ class RankFailedError(RuntimeError):
     def __init__(self, message: str, rank: int | None, kind: RankFailureKind, original: Exception | None = None) -> None:
         super().__init__(message)
         self.rank = rank
-        self.kind = kind
+        self.kind: RankFailureKind = kind
         self.original = original
 
     def __repr__(self) -> str:
@@ -30,5 +28,5 @@ class RankFailedError(RuntimeError):
         return type(self), (str(self), self.rank, self.kind, self.original)
 
 
-class PreemptedTooOftenError(RuntimeError):
-    """A training was ended from outside more often than its `FailureConfig.max_preemptions` allows."""
+class RestartsUsedUpError(RuntimeError):
+    """A flow run was started again, and a budget of its `FailureConfig` was used up before."""

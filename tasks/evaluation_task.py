@@ -1,6 +1,7 @@
 """The Prefect task that evaluates one checkpoint: a group of ranks runs the user's function, and its metrics are attached."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -18,6 +19,7 @@ from .gang import meet
 from .rank_spec import RankSpec, on_one_machine
 from .rendezvous import Address
 from .run_logs import library_logs_in_run
+from .termination import Termination
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef) -> Metric
     try:
         with library_logs_in_run():
             check_free(store.committed(checkpoint.checkpoint_id), job.name)  # before hours of work
-            metrics = _run(job, checkpoint)
+            termination = Termination(grace_s=0.0)
+            metrics = termination.outlast(partial(_run, job, checkpoint, termination))
             store.attach_metrics(checkpoint.checkpoint_id, metrics, job.name)
     except RankFailedError as exc:
         if _is_gone(store, checkpoint.checkpoint_id):
@@ -82,12 +85,12 @@ def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef) -> Metric
     return metrics
 
 
-def _run(job: EvaluationJob, checkpoint: CheckpointRef) -> Metrics:
+def _run(job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination) -> Metrics:
     # Else Prefect marks the task runs of ranks as rolled back as soon as this one fails.
     with transaction(commit_mode=CommitMode.EAGER):
         gang, key_value = meet(lambda address: _specs(job, checkpoint, address), hang_timeout_s=None)
         try:
-            metrics = gang.run(key_value, _NoBooks())
+            metrics = gang.run(key_value, _NoBooks(), termination)
         finally:
             gang.stop(key_value, "the evaluation is over")
     if metrics is None:

@@ -1,12 +1,13 @@
 """How a training function travels to the ranks."""
 
-import ast
 import importlib.util
 import inspect
 import os
 import pickle
 import re
+import symtable
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -19,6 +20,7 @@ import cloudpickle
 TrainFunction: TypeAlias = Callable[..., Any]
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _REFERENCE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)", re.ASCII)
+_STAR_IMPORT = re.compile(rb"\bimport[\s\\(]*\*")
 _unpacking: list[str] = []  # what this process, a rank's, imports the module of
 
 
@@ -153,7 +155,8 @@ def _check_reference(reference: str) -> str:
         source = _find_module(place, reference)
     known = _top_level_names(source)
     if known is not None and name not in known:
-        raise ValueError(f"train_fn {reference!r}: {source} defines no {name!r}")
+        advice = f" (for a file of yours, give {place}.py:{name})" if place in sys.stdlib_module_names else ""
+        raise ValueError(f"train_fn {reference!r}: {source} defines no {name!r}{advice}")
     return f"{place}:{name}"
 
 
@@ -173,21 +176,16 @@ def _top_level_names(source: Path | None) -> set[str] | None:
     """Return the names that the file binds, or None where only running it would tell."""
     if source is None:
         return None
+    text = source.read_bytes()
+    if _STAR_IMPORT.search(text):
+        return None
+    # Not ast.parse: before CPython 3.11.8, two threads at once make it fail (https://github.com/python/cpython/issues/106905).
     try:
-        tree = ast.parse(source.read_bytes(), str(source))
-    except SyntaxError as exc:
+        table = symtable.symtable(text, str(source), "exec")  # type: ignore[arg-type]  # bytes, too: they know their encoding
+    except (SyntaxError, ValueError) as exc:  # ValueError: a null byte
         raise ValueError(f"{source} is not valid Python: {exc}") from exc
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            if any(alias.name == "*" for alias in node.names):
-                return None
-            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-    return names
+    symbols = table.get_symbols()
+    return {one.get_name() for one in symbols if one.is_assigned() or one.is_imported() or one.is_declared_global()}
 
 
 def _dump(function: TrainFunction | None, config: dict[str, Any] | None, name: str) -> bytes:
@@ -232,12 +230,32 @@ def _find_afresh(name: str) -> ModuleSpec | None:
 
 
 def _load_file(path: Path) -> ModuleType:
-    sys.path.insert(0, str(path.parent))  # as `python path` does, for the modules beside it
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """Run the file as a module of its name, with the modules beside it found first, as `python path` does.
+
+    A file named as a module of the standard library (queue.py) takes its place for nobody: it gets another name, and what lies
+    beside it is found after the standard library.
+    """
+    folder, name = str(path.parent), path.stem
+    if name in sys.stdlib_module_names or name == "__main__":
+        name = f"training_file_{name}"
+        sys.path[:] = [place for place in sys.path if not _is_same_place(place, folder)]
+        sys.path.insert(_end_of_standard_library(), folder)
+    else:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # pickling what the file defines needs it
+    sys.modules[name] = module  # pickling what the file defines needs it
     cloudpickle.register_pickle_by_value(module)  # what the function returns or raises is rebuilt elsewhere
     spec.loader.exec_module(module)
     return module
+
+
+def _is_same_place(place: str, folder: str) -> bool:
+    return os.path.realpath(place) == os.path.realpath(folder)
+
+
+def _end_of_standard_library() -> int:
+    places = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("DESTSHARED")}
+    return max((number + 1 for number, place in enumerate(sys.path) if place in places), default=len(sys.path))

@@ -33,6 +33,7 @@ class TrainJob:
         reports: How the training checkpoints.
         grace_s: How long ranks may still commit when the flow run is ended.
         hang_timeout_s: How long no report may come; None for ever.
+        max_out_of_memory_failures: Restarts after memory ran out; -1 unlimited.
 
     """
 
@@ -53,6 +54,7 @@ class TrainJob:
     reports: ReportSettings
     grace_s: float
     hang_timeout_s: float | None
+    max_out_of_memory_failures: int = 0
 
     def open_store(self) -> CheckpointStore:
         """Open the run."""

@@ -4,9 +4,13 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
+
+_QUICKLY_S = 5.0
 
 
 def is_being_trained(store: CheckpointStore) -> bool:
@@ -36,3 +40,27 @@ def has_ended(flow_run_id: str) -> bool | None:
         except ObjectNotFound:
             return None
     return state is not None and state.is_final()
+
+
+def is_being_cancelled(flow_run_id: str) -> bool:
+    """Ask Prefect, once and for a few seconds; False where it does not answer, since nobody who ends can wait for it."""
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        get_client(httpx_settings={"timeout": _QUICKLY_S}, sync_client=True) as client,
+    ):
+        try:
+            state = client.read_flow_run(UUID(flow_run_id)).state
+        except (httpx.HTTPError, ObjectNotFound):
+            return False
+    return state is not None and (state.is_cancelling() or state.is_cancelled())
+
+
+def find_end_before_rerun(flow_run_id: str) -> str | None:
+    """Return the id of the state in which a flow run ended last before somebody ran it again; None if it never ended so.
+
+    Crashed is no such end: who runs it again then, a worker or an automation, continues what was interrupted.
+    """
+    with get_client(sync_client=True) as client:
+        states = client.read_flow_run_states(UUID(flow_run_id))
+    ended = [state for state in states if state.type in (StateType.FAILED, StateType.CANCELLED, StateType.COMPLETED)]
+    return str(max(ended, key=lambda state: state.timestamp).id) if ended else None

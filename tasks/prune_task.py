@@ -57,7 +57,7 @@ def prune_checkpoints(
             done = "would prune" if dry_run else "pruned"
             logger.info("%s %s; kept %s", done, ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
         if garbage and not dry_run:
-            collect_garbage(store)
+            collect_garbage(store, keep_quarantined_days=policy.keep_quarantined_days)
     return decided
 
 

@@ -1,8 +1,7 @@
 """The program that a rank's process runs: join the others, run the user's function, say how it ended.
 
-    python -m prefect_torch.tasks.rank_main <result fd>      reads a pickled RankSpec from stdin
-
-Imports torch, never prefect.
+Its last argument is the number of the pipe for the RankResult; it reads a pickled RankSpec from stdin. It imports torch, never
+prefect.
 """
 
 import faulthandler
@@ -15,28 +14,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
-from prefect_torch.ckpt import (
-    CheckpointError,
-    CheckpointStore,
-    FencedError,
-    PeerGoneError,
-    ReportMismatchError,
-    TrainContext,
-)
+from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.evaluation_session import EvaluationSession
 from prefect_torch.ckpt.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.reporting import start_session
 from prefect_torch.ckpt.session import RankSession
 
-from .errors import RankFailureKind
+from .failures import RankFailureKind, of_exception
 from .function import TrainFunction, takes_config, unpack_function
+from .oom_kills import count_oom_kills
 from .rank_guard import STACKS_SIGNAL
 from .rank_result import RankResult
 from .rank_spec import RankSpec
 from .rendezvous import ENDS_SOON_KEY, TcpKeyValue, connect
-
-# What torch says on a rank whose peer vanished; the peer's own end is the cause.
-_LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "nccl", "gloo")
 
 
 def main() -> None:
@@ -64,17 +54,19 @@ def _run(spec: RankSpec) -> RankResult:
         return _failure(exc, "final")
     try:
         key_value = connect(spec.rendezvous)
-        session = _session(spec, key_value)
         try:
+            store = _open_run(spec)
             backend = _check_backend(spec)
-        except ValueError as exc:
+        except (RuntimeError, ValueError) as exc:
             return _failure(exc, "final")
+        session = _session(spec, store, key_value)
         _join_process_group(spec, backend, key_value)
         result = _train(function, config, session, spec)
         if result.kind is None:  # a group whose peer is gone may wait for it for ever
             _leave_process_group()
     except Exception as exc:  # noqa: BLE001 - reported, not hidden
-        return _failure(exc, "infrastructure")
+        kind = of_exception(exc)
+        return _failure(exc, "infrastructure" if kind == "user" else kind)  # nothing of the user's has run
     return result
 
 
@@ -90,7 +82,17 @@ def _prepare(spec: RankSpec) -> None:
     sys.path[:] = spec.function.sys_path
 
 
-def _session(spec: RankSpec, key_value: TcpKeyValue) -> RankSession:
+def _open_run(spec: RankSpec) -> CheckpointStore:
+    store = CheckpointStore.open(spec.storage, spec.run)
+    if next(store.storage.list(store.layout.attempts), None) is None:
+        raise RuntimeError(
+            f"rank {spec.rank} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process has written: "
+            "every rank needs the same storage (a shared folder or a URL; memory:// lives in one process only)"
+        )
+    return store
+
+
+def _session(spec: RankSpec, store: CheckpointStore, key_value: TcpKeyValue) -> RankSession:
     context = TrainContext(
         world_rank=spec.rank,
         local_rank=spec.local_rank,
@@ -100,12 +102,6 @@ def _session(spec: RankSpec, key_value: TcpKeyValue) -> RankSession:
         run_name=spec.run,
         attempt=spec.attempt,
     )
-    store = CheckpointStore.open(spec.storage, spec.run)
-    if next(store.storage.list(store.layout.attempts), None) is None:
-        raise RuntimeError(
-            f"rank {spec.rank} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process has written: "
-            "every rank needs the same storage (a shared folder or a URL; memory:// lives in one process only)"
-        )
     restored = None if spec.restored is None else spec.restored.open()
     session = EvaluationSession if spec.evaluates else RankSession
     return session(context, store, key_value, restored, spec.reports, lambda: key_value.check(ENDS_SOON_KEY))
@@ -148,6 +144,7 @@ def _leave_process_group() -> None:
 
 def _train(function: TrainFunction, config: dict[str, Any] | None, session: RankSession, spec: RankSpec) -> RankResult:
     start_session(session)
+    oom_kills = count_oom_kills()
     try:
         with _this_process_only():
             value = _call(function, config)
@@ -161,7 +158,7 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
         value = None
         session.finish()
     except BaseException as exc:  # noqa: BLE001 - the user's, sent to where it is raised again
-        kind = _classify(exc)
+        kind = of_exception(exc, oom_killed=count_oom_kills() != oom_kills)
         session.fail(_one_line(exc), spec.flush_s)
         return _failure(exc, kind)
     finally:
@@ -199,21 +196,6 @@ def _this_process_only() -> Iterator[None]:
         if os.getpid() != pid:
             sys.stdout.flush()
             os._exit(returncode)
-
-
-def _classify(exc: BaseException) -> RankFailureKind:
-    if isinstance(exc, PeerGoneError):
-        return "peer"
-    if isinstance(exc, (FencedError, ReportMismatchError)):
-        return "final"
-    if isinstance(exc, CheckpointError):
-        return "infrastructure"
-    text = str(exc).lower()
-    from torch.distributed import DistError  # noqa: PLC0415 - torch is imported by now
-
-    if isinstance(exc, DistError) or (isinstance(exc, RuntimeError) and any(words in text for words in _LOST_PEER)):
-        return "communication"
-    return "user"
 
 
 def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:

@@ -1,20 +1,19 @@
 """One rank's process as its supervisor sees it: lines, an ending, and no way to outlive the supervisor."""
 
-import codecs
 import contextlib
 import os
-import re
 import selectors
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .rank_output import OutputLines
+
 _GUARD = Path(__file__).with_name("rank_guard.py")
-_MAX_LINE = 8192  # characters; a longer one is cut into several, since a log record has a limit
-_LINE_END = re.compile(r"\r\n|\n|\r")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +65,14 @@ class RankProcess:
         self._message: list[bytes] = []
 
     def lines(self, poll_s: float) -> Iterator[list[str]]:
-        """Yield the lines that the process wrote since the last yield, at least every `poll_s`, until it has ended."""
+        """Yield the lines (OutputLines) that were written since the last yield, at least every `poll_s`, until its end."""
         assert self._guard.stdout is not None
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        rest = ""
+        output = OutputLines()
         with selectors.DefaultSelector() as selector:
             for descriptor in (self._guard.stdout.fileno(), self._status, self._result):
                 selector.register(descriptor, selectors.EVENT_READ)
             while selector.get_map():
+                written = b""
                 for ready, _ in selector.select(poll_s):
                     data = os.read(ready.fd, 65536)
                     if not data:
@@ -83,12 +82,9 @@ class RankProcess:
                     elif ready.fd == self._result:
                         self._message.append(data)
                     else:
-                        rest += decoder.decode(data)
-                lines, rest = split_lines(rest)
-                yield lines
-        rest += decoder.decode(b"", final=True)
-        if rest:
-            yield [rest]
+                        written = data
+                yield output.feed(written, time.monotonic())
+        yield output.feed(b"", time.monotonic(), final=True)
 
     def ending(self) -> ProcessEnd:
         """Return how the process ended; call it after `lines` is used up."""
@@ -128,15 +124,3 @@ class RankProcess:
             view = memoryview(data)
             while view:
                 view = view[pipe.write(view) :]
-
-
-def split_lines(text: str) -> tuple[list[str], str]:
-    """Return the whole lines in `text`, the overlong cut, and what begins the next one; a carriage return ends a line, too."""
-    if text.endswith("\r"):  # perhaps half of a "\r\n"
-        *whole, rest = [*_LINE_END.split(text[:-1])]
-        rest += "\r"
-    else:
-        *whole, rest = _LINE_END.split(text)
-    whole.extend(rest[start : start + _MAX_LINE] for start in range(0, len(rest) - _MAX_LINE, _MAX_LINE))
-    rest = rest[len(rest) - (len(rest) % _MAX_LINE or _MAX_LINE) :] if len(rest) > _MAX_LINE else rest
-    return [line[start : start + _MAX_LINE] for line in whole for start in range(0, max(len(line), 1), _MAX_LINE)], rest

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .errors import RankFailureKind
+from .failures import RankFailureKind
 
 
 @dataclass(frozen=True, slots=True)

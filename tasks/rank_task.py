@@ -17,12 +17,16 @@ from prefect_torch.ckpt.key_value import KeyValue
 from prefect_torch.ckpt.peers import RankEnd, announce_end
 
 from .errors import RankFailedError
+from .failures import of_returncode
+from .oom_kills import count_oom_kills
 from .rank_process import ProcessEnd, RankProcess
 from .rank_result import RankResult
 from .rank_spec import RankSpec
 from .rank_watch import BEAT_S
 from .rendezvous import STACKS_KEY, STOP_KEY, beat_key, connect
 
+# Not "-m", which would look in the working folder first: a file there named queue.py would be every module's `queue`.
+_RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
 _POLL_S = 0.1
 _SECRETS_OF_PREFECT = {
     "PREFECT_API_AUTH_STRING",
@@ -48,7 +52,8 @@ def train_rank(spec: RankSpec) -> Any:
         RankFailedError: With the rank's traceback, exit code or signal; it is the failed state's message, too.
 
     """
-    command = [sys.executable, "-u", "-m", "prefect_torch.tasks.rank_main"]
+    command = [sys.executable, "-u", "-c", _RUN, "prefect_torch.tasks.rank_main"]
+    oom_kills = count_oom_kills()
     process = RankProcess(command, _environment(spec), cloudpickle.dumps(spec))
     try:
         key_value = connect(spec.rendezvous)
@@ -58,7 +63,7 @@ def train_rank(spec: RankSpec) -> Any:
         ending = process.ending()
     if stopped is not None:
         return Cancelled(message=stopped)
-    result = _result(ending)
+    result = rank_result(ending, oom_kills, count_oom_kills())
     if result.kind is not None:
         # The rank may have told it already; where its process died, nobody has.
         announce_end(key_value, RankEnd(spec.rank, None, "died", result.error))
@@ -107,12 +112,25 @@ def _supervise(process: RankProcess, key_value: KeyValue, rank: int) -> str | No
     return reason
 
 
-def _result(ending: ProcessEnd) -> RankResult:
+def rank_result(ending: ProcessEnd, oom_kills_before: int | None, oom_kills: int | None) -> RankResult:
+    """Return what a rank said last, or what its process's end says.
+
+    Args:
+        ending: How the process ended.
+        oom_kills_before: How many processes the kernel had killed for lack of memory when it began; None where that is unknown.
+        oom_kills: How many it has killed now.
+
+    """
     if ending.message:
         result: RankResult = pickle.loads(ending.message)  # noqa: S301 - from our own process
         return result
-    ended_by_somebody = ending.returncode == -signal.SIGTERM
-    return RankResult(kind="preemption" if ended_by_somebody else "infrastructure", error=_death(ending.returncode))
+    kind = of_returncode(ending.returncode, oom_killed=(oom_kills or 0) > (oom_kills_before or 0))
+    hint = ""
+    if kind == "out_of_memory":
+        hint = "; the kernel has killed for lack of memory meanwhile, so the machine, or its container, has too little"
+    elif ending.returncode == -signal.SIGKILL and oom_kills is None:
+        hint = "; if nobody sent it, the machine ran out of memory"
+    return RankResult(kind=kind, error=f"{_death(ending.returncode)}{hint}")
 
 
 def _death(returncode: int | None) -> str:
@@ -120,8 +138,7 @@ def _death(returncode: int | None) -> str:
         return "its process and the guard of it were killed"
     if returncode < 0:
         name = signal.Signals(-returncode).name if -returncode in set(signal.Signals) else f"signal {-returncode}"
-        hint = "; if nobody sent it, the machine ran out of memory" if -returncode == signal.SIGKILL else ""
-        return f"its process was killed by {name} ({-returncode}){hint}"
+        return f"its process was killed by {name} ({-returncode})"
     return f"its process exited with code {returncode} before the training function returned"
 
 

@@ -17,6 +17,7 @@ import torch
 from prefect_torch.ckpt import RankLocal
 
 from .data_sharing import distributed_sampler
+from .loader_generators import generators_kept
 from .prepared_loader import PreparedDataLoader
 from .resumable_sampler import Position, ResumableSampler
 
@@ -37,8 +38,10 @@ class ResumableDataLoader(PreparedDataLoader):
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
       own, and another number of ranks raises `RankLocalStateError`. Do not share it out with `rank_local`.
     - The seed is restored. A dataset of another length, or another order, in the middle of an epoch is a `StateMismatchError`.
-    - What a dataset draws at random is not restored: with `num_workers=0` it goes on from the process's generators, which a
-      state can hold as `RankLocal`, and workers are seeded anew at each iteration.
+    - With `num_workers=0` a dataset draws from the process's generators, which a state can hold as `RankLocal`: then a resumed
+      epoch has the very items of an undisturbed one. Workers are seeded by the epoch, so they draw the same after a resume
+      between epochs; in the middle of one they draw other numbers, as the generators of killed workers are lost, and so do
+      `persistent_workers` after any resume. The process's own generators are exact in each of these cases.
 
     Args:
         loader: With a ResumableSampler, and batches of its items in order.
@@ -90,6 +93,14 @@ class ResumableDataLoader(PreparedDataLoader):
         vars(self)["_begun_epoch"] = None
         vars(self)["_iteration"] = _Iteration(self._sampler(), 1)
 
+    def _may_look_ahead(self) -> bool:
+        # Without workers the next batch is drawn in this process: its random numbers must not be in a state before it is.
+        return super()._may_look_ahead() and self.num_workers > 0
+
+    def _beginning(self) -> tuple[int, ...]:
+        # The rest of an epoch must not have the random numbers of its beginning once more.
+        return (*super()._beginning(), self._sampler().start)
+
     def _begin_epoch(self) -> None:
         if self._sampler().start:  # a restored epoch, also if an iteration over it was begun and took nothing
             vars(self)["_begun_epoch"] = None
@@ -117,10 +128,14 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         super().__init__(loader, device)
-        vars(self)["_epoch"] = 0
+        vars(self).update(_epoch=0, _is_restored=False)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Begin the next epoch, or what is left of the restored one."""
+        if vars(self)["_is_restored"]:
+            vars(self)["_is_restored"] = False
+            with generators_kept():  # what cannot go to its position reads up to it again, and draws again
+                self._own_state()
         return self._followed(super().__iter__())
 
     @property
@@ -131,16 +146,20 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's own state, marked as this rank's."""
-        loader: Any = self._wrapped()
-        return {"epoch": self.epoch, "loader": RankLocal(loader.state_dict())}
+        return {"epoch": self.epoch, "loader": RankLocal(self._own_state())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration begin where the loader's own state was taken."""
         loader: Any = self._wrapped()
         own = state_dict["loader"]
         loader.load_state_dict(own.value if isinstance(own, RankLocal) else own)
-        vars(self)["_epoch"] = state_dict["epoch"]
+        vars(self).update(_epoch=state_dict["epoch"], _is_restored=True)
         self.set_epoch(state_dict["epoch"])
+
+    def _own_state(self) -> Any:
+        loader: Any = self._wrapped()
+        with self._own_generator():  # torchdata's begins an iteration for it
+            return loader.state_dict()
 
     def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
         sampler = distributed_sampler(self)

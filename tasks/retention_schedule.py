@@ -6,20 +6,24 @@ from typing import Any
 
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
-from prefect_torch.ckpt import RetentionPolicy
+from prefect_torch.ckpt import Plan, RetentionPolicy
 from prefect_torch.ckpt.manifest_memory import ManifestMemory
-from prefect_torch.ckpt.metrics import find_metric
+from prefect_torch.ckpt.metrics import find_score
 from prefect_torch.ckpt.retention import Committed, plan
 
 from .audience import Audience, CheckpointsPruned
 from .job import TrainJob
 from .prune_task import prune_checkpoints
 
+_LASTING = frozenset({"every", "pinned"})  # a checkpoint that is unpinned meanwhile goes with a prune of the next attempt
 _GARBAGE_EVERY_S = 600.0  # finding it takes a listing of all files of all checkpoints
 
 
 class RetentionSchedule:
     """Submits prunes after commits; however fast these come, at most one runs, and the last one is never left out.
+
+    Remembers only the checkpoints that the policy may yet delete, so that a decision costs as much after a million commits as
+    after a hundred. A prune itself decides by what is in storage.
 
     Args:
         job: The training.
@@ -43,7 +47,7 @@ class RetentionSchedule:
         self._job = job
         self._attempt = attempt
         self._audience = audience
-        self._known: list[Committed] = list(known)
+        self._candidates: list[Committed] = list(known)
         self._in_use: tuple[str, ...] = () if restored is None else (restored,)
         self._memory = memory
         self._garbage_due_s = time.monotonic()
@@ -55,8 +59,9 @@ class RetentionSchedule:
 
     def committed(self, checkpoint: Committed) -> None:
         """Take a new checkpoint into account."""
-        self._known.append(checkpoint)
-        self._changed = True
+        if self._job.policy.num_to_keep is not None:
+            self._candidates.append(checkpoint)
+            self._changed = True
         if self._job.policy.evaluation_timeout_s is None:  # else its score is yet to be attached
             self._warn_of_missing_score(checkpoint, self._job.policy)
 
@@ -92,9 +97,17 @@ class RetentionSchedule:
     def _may_drop(self, recorded: str) -> bool:
         policy = self._job.policy
         if policy.evaluation_timeout_s is None:
-            return bool(plan(self._known, policy, in_use=self._in_use, up_to=recorded).drop)
+            decided = plan(self._candidates, policy, in_use=self._in_use, up_to=recorded)
+            self._forget_settled(decided)
+            return bool(decided.drop)
         # Which have been evaluated since, and which were too late, only the storage and the time of the prune tell.
-        return policy.num_to_keep is not None and len(self._known) > policy.num_to_keep
+        return policy.num_to_keep is not None and len(self._candidates) > policy.num_to_keep
+
+    def _forget_settled(self, decided: Plan[Any]) -> None:
+        """Forget what stays whatever is committed later, and so can neither be deleted nor be among the best or the last."""
+        settled = {checkpoint_id for checkpoint_id, why in decided.keep.items() if _LASTING.issuperset(why)}
+        if settled:
+            self._candidates = [checkpoint for checkpoint in self._candidates if checkpoint.id not in settled]
 
     def _is_garbage_due(self) -> bool:
         due = time.monotonic() >= self._garbage_due_s
@@ -126,15 +139,16 @@ class RetentionSchedule:
         if not isinstance(decided, BaseException):
             self._audience.tell(CheckpointsPruned(decided))
             dropped = {manifest.id for manifest in decided.drop}
-            self._known = [checkpoint for checkpoint in self._known if checkpoint.id not in dropped]
+            self._candidates = [checkpoint for checkpoint in self._candidates if checkpoint.id not in dropped]
+            self._forget_settled(decided)
 
     def _warn_of_missing_score(self, checkpoint: Committed, policy: RetentionPolicy) -> None:
         attribute = policy.checkpoint_score_attribute
-        if attribute is None or self._warned or find_metric(checkpoint.metrics, attribute) is not None:
+        if attribute is None or self._warned or find_score(checkpoint.metrics, attribute) is not None:
             return
         self._warned = True
         get_run_logger().warning(
-            "checkpoint %s has no metric %r, by which checkpoints are ranked; it has %s. "
+            "checkpoint %s has no metric %r that is a number, by which checkpoints are ranked; it has %s. "
             "Such checkpoints rank below all others, and the latest is kept in any case",
             checkpoint.id,
             attribute,

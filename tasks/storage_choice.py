@@ -1,14 +1,17 @@
 """The storage that a person chooses in a form or writes down: a path, a URL, a saved block."""
 
+import re
 from collections.abc import Mapping
 from os import PathLike
 from typing import Annotated, Any
 
 from prefect_torch.ckpt.blocks import StorageBlock
-from prefect_torch.ckpt.opening import is_block_slug, parse_storage
-from pydantic import BeforeValidator, Field
+from prefect_torch.ckpt.opening import URL_WITH_LOGIN, is_block_slug, parse_storage, refuse_password
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer
 
 _FIELDS_OF_BLOCKS = {"location", "file_system", "basepath", "bucket_name"}
+_SECRET = re.compile(r"pass|secret|token|credential|auth|(^|_)key$", re.IGNORECASE)
+_MASK = "**********"  # pydantic's, of a SecretStr
 
 
 def check_choice(storage: Any) -> Any:
@@ -26,6 +29,7 @@ def check_choice(storage: Any) -> Any:
         return storage
     # Else what has no field of any block would be taken for a LocalFileSystem, which needs none: the working folder.
     if isinstance(storage, StorageBlock) or (isinstance(storage, Mapping) and _FIELDS_OF_BLOCKS & storage.keys()):
+        _refuse_passwords(storage)
         return storage
     raise ValueError(
         f"checkpoints cannot be stored with a {type(storage).__name__}: give a path, a URL, 'block-type-slug/block-name', or a "
@@ -33,6 +37,25 @@ def check_choice(storage: Any) -> Any:
     )
 
 
-StorageChoice = Annotated[
-    Annotated[str, Field(title="Path or URL", json_schema_extra={"minLength": 1})] | StorageBlock, BeforeValidator(check_choice)
-]
+def _refuse_passwords(block: Any) -> None:
+    fields = block if isinstance(block, Mapping) else dict(block)
+    for name in _FIELDS_OF_BLOCKS & fields.keys():
+        if isinstance(fields[name], str):
+            refuse_password(fields[name])
+        elif isinstance(fields[name], (StorageBlock, Mapping)):
+            _refuse_passwords(fields[name])
+
+
+def _mask_settings(storage: Any, handler: SerializerFunctionWrapHandler) -> Any:
+    """Return what Prefect stores and shows of a block: the settings of a RemoteFileSystem know no secrets."""
+    return _masked(handler(storage))
+
+
+def _masked(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _MASK if _SECRET.search(name) and isinstance(it, str) else _masked(it) for name, it in value.items()}
+
+
+_Text = Annotated[str, Field(title="Path or URL", json_schema_extra={"minLength": 1, "pattern": rf"^(?!{URL_WITH_LOGIN})"})]
+StorageChoice = Annotated[_Text | StorageBlock, BeforeValidator(check_choice), WrapSerializer(_mask_settings)]

@@ -1,7 +1,9 @@
-"""Real S3-speaking servers on loopback, one in Python and one in Go: they differ, so both are used."""
+"""Real S3-speaking servers on loopback: they differ, above all in the order they list in, so all are used."""
 
 import contextlib
+import json
 import os
+import pwd
 import random
 import shutil
 import signal
@@ -14,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -45,12 +47,14 @@ class S3Server:
     """A running server and the way to look into it behind a storage's back."""
 
     endpoint: str
+    access_key: str = ACCESS_KEY
+    secret_key: str = SECRET_KEY
 
     def options(self) -> dict[str, str]:
         return {
             "aws_endpoint_url": self.endpoint,
-            "aws_access_key_id": ACCESS_KEY,
-            "aws_secret_access_key": SECRET_KEY,
+            "aws_access_key_id": self.access_key,
+            "aws_secret_access_key": self.secret_key,
             "aws_region": "us-east-1",
         }
 
@@ -58,8 +62,8 @@ class S3Server:
         return boto3.client(
             "s3",
             endpoint_url=self.endpoint,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
             region_name="us-east-1",
             config=Config(s3={"addressing_style": "path"}),
         )
@@ -112,9 +116,10 @@ def _program(name: str) -> str:
 
 
 @contextmanager
-def running(command: list[str], port: int) -> Iterator[S3Server]:
+def running(command: list[str], port: int, ended_by: signal.Signals = signal.SIGTERM, **environment: str) -> Iterator[S3Server]:
     """Start a server, wait until it answers, and end it."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    variables = {**os.environ, **environment}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=variables)
     try:
         endpoint = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + 30
@@ -131,7 +136,7 @@ def running(command: list[str], port: int) -> Iterator[S3Server]:
                 break
         yield S3Server(endpoint)
     finally:
-        process.terminate()
+        process.send_signal(ended_by)
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
@@ -184,6 +189,72 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def password_server(request, tmp_path) -> Iterator[tuple[str, str]]:
+    """Yield the place and the password of a real server for the protocol `request.param`, whose user is "me"."""
+    port, password = free_port(), "s3cr3t-word"
+    command = [_program("rclone"), "serve", request.param, "--user", "me", "--pass", password, "--config", os.devnull]
+    (tmp_path / "served").mkdir()
+    with subprocess.Popen([*command, "--addr", f"127.0.0.1:{port}", tmp_path / "served"], stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 30
+            while True:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+                    break
+                assert process.poll() is None, f"rclone ended with {process.returncode}"
+                assert time.monotonic() < deadline, "rclone does not answer"
+                time.sleep(0.05)
+            yield f"127.0.0.1:{port}/data", password
+        finally:
+            process.terminate()
+
+
+@dataclass(frozen=True)
+class SshServer:
+    """A running OpenSSH server that lets this user in by a key of the test's own."""
+
+    port: int
+    key: Path
+
+    def options(self) -> dict[str, object]:
+        user = pwd.getpwuid(os.getuid()).pw_name
+        key = {"key_filename": str(self.key), "look_for_keys": False, "allow_agent": False}
+        return {"port": self.port, "username": user, "timeout": 30, **key}
+
+
+@pytest.fixture(scope="session")
+def sshd(tmp_path_factory) -> Iterator[SshServer]:
+    program = shutil.which("sshd", path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
+    if program is None:
+        assert "CI" not in os.environ, "sshd is not installed: apt-get install openssh-server"
+        pytest.skip("sshd is not installed (Debian: openssh-server)")
+    if os.getuid() == 0:  # sshd confines a part of itself there; Debian's service makes it
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    folder, port = tmp_path_factory.mktemp("sshd"), free_port()
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    lines = (
+        f"ListenAddress 127.0.0.1:{port}",
+        f"AuthorizedKeysFile {folder / 'user.pub'}",
+        *("StrictModes no", "PermitRootLogin yes", "PasswordAuthentication no", "UsePAM no", "PidFile none"),
+        "Subsystem sftp internal-sftp",
+    )
+    (folder / "config").write_text("\n".join(lines))
+    command = [program, "-D", "-e", "-h", folder / "host", "-f", folder / "config"]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
+        try:
+            deadline = time.monotonic() + 30
+            while True:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+                    break
+                assert process.poll() is None, (folder / "log").read_text()
+                assert time.monotonic() < deadline, "sshd does not answer"
+                time.sleep(0.05)
+            yield SshServer(port, folder / "user")
+        finally:
+            process.terminate()
+
+
 @pytest.fixture(scope="session")
 def moto() -> Iterator[S3Server]:
     port = free_port()
@@ -196,3 +267,36 @@ def rclone(tmp_path_factory) -> Iterator[S3Server]:
     port = free_port()
     with running(rclone_command(port, tmp_path_factory.mktemp("rclone")), port) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory) -> Iterator[S3Server]:
+    """SeaweedFS, which lists folder for folder: `a/x` before `a.json`."""
+    folder = tmp_path_factory.mktemp("seaweedfs")
+    identity = {"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}
+    users = [{"name": "test", "credentials": [identity], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]
+    (folder / "users.json").write_text(json.dumps({"identities": users}))
+    s3, *others = (free_port() for _ in range(8))
+    names = ("master.port", "volume.port", "filer.port", *(f"{it}.port.grpc" for it in ("master", "volume", "filer", "s3")))
+    options = [f"-{name}={port}" for name, port in zip(names, others, strict=True)]
+    options += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false", "-master.telemetry=false"]
+    options += [f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock", "-volume.max=1000"]
+    server = ["server", "-s3", "-ip=127.0.0.1", f"-dir={folder}", f"-s3.config={folder}/users.json", f"-s3.port={s3}", *options]
+    one_volume = {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}  # a bucket has volumes of its own, seven at first if not told
+    # Asked kindly, it takes ten seconds to end.
+    with running([_program("weed"), *server], s3, signal.SIGKILL, **one_volume) as storage:
+        yield storage
+
+
+@pytest.fixture(scope="session")
+def s3rver(tmp_path_factory) -> Iterator[S3Server]:
+    """s3rver, which lists folder for folder, and goes on after a page by whole keys."""
+    program = Path(sys.prefix, "s3rver/node_modules/s3rver/bin/s3rver.js")
+    if not program.exists():
+        assert "CI" not in os.environ, f"{program} is missing: make s3rver"
+        pytest.skip(f"{program} is missing: make s3rver installs it where there is npm")
+    port = free_port()
+    command = ["node", "--openssl-legacy-provider", str(program)]  # its tokens between pages are encrypted with DES
+    options = ["-d", str(tmp_path_factory.mktemp("s3rver")), "-a", "127.0.0.1", "-p", str(port), "-s", "--no-vhost-buckets"]
+    with running([*command, *options], port) as server:
+        yield replace(server, access_key="S3RVER", secret_key="S3RVER")  # it knows no other

@@ -16,7 +16,10 @@ MAY_IMPORT = {
 }
 MODULES = [path for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))]
 INTEGRATIONS = ("accelerate", "lightning", "transformers")
-RANK_SIDE = ["rank_main", "rank_spec", "rank_result", "checkpoint_ref", "function", "rendezvous", "errors", "job"]
+RANK_SIDE = [
+    *("rank_main", "rank_spec", "rank_result", "checkpoint_ref", "function", "rendezvous"),
+    *("errors", "failures", "oom_kills", "job"),
+]
 
 
 def imports(path: Path, *, only_top: bool = False):
@@ -39,8 +42,9 @@ def test_a_folder_imports_only_folders_below_it(path):
     for name in imports(path):
         assert not name.startswith(".."), f"{name}: across folders, import from prefect_torch"
         if name.startswith("prefect_torch"):
+            own, *rest = path.relative_to(ROOT).parts
             folder = name.split(".")[1]
-            assert folder in MAY_IMPORT[path.relative_to(ROOT).parts[0]], name
+            assert folder in MAY_IMPORT[own] or (folder == own and len(rest) > 1), name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ckpt").glob("*.py")), ids=lambda path: path.name)
@@ -99,3 +103,10 @@ def test_importing_ckpt_takes_a_tenth_of_a_second():
 def test_the_guard_of_a_rank_needs_nothing_but_the_standard_library():
     names = {name.partition(".")[0] for name in imports(ROOT / "tasks/rank_guard.py")}
     assert names <= set(sys.stdlib_module_names)
+
+
+def test_nothing_imports_the_server_of_prefect():
+    """It costs a second, and with the newest fastapi it cannot be imported: whoever has a remote API needs neither."""
+    parts = [path.relative_to(ROOT).with_suffix("").parts for path in MODULES]
+    modules = [f"import prefect_torch.{'.'.join(names)}" for names in parts if names[0] != "ckpt" and names[-1] != "__init__"]
+    assert not {name for name in loaded_by("\n".join(modules)) if name.startswith("prefect.server")}

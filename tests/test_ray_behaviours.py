@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from prefect_torch.ckpt import (
     get_context,
     report,
 )
-from prefect_torch.ckpt.attempts import Outcome, write_outcome
+from prefect_torch.ckpt.attempts import Outcome, Owner, write_outcome
 from prefect_torch.ckpt.events import ReportEvent
 from prefect_torch.ckpt.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.layout import Layout
@@ -43,7 +44,7 @@ from prefect_torch.flows import (
 )
 from prefect_torch.flows.run_name import default_run_name
 from prefect_torch.tasks.function import check_signature
-from prefect_torch.tasks.restarts import count_failures
+from prefect_torch.tasks.restarts import _failures_before
 from pydantic import ValidationError
 from ranks import Attempt, folder, read_files
 from ray_behaviours import behaviour
@@ -841,9 +842,12 @@ def test_lost_processes_are_counted_apart():
 
 
 @behaviour("ray.train.FailureConfig", "crashes and interrupts of the driver do not count toward max_failures", verdict="same")
-def test_a_killed_flow_process_is_no_failure_of_the_function(store):
-    Attempt(store)  # whose process could not say how it ended
-    assert count_failures(store, flow_run_id=None) == {"preemption": 1}
+def test_a_killed_flow_process_is_no_failure_of_the_function(store, tmp_path):
+    attempt = Attempt(store)  # whose process could not say how it ended
+    next_process = replace(Owner.current(), pid=1)
+    assert list(_failures_before(store, next_process)) == ["infrastructure"]
+    attempt.session().report({}, folder(tmp_path / "c", model="x"))
+    assert list(_failures_before(store, next_process)) == ["preemption"]
 
 
 @behaviour(

@@ -20,9 +20,11 @@ _MODULES = {
     "pull": "pull_command",
     "pin": "pin_commands",
     "unpin": "pin_commands",
+    "restore": "restore_command",
     "prune": "prune_command",
     "doctor": "doctor_command",
     "migrate-check": "migrate_check_command",
+    "execute": "execute_command",
 }
 
 

@@ -9,12 +9,12 @@ import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
 from prefect_torch.ckpt.attempts import Attempt, newest_attempt
 from prefect_torch.ckpt.metrics import find_metric
+from prefect_torch.ckpt.prune_limits import prune_limits
 from prefect_torch.ckpt.retention import Order
 from prefect_torch.ckpt.wording import show_bytes
 
 from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
 from .ranking import policy_of, rank, settle_ranking
-from .run_state import restored_by
 from .selection import open_run, read_manifests
 from .terminal import note, print_json, print_table, say, show_count, show_number
 
@@ -56,8 +56,9 @@ def prune(
     """Delete the checkpoints that nothing keeps.
 
     First it shows what stays, why, and what goes, and asks. Without --keep, --keep-last and --every it is what the training
-    itself would keep. The newest checkpoint, pinned ones, and the one that a living attempt restores stay in any case. Costs
-    a small read for each checkpoint, three times.
+    itself would keep. The newest checkpoint and pinned ones stay in any case; while the run is trained, so do the one that
+    its ranks restored and those whose reports are not in the metric history yet. Costs a small read for each checkpoint,
+    three times.
 
     \b
     --json: dry_run, dropped_bytes,
@@ -67,9 +68,9 @@ def prune(
     store = open_run(storage, run)
     attempt = newest_attempt(store)
     policy = _policy(store, attempt, Wanted(keep, keep_last, every, metric, order))
-    in_use = restored_by(store, attempt)
+    limits = prune_limits(store, attempt)
     manifests = {manifest.id: manifest for manifest in read_manifests(store)}
-    decided = store.prune(policy, dry_run=True, in_use=in_use)
+    decided = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to)
     shown = _describe(decided, manifests, policy.checkpoint_score_attribute)
     if as_json:
         print_json({"dry_run": dry_run, **shown})
@@ -83,7 +84,7 @@ def prune(
     doomed = {manifest.id for manifest in decided.drop}
     # What came since the question was asked stays: nobody was asked about it.
     spared = tuple(checkpoint_id for checkpoint_id in store.ids() if checkpoint_id not in doomed)
-    deleted = store.prune(policy, in_use=spared).drop
+    deleted = store.prune(policy, in_use=spared, up_to=limits.up_to).drop
     if not as_json:
         freed_bytes = sum(manifest.total_bytes for manifest in deleted)
         say(f"deleted {show_count(len(deleted), 'checkpoint')}, {show_bytes(freed_bytes)}")

@@ -38,7 +38,7 @@ def settle_ranking(store: CheckpointStore, metric: str | None, order: Order | No
 
 def policy_of(attempt: Attempt | None) -> RetentionPolicy:
     """Return the retention policy of a training's newest attempt; one that keeps everything if it has none."""
-    return RetentionPolicy() if attempt is None else RetentionPolicy(**attempt.settings)
+    return RetentionPolicy() if attempt is None else attempt.policy
 
 
 def rank(manifests: list[Manifest], ranking: Ranking) -> list[Manifest]:

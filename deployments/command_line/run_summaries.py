@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
-from prefect_torch.ckpt.attempts import Owner
+from prefect_torch.ckpt.attempts import read_attempt
 from prefect_torch.ckpt.evaluations import manifest_id
 from prefect_torch.ckpt.layout import Layout, attempt_number, stem
 from prefect_torch.ckpt.manifest import step_of
@@ -53,47 +53,42 @@ def summarize_runs(storage: Storage) -> Iterator[RunSummary]:
 @dataclass(slots=True)
 class _Seen:
     layout: Layout
-    newest_attempt: str | None = None
-    newest_id: str | None = None
-    num_attempts: int = 0
-    num_checkpoints: int = 0
-    data_bytes: int = 0
+    data: dict[str, int] = field(default_factory=dict)
+    checkpoints: set[str] = field(default_factory=set)
+    attempts: set[str] = field(default_factory=set)
     outcomes: set[str] = field(default_factory=set)
 
     def add(self, info: ObjectInfo) -> None:
-        """Count one object; they come ordered by key, so the last of a kind is the newest."""
+        """Enter one object; they come in any order, and one may come twice."""
         if info.key.startswith(self.layout.checkpoints):
-            self.data_bytes += info.bytes
+            self.data[info.key] = info.bytes
         elif info.key.startswith(self.layout.manifests):
             if (checkpoint_id := manifest_id(self.layout, info.key)) is not None:
-                self.num_checkpoints += 1
-                self.newest_id = checkpoint_id
+                self.checkpoints.add(checkpoint_id)
         elif info.key.startswith(self.layout.attempts):
-            if number := attempt_number(info.key):
-                self.num_attempts, self.newest_attempt = number, info.key
+            if attempt_number(info.key):
+                self.attempts.add(info.key)
         elif info.key.startswith(self.layout.outcomes):
             self.outcomes.add(stem(info.key))
 
     @property
     def is_run(self) -> bool:
-        return self.newest_attempt is not None or self.newest_id is not None
+        return bool(self.attempts or self.checkpoints)
 
     def summary(self, store: CheckpointStore) -> RunSummary:
         return RunSummary(
             name=store.run,
-            attempts=self.num_attempts,
-            latest_step=None if self.newest_id is None else step_of(self.newest_id),
-            checkpoints=self.num_checkpoints,
-            bytes=self.data_bytes,
+            attempts=max(map(attempt_number, self.attempts), default=0),
+            latest_step=step_of(max(self.checkpoints)) if self.checkpoints else None,
+            checkpoints=len(self.checkpoints),
+            bytes=sum(self.data.values()),
             state=self._state(store),
         )
 
     def _state(self, store: CheckpointStore) -> State:
-        claim = None if self.newest_attempt is None else store.get_json(self.newest_attempt)
+        newest = max(self.attempts, default=None)
+        claim = None if newest is None else store.leave_out_newer(lambda: read_attempt(store, newest))
         if claim is None:
             return "unknown"
-        ended = stem(self.layout.outcome(self.num_attempts)) in self.outcomes
-        try:
-            return state_of(Owner(**claim["owner"]), ending_of(store, self.num_attempts) if ended else None)
-        except (KeyError, TypeError):  # written by something else
-            return "unknown"
+        ended = stem(self.layout.outcome(claim.number)) in self.outcomes
+        return state_of(claim.owner, ending_of(store, claim.number) if ended else None)

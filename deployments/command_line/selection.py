@@ -3,7 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, Manifest, Storage, StorageError
+from prefect_torch.ckpt import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    Manifest,
+    Storage,
+    StorageError,
+    UnsupportedFormatError,
+)
 from prefect_torch.ckpt.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.manifest import is_id
 from prefect_torch.ckpt.opening import is_block_slug, open_storage, parse_storage
@@ -68,7 +76,7 @@ def open_run(storage: str, run: str) -> CheckpointStore:
 
 
 def read_manifests(store: CheckpointStore) -> list[Manifest]:
-    """Return every readable manifest, oldest first: a small read each, many at once; a damaged one is told on stderr."""
+    """Return every readable manifest, oldest first: a small read each, many at once; of others, stderr tells why."""
 
     def read(listed: ListedCheckpoint) -> Manifest | None:
         try:
@@ -77,6 +85,9 @@ def read_manifests(store: CheckpointStore) -> list[Manifest]:
             return None
         except CheckpointCorruptError as exc:
             note(f"left out, damaged: {exc}")
+            return None
+        except UnsupportedFormatError as exc:
+            note(f"left out: {exc}")
             return None
 
     return [manifest for manifest in read_all(store.listed(), read) if manifest is not None]

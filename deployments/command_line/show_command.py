@@ -60,7 +60,7 @@ def show(storage: str, run: str, checkpoint: str | None, metric: str | None, ord
 def _describe_run(store: CheckpointStore) -> dict[str, Any]:
     outcomes = {outcome.attempt: outcome for outcome in read_outcomes(store)}
     history = read_history(store)
-    notes = ((stem(info.key), store.get_json(info.key)) for info in store.storage.list(store.layout.quarantined))
+    notes = ((stem(key), store.get_json(key)) for key in store.keys(store.layout.quarantined))
     return {
         "name": store.run,
         "path": store.path,
@@ -81,7 +81,7 @@ def _describe_attempt(attempt: Attempt, outcome: Outcome | None) -> dict[str, An
         "error": None if outcome is None else outcome.error,
         "errors": {} if outcome is None else outcome.errors,
         "flow_run_id": attempt.owner.flow_run_id,
-        "host": attempt.owner.host.partition("/")[0],
+        "host": attempt.owner.machine,
         "pid": attempt.owner.pid,
         "world_size": attempt.world_size,
         "claimed_at": attempt.claimed_at,

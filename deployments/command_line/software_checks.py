@@ -5,12 +5,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from .findings import Finding, Status
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 _OLDEST_PYTHON = (3, 10)
 _NEWEST_STRICT_PREFECT = (3, 8, 8)  # its server, and those before, cannot use what `ServerLibrary` describes
 _API_TIMEOUT_S = 10
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ def check_server_library(library: ServerLibrary) -> Iterator[Finding]:
 
 
 def check_api() -> Iterator[Finding]:
-    """Ask Prefect's API something that needs its database and, where there are any, credentials."""
+    """Ask Prefect's API something that needs its database and credentials, and whether its restart would end flow runs."""
     from prefect.client.orchestration import get_client  # noqa: PLC0415 - seconds, for doctor only
     from prefect.settings import get_current_settings  # noqa: PLC0415 - as above
 
@@ -87,11 +92,25 @@ def check_api() -> Iterator[Finding]:
     try:
         with get_client(httpx_settings={"timeout": _API_TIMEOUT_S}, sync_client=True) as client:
             client.read_flows(limit=1)
+            limits = list(_check_deployments(client))
     except Exception as exc:  # noqa: BLE001 - whatever it is, the API cannot be used
         advice = "start it (prefect server start), correct PREFECT_API_URL, or log in (prefect cloud login)"
         yield Finding("prefect api", "wrong", f"{url}: {type(exc).__name__}: {exc}", advice)
     else:
         yield Finding("prefect api", "ok", f"{url} answers")
+        yield from limits
+
+
+def _check_deployments(client: "SyncPrefectClient") -> Iterator[Finding]:
+    from prefect_torch.flows import concurrency_leases as limits  # noqa: PLC0415 - seconds, for doctor only
+
+    limited = sorted(limits.limited_deployments(client))
+    if not limited or not limits.keeps_leases_in_memory(client):
+        yield Finding("deployments", "ok", f"{len(limited) or 'none'} with a concurrency limit")
+        return
+    more = f" and {len(limited) - _MAX_NAMED} more" if len(limited) > _MAX_NAMED else ""
+    found = f"concurrency limits on {', '.join(limited[:_MAX_NAMED])}{more}: {limits.LEASES_LOST}"
+    yield Finding("deployments", "warning", found, limits.WITHOUT_LEASE)
 
 
 def _api_url() -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, UnsupportedFormatError
 
 from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
 from .progress import progress_bar
@@ -71,6 +71,10 @@ def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> Iterator[
                 store.verify(store.get(checkpoint_id), level)
             except CheckpointCorruptError as exc:
                 yield Verdict(checkpoint_id, whole=False, damage=str(exc))
+            except UnsupportedFormatError as exc:
+                if len(ids) == 1:
+                    raise
+                note(f"left out: {exc}")
             except CheckpointNotFoundError:
                 if len(ids) == 1:
                     raise

@@ -7,6 +7,8 @@
 - kubernetes: `num_gpus`, `shared_memory`, `termination_grace_s`, `node_selector`, `tolerations`; the cluster needs NVIDIA's
   device plugin.
 
+Containers run `prefect-torch execute`, which lets a flow commit a last checkpoint for as long as the container's own grace.
+
 From a terminal: `prefect work-pool create gpu-pool --type kubernetes --base-job-template FILE`, with a file of this folder.
 """
 

@@ -9,6 +9,7 @@ from prefect_torch.ckpt.attempts import Attempt, Outcome
 from prefect_torch.ckpt.history import MetricRecord
 from prefect_torch.ckpt.manifest import attempt_of, step_of
 
+from .commit_marks import CommitMarks
 from .wording import seconds_of
 
 Place: TypeAlias = tuple[float, float]  # an attempt and a step: places of a run sort by age
@@ -29,8 +30,7 @@ class AttemptLog:
         last_report_s: And last.
         first_step: The step of its first report.
         last_step: And of its last.
-        reported: When each checkpoint was reported, by id.
-        stalls: For how many seconds each commit held up the training, by id, as far as that is known.
+        checkpoints: When its checkpoints were reported, and for how long they held up the training.
 
     """
 
@@ -42,8 +42,7 @@ class AttemptLog:
     last_report_s: float | None = None
     first_step: int | None = None
     last_step: int | None = None
-    reported: dict[str, float] = field(default_factory=dict)
-    stalls: dict[str, float] = field(default_factory=dict)
+    checkpoints: CommitMarks = field(default_factory=CommitMarks)
 
     @property
     def number(self) -> int:
@@ -74,12 +73,12 @@ class AttemptLog:
         self.first_step = record.step if self.first_step is None else self.first_step
         self.last_step = record.step
         if record.checkpoint is not None:
-            self.reported[record.checkpoint] = at_s
+            self.checkpoints.record_report(record.checkpoint, at_s)
 
     def take_commit(self, checkpoint_id: str, stall_s: float | None) -> None:
         """Take note of a commit."""
         if stall_s is not None:
-            self.stalls[checkpoint_id] = stall_s
+            self.checkpoints.record_commit(checkpoint_id, stall_s)
 
     def last_seen_s(self) -> float:
         """Return when it was last heard of."""
@@ -100,7 +99,7 @@ def frontiers(logs: Sequence[AttemptLog]) -> dict[int, Place]:
     found: dict[int, Place] = {}
     oldest = END
     for log in reversed(logs):
-        newest_saved = max(map(place_of, log.reported), default=BEGINNING)
+        newest_saved = max((place_of(mark.newest) for mark in log.checkpoints if mark.num_reported), default=BEGINNING)
         found[log.number] = END if log.is_completed and newest_saved <= oldest else oldest
         oldest = min(oldest, _began_at(log, logs))
     return found
@@ -114,6 +113,6 @@ def place_of(checkpoint_id: str) -> Place:
 def _began_at(log: AttemptLog, logs: Sequence[AttemptLog]) -> Place:
     """Return where `log` began: at the beginning, too, if it restored a checkpoint of another run."""
     restored = log.attempt.restored_id
-    if restored is None or not any(restored in other.reported or restored in other.stalls for other in logs):
+    if restored is None or not any(restored in other.checkpoints for other in logs):
         return BEGINNING
     return place_of(restored)

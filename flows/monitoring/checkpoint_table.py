@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from prefect_torch.ckpt.metrics import find_metric, flatten_metrics
 from prefect_torch.ckpt.wording import show_age, show_bytes
 
-from .run_notes import Saved
+from .stored_checkpoints import StoredCheckpoint
 from .wording import show_number, show_time
 
 MAX_ROWS = 100
@@ -15,7 +15,7 @@ _NOT_KEPT = "nothing; goes with the next prune"
 
 
 def checkpoint_rows(
-    saved: Sequence[Saved],
+    saved: Sequence[StoredCheckpoint],
     kept: Mapping[str, Sequence[str]],
     first_metric: str | None,
     now_s: float,
@@ -50,12 +50,12 @@ def checkpoint_rows(
     return rows
 
 
-def _choose(saved: Sequence[Saved], kept: Mapping[str, Sequence[str]]) -> list[Saved]:
+def _choose(saved: Sequence[StoredCheckpoint], kept: Mapping[str, Sequence[str]]) -> list[StoredCheckpoint]:
     newest_first = sorted(saved, key=lambda it: it.id, reverse=True)
     by_worth = sorted(newest_first, key=lambda it: not set(kept.get(it.id, ())) & set(_WORTH_SHOWING))
     return sorted(by_worth[:MAX_ROWS], key=lambda it: it.id, reverse=True)
 
 
-def _metric_names(saved: Sequence[Saved], first: str | None) -> list[str]:
+def _metric_names(saved: Sequence[StoredCheckpoint], first: str | None) -> list[str]:
     names = dict.fromkeys(name for checkpoint in saved for name, _ in flatten_metrics(checkpoint.metrics))
     return sorted(names, key=lambda name: name != first)[:_MAX_METRICS]

@@ -103,7 +103,11 @@ def _within(
     first_step_s = log.first_report_s - begun_s if interval_s is None else interval_s
     worked_from_s = _clamp(log.first_report_s - first_step_s, begun_s, ended_s)
     kept_until_s = _clamp(_kept_until_s(log, until, ended_s), worked_from_s, ended_s)
-    stalls = [(at_s, log.stalls.get(checkpoint_id, mean_stall_s)) for checkpoint_id, at_s in log.reported.items()]
+    stalls = [
+        (mark.reported_s, mark.stall_s + mean_stall_s * max(0, mark.num_reported - mark.num_timed))
+        for mark in log.checkpoints
+        if mark.reported_s is not None
+    ]
     kept_s = kept_until_s - worked_from_s
     lost_s = ended_s - kept_until_s
     kept_stall_s = min(kept_s, sum(stall_s for at_s, stall_s in stalls if at_s <= kept_until_s))
@@ -121,8 +125,9 @@ def _kept_until_s(log: AttemptLog, until: Place, ended_s: float) -> float:
     is_newest = until == END
     if is_newest and (log.is_completed or log.is_running):
         return ended_s
-    kept = log.stalls if is_newest else log.reported  # of a failed attempt without a successor, only commits are known to be
-    return max((at_s for key, at_s in log.reported.items() if key in kept and place_of(key) <= until), default=0.0)
+    # Of a failed attempt without a successor, only commits are known to be kept.
+    kept = [mark for mark in log.checkpoints if mark.num_timed or not is_newest]
+    return max((it.reported_s for it in kept if it.reported_s is not None and place_of(it.newest) <= until), default=0.0)
 
 
 def _mean_interval_s(logs: Sequence[AttemptLog]) -> float | None:
@@ -137,8 +142,9 @@ def _mean_interval_s(logs: Sequence[AttemptLog]) -> float | None:
 
 
 def _mean_stall_s(logs: Sequence[AttemptLog]) -> float:
-    known = [stall_s for log in logs for stall_s in log.stalls.values()]
-    return sum(known) / len(known) if known else 0.0
+    marks = [mark for log in logs for mark in log.checkpoints]
+    num_timed = sum(mark.num_timed for mark in marks)
+    return sum(mark.stall_s for mark in marks) / num_timed if num_timed else 0.0
 
 
 def _clamp(value: float, low: float, high: float) -> float:

@@ -54,10 +54,18 @@ class LiveArtifact:
         self._shown = news
 
 
-def artifact_key(run: str) -> str:
-    """Return a run's name as Prefect's keys may be, of lower-case letters, digits and dashes; no two runs have the same."""
-    plain = _NOT_IN_KEYS.sub("-", run.lower()).strip("-")
-    return plain if plain == run else f"{plain}-{sha256(run.encode()).hexdigest()[:6]}"
+def artifact_key(run: str, path: str) -> str:
+    """Return what the keys of a run's artifacts begin with: its name as Prefect's keys may be, and a digest of its path.
+
+    Runs of one name in two storages have different keys; so have runs whose names differ in letters that a key may not have.
+
+    Args:
+        run: The run's name.
+        path: Where the run lies: a local path or a URL.
+
+    """
+    plain = _NOT_IN_KEYS.sub("-", run.lower()).strip("-") or "run"
+    return f"{plain}-{sha256(path.encode()).hexdigest()[:6]}"
 
 
 def _update(client: SyncPrefectClient, artifact_id: UUID, data: Any, description: str) -> bool:

@@ -29,10 +29,10 @@ _REQUEST_S = 15.0
 class Pages:
     """Publishes a run's progress, checkpoints and summary as artifacts of the flow run, ever more seldom; the last is exact.
 
-    The artifacts' keys are `<run>-progress`, `<run>-checkpoints` and `<run>-summary`, so that in the UI a key's page lists the
-    flow runs of one run. A flow run's process makes each of them once and updates it: at most 4 requests at a time, 16 times
-    in the first 100 s, and twice a minute in the long run. There is a progress only where the training tells it
-    (`report(..., progress=)`).
+    The artifacts' keys are `<run>-<digest>-progress`, `…-checkpoints` and `…-summary`, with a digest of where the run lies, so
+    that in the UI a key's page lists the flow runs of one run. A flow run's process makes each of them once and updates it: at
+    most 4 requests at a time, 16 times in the first 100 s, and twice a minute in the long run. There is a progress only where
+    the training tells it (`report(..., progress=)`).
 
     Args:
         job: The training.
@@ -50,7 +50,7 @@ class Pages:
         self._clock = clock
         self._pace = pace or Pace()
         self._client: SyncPrefectClient | None = None
-        key = artifact_key(job.run)
+        key = artifact_key(job.run, self._store.path)
         self._progress = LiveArtifact(f"{key}-progress", "progress")
         self._checkpoints = LiveArtifact(f"{key}-checkpoints", "table")
         self._summary = LiveArtifact(f"{key}-summary", "markdown")
@@ -116,9 +116,9 @@ class Pages:
     def _publish_checkpoints(
         self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float, problem: str | None
     ) -> None:
-        saved, layout = self._notes.saved, self._store.layout
+        checkpoints, layout = self._notes.checkpoints, self._store.layout
         rows = checkpoint_rows(
-            saved,
+            checkpoints.held,
             self._notes.kept(),
             self._first_metric,
             now_s,
@@ -126,10 +126,10 @@ class Pages:
         )
         if not rows and not self._checkpoints.is_shown:
             return
-        count = f"{len(saved)} checkpoint{'' if len(saved) == 1 else 's'}"
+        count = f"{checkpoints.num} checkpoint{'' if checkpoints.num == 1 else 's'}"
         parts = [
             f"{count} of run {plain_text(self._store.run)} in `{self._store.path}`",
-            *([f"{MAX_ROWS} of them shown"] if len(saved) > MAX_ROWS else []),
+            *([f"{MAX_ROWS} of them shown"] if checkpoints.num > MAX_ROWS else []),
             f"ages as of {show_time(now_s)} UTC",
             *([] if problem is None else [problem]),
         ]

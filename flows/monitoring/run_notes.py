@@ -1,7 +1,7 @@
 """What pages know of a run: its past from storage, what happens now from the audience."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
@@ -10,42 +10,12 @@ from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.history import MetricRecord, read_history
 from prefect_torch.ckpt.layout import stem
 from prefect_torch.ckpt.manifest import attempt_of
-from prefect_torch.ckpt.metrics import Metrics
 from prefect_torch.ckpt.retention import overdue_evaluations, plan
 from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned, Happening
 
 from .attempt_log import AttemptLog
 from .curves import Curves
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint in storage.
-
-    Attributes:
-        id: Its id.
-        step: Its step.
-        metrics: Its metrics.
-        bytes: The size of all its files.
-        created_s: When it was committed, in seconds since the epoch.
-
-    """
-
-    id: str
-    step: int
-    metrics: Metrics
-    bytes: int
-    created_s: float
-
-    @property
-    def created_at(self) -> datetime:
-        """When it was committed."""
-        return datetime.fromtimestamp(self.created_s, timezone.utc)
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "Saved":
-        """Return what a manifest says."""
-        return cls(manifest.id, manifest.step, manifest.metrics, manifest.total_bytes, manifest.created_at.timestamp())
+from .stored_checkpoints import MAX_HELD, StoredCheckpoint, StoredCheckpoints
 
 
 class RunNotes:
@@ -64,8 +34,7 @@ class RunNotes:
         self._store = store
         self._policy = policy
         self._logs: dict[int, AttemptLog] = {}
-        self._saved: dict[str, Saved] = {}
-        self._pinned: frozenset[str] = frozenset()
+        self.checkpoints = StoredCheckpoints(policy)
         self.curves = Curves()
         self.quarantined: dict[str, str] = {}
         self.progress: float | None = None
@@ -80,18 +49,14 @@ class RunNotes:
         """The newest attempt; None before the first."""
         return max(self._logs.values(), key=lambda log: log.number, default=None)
 
-    @property
-    def saved(self) -> list[Saved]:
-        """The checkpoints in storage, oldest first."""
-        return [self._saved[key] for key in sorted(self._saved)]
-
     def kept(self) -> dict[str, tuple[str, ...]]:
         """Return why the policy keeps each checkpoint, by id; one that is missing goes with the next prune."""
         newest = self.newest
         restored = newest.attempt.restored_id if newest is not None and newest.is_running else None
         in_use = () if restored is None else (restored,)
-        overdue = overdue_evaluations(self.saved, self._policy, datetime.now(timezone.utc))
-        return plan(self.saved, self._policy, pinned=self._pinned, in_use=in_use, overdue=overdue).keep
+        held = self.checkpoints.held
+        overdue = overdue_evaluations(held, self._policy, datetime.now(timezone.utc))
+        return plan(held, self._policy, pinned=self.checkpoints.pinned, in_use=in_use, overdue=overdue).keep
 
     def take(self, happening: Happening, now_s: float) -> None:
         """Take note of what happened now (seconds since the epoch)."""
@@ -102,30 +67,39 @@ class RunNotes:
                 self._take_report(record)
                 self.progress = progress if progress is not None else self.progress
             case CommitEvent():
-                self._saved[happening.id] = Saved(
-                    happening.id, happening.step, happening.metrics, happening.bytes, created_s=now_s
+                self.checkpoints.add(
+                    StoredCheckpoint(happening.id, happening.step, happening.metrics, happening.bytes, created_s=now_s)
                 )
                 self._logs[attempt_of(happening.id)].take_commit(happening.id, happening.stall_s)
             case CheckpointsPruned(decided):
                 self._take_pruned(decided)
             case CheckpointQuarantined(checkpoint_id, reason):
                 self.quarantined[checkpoint_id] = reason
-                self._saved.pop(checkpoint_id, None)
+                self.checkpoints.discard(checkpoint_id)
             case AttemptEnded(outcome):
                 self._end(outcome, now_s)
 
     def read_checkpoints(self) -> None:
-        """Take from storage which checkpoints there are and which are pinned; costs two listings and a small read each.
+        """Read from storage which checkpoints there are and which are pinned; two listings, and a small read each.
+
+        Of more checkpoints than are held, only those are read.
 
         Raises:
             StorageError: If the storage does not answer.
 
         """
-        self._take_manifests(self._store.list())
+        listed = list(self._store.listed())
+        if len(listed) <= MAX_HELD:
+            self._replace(self._store.readable(listed))
+            return
+        self.checkpoints.pinned = self._store.pinned()
+        existing = {it.id for it in listed}
+        for checkpoint in self.checkpoints.held:
+            if checkpoint.id not in existing:
+                self.checkpoints.discard(checkpoint.id)
 
-    def _take_manifests(self, manifests: Iterable[Manifest]) -> None:
-        self._saved = {manifest.id: Saved.of(manifest) for manifest in manifests}
-        self._pinned = self._store.pinned()
+    def _replace(self, manifests: Iterable[Manifest]) -> None:
+        self.checkpoints.replace(map(StoredCheckpoint.of, manifests), self._store.pinned())
 
     def _begin(self, attempt: Attempt) -> None:
         try:
@@ -149,8 +123,8 @@ class RunNotes:
 
     def _take_pruned(self, decided: Plan[Manifest]) -> None:
         for manifest in decided.drop:
-            self._saved.pop(manifest.id, None)
-        self._pinned = frozenset(key for key, reasons in decided.keep.items() if "pinned" in reasons)
+            self.checkpoints.remove(manifest.id, manifest.total_bytes)
+        self.checkpoints.pinned = frozenset(key for key, reasons in decided.keep.items() if "pinned" in reasons)
 
     def _read_past(self, number: int) -> None:
         """Read what was before attempt `number`; all of it, or nothing is noted."""
@@ -159,7 +133,7 @@ class RunNotes:
         history = [record for record in read_history(self._store) if record.attempt in logs]
         outcomes = {it: read_outcome(self._store, it) for it in logs}
         written = {stem(info.key): info.modified_s for info in self._store.storage.list(self._store.layout.outcomes)}
-        self._take_manifests(manifests)
+        self._replace(manifests)
         self._logs = logs
         for manifest in manifests:
             logs[attempt_of(manifest.id)].take_commit(manifest.id, manifest.timings.get("stall_s"))

@@ -197,11 +197,12 @@ def _log_links(around: Surroundings) -> Iterator[str]:
 
 
 def _checkpoints(notes: RunNotes, around: Surroundings) -> Iterator[str]:
-    saved = notes.saved
-    if not saved:
+    checkpoints = notes.checkpoints
+    if not checkpoints.held:
         return
+    newest = checkpoints.held[-1]
     yield from ("## Checkpoints", "")
-    total = show_bytes(sum(it.bytes for it in saved))
-    yield f"{len(saved)} in storage, {total} together; the newest is `{saved[-1].id}`, step {saved[-1].step}."
+    total = show_bytes(checkpoints.bytes)
+    yield f"{checkpoints.num} in storage, {total} together; the newest is `{newest.id}`, step {newest.step}."
     if around.console is not None:
         yield f"Look at them in the [storage's console]({around.console})."

@@ -356,7 +356,8 @@ def run_all(referee: Referee, every: int, flow_points: int, *, quick: bool) -> N
 def flow_sample(flows: Flows, forked: list[Point], count: int, *, quick: bool) -> None:
     """Die at `count` points per number of ranks; a quick one takes the forked run's, and records none of its own."""
     for world_size in (1, 2):
-        points = [replace(point, path="flow") for point in forked if point.world_size == world_size]
+        # Of the forked run's events, the first of each name: the flow coalesces prunes, so it may have fewer.
+        points = [replace(it, path="flow") for it in forked if it.world_size == world_size and it.fault.number == 1]
         if not quick:
             points = list(points_of(flows.record(world_size), "flow", world_size, "fresh"))
         points = [point for point in points if point.fault.how in {"before", "after"}]  # no machine dies here, but a process

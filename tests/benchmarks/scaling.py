@@ -250,7 +250,8 @@ def play_other_ranks(key_value, world_size, reports):
         for rank in range(1, world_size):
             path = f"model-{rank}.pt"
             key_value.set(f"report {number}/{rank}", Intent(rank, number, "sync", [path]).encode())
-            part = {"files": [{"path": path, "bytes": 4, "digest": DIGEST, "rank": rank}], "state": None, "stall_s": None}
+            files = [{"path": path, "bytes": 4, "digest": DIGEST, "rank": rank}]
+            part = {"files": files, "state": None, "stall_s": None, "stored_s": 0.0}
             key_value.set(f"report {number}/files/{rank}", json.dumps(part).encode())
     for rank in range(1, world_size):
         announce_end(key_value, RankEnd(rank, reports, "returned"))

@@ -208,7 +208,7 @@ class Found:
 
 def look(place: Place, run: str, returned: Path) -> Found:
     """Read the result from storage, as anybody could."""
-    from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+    from prefect_torch.ckpt import CheckpointStore
     from prefect_torch.ckpt.attempts import newest_attempt
     from prefect_torch.ckpt.retention import plan
     from prefect_torch.flows import Result
@@ -223,7 +223,7 @@ def look(place: Place, run: str, returned: Path) -> Found:
         digest=returned.read_text(),
         losses={record.step: record.metrics["val_loss"] for record in sorted(result.history, key=lambda it: it.attempt)},
         kept_steps=[manifest.step for manifest in manifests],
-        drops=len(plan(manifests, RetentionPolicy(**newest_attempt(store).settings)).drop),
+        drops=len(plan(manifests, newest_attempt(store).policy).drop),
         garbage=len(data - {manifest.id for manifest in manifests}),
         quarantined=len(list(store.storage.list(store.layout.quarantined))),
         attempts=result.attempts,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from exact_ends import write_end
 from prefect_torch.ckpt import get_context
 from prefect_torch.ckpt.accelerate import load_state, report_state
 from rank_processes import joined
@@ -51,7 +52,7 @@ def train(accelerator, epochs=EPOCHS, upload=None, before_epoch=lambda epoch: No
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4)
-    torch.manual_seed(get_context().world_rank)  # each rank drops out on its own
+    set_seed(get_context().world_rank)  # each rank drops out on its own
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, make_loader(), schedule)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
@@ -86,5 +87,8 @@ def main(job, *place):
     """Train on this rank: "whole", "killed" before its third epoch, or "resumed"."""
     with joined(*place) as session:
         end = {"before_epoch": kill_before(2)} if job == "killed" else {}
-        model, _ = train(make_accelerator(), upload="async" if job == "resumed" else None, **end)
-        torch.save(weights(model), Path(session.store.storage.url, f"weights-{session.context.world_rank}.pt"))
+        accelerator = make_accelerator()
+        model, _ = train(accelerator, upload="async" if job == "resumed" else None, **end)
+        root, rank = Path(session.store.storage.url), session.context.world_rank
+        torch.save(weights(model), root / f"weights-{rank}.pt")
+        write_end(accelerator._optimizers[0], root / f"end-{rank}.pt")

@@ -32,6 +32,9 @@ class CountingStorage:
     def local_path(self, key: str) -> Any:
         return self.inner.local_path(key)
 
+    def reopened(self) -> "CountingStorage":
+        return self
+
     def taken(self) -> Counter[str]:
         """Return the requests since the last call."""
         with self._lock:
@@ -66,5 +69,8 @@ class CountingStorage:
         return getattr(self.inner, verb)(*args)
 
 
-for _verb in ("put_file", "put_buffers", "put_bytes", "get_file", "get_range", "get_bytes", "size", "remove_interrupted"):
+for _verb in (
+    *("put_file", "put_buffers", "put_bytes", "get_file", "digest", "get_range", "get_bytes"),
+    *("folders", "size", "remove_interrupted"),
+):
     setattr(CountingStorage, _verb, lambda self, *args, _verb=_verb: self._pass_on(_verb, *args))

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 VERBS = (
-    *("put_file", "put_buffers", "get_file", "get_range", "put_bytes", "get_bytes"),
-    *("list", "size", "delete", "remove_interrupted"),
+    *("put_file", "put_buffers", "get_file", "digest", "get_range", "put_bytes", "get_bytes"),
+    *("list", "folders", "size", "delete", "remove_interrupted"),
 )
 
 
@@ -54,6 +54,9 @@ class FaultyStorage:
 
     def local_path(self, key: str) -> Any:
         return self.inner.local_path(key)
+
+    def reopened(self) -> "FaultyStorage":
+        return self
 
     def counts(self) -> Counter[str]:
         return Counter(verb for verb, _ in self.operations)

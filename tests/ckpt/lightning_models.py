@@ -8,10 +8,11 @@ BATCHES = 4
 
 
 class Regression(LightningModule):
-    def __init__(self, **ends) -> None:
+    def __init__(self, *, dropout=0.0, **ends) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        layers = [torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)]
+        self.layers = torch.nn.Sequential(*layers[:2], *([torch.nn.Dropout(dropout)] if dropout else []), layers[2])
         self.ends = ends
 
     def training_step(self, batch, batch_idx):

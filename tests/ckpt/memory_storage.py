@@ -46,6 +46,10 @@ class MemoryStorage:
         path.write_bytes(data)
         return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
 
+    def digest(self, key: str) -> Transfer:
+        data = self.get_bytes(key)
+        return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
+
     def get_range(self, key: str, start: int, into: memoryview) -> int:
         data = self.get_bytes(key)[start : start + len(into)]
         into[: len(data)] = data
@@ -59,6 +63,10 @@ class MemoryStorage:
             found = [(key, self._objects[key]) for key in self._keys[first : bisect_left(self._keys, f"{prefix}\uffff")]]
         yield from (ObjectInfo(key, len(data), modified_s) for key, (data, modified_s) in found)
 
+    def folders(self, prefix: str) -> Iterator[str]:
+        names = (info.key.removeprefix(prefix).partition("/") for info in self.list(prefix))
+        yield from {name for name, is_below, _ in names if is_below}
+
     def size(self, key: str) -> int:
         return len(self.get_bytes(key))
 
@@ -70,6 +78,9 @@ class MemoryStorage:
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
         """Nothing is ever half written."""
+
+    def reopened(self) -> "MemoryStorage":
+        return self
 
     def local_path(self, key: str) -> Path | None:
         del key

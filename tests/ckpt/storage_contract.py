@@ -4,6 +4,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import xxhash
+from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt.retry import classify
+
+
+def listed(storage, prefix, after=None):
+    """Return the keys that a listing tells, which may come in any order."""
+    return sorted(info.key for info in storage.list(prefix, after=after))
 
 
 class StorageContract:
@@ -43,21 +50,43 @@ class StorageContract:
             storage.put_file("run/x", tmp_path / "vanished")
         assert list(storage.list("run/")) == []
 
-    def test_a_listing_is_ordered_by_whole_keys_and_stays_below_its_prefix(self, storage):
+    def test_a_listing_tells_all_that_is_below_its_prefix(self, storage):
         keys = ["a/b/c", "a/b-c", "a/b", "a/a", "ab/x", "a/b.json"]
         keys.remove("a/b")  # a filesystem cannot hold both a file and a folder of one name
         for key in keys:
             storage.put_bytes(key, b"1")
-        assert [info.key for info in storage.list("a/")] == ["a/a", "a/b-c", "a/b.json", "a/b/c"]
-        assert [info.key for info in storage.list("")] == ["a/a", "a/b-c", "a/b.json", "a/b/c", "ab/x"]
-        assert [info.key for info in storage.list("a/b/")] == ["a/b/c"]
+        assert listed(storage, "a/") == ["a/a", "a/b-c", "a/b.json", "a/b/c"]
+        assert listed(storage, "") == ["a/a", "a/b-c", "a/b.json", "a/b/c", "ab/x"]
+        assert listed(storage, "a/b/") == ["a/b/c"]
 
     def test_a_listing_begins_after_a_key_that_need_not_exist(self, storage):
         for key in ["m/000001-a.json", "m/000002-b.json", "m/000003-c.json"]:
             storage.put_bytes(key, b"1")
-        assert [info.key for info in storage.list("m/", after="m/000002-b.json")] == ["m/000003-c.json"]
-        assert [info.key for info in storage.list("m/", after="m/000002")] == ["m/000002-b.json", "m/000003-c.json"]
-        assert list(storage.list("m/", after="m/000004")) == []
+        assert listed(storage, "m/", "m/000002-b.json") == ["m/000003-c.json"]
+        assert listed(storage, "m/", "m/000002") == ["m/000002-b.json", "m/000003-c.json"]
+        assert listed(storage, "m/", "m/000004") == []
+
+    def test_a_listing_after_a_key_leaves_out_no_folder_whose_name_sorts_behind(self, storage):
+        keys = [f"m/{name}{rest}" for name in ("1-a", "1-b", "2-a") for rest in (".json", "/eval.json")]
+        for key in keys:
+            storage.put_bytes(key, b"1")
+        assert set(listed(storage, "m/", "m/1-")) == set(keys)
+        assert set(listed(storage, "m/", "m/1-aa")) == set(keys[2:])
+
+    def test_folders_are_told_by_name_and_not_what_lies_in_them(self, storage):
+        for key in ["f/a/x", "f/a/b/y", "f/a-1/x", "f/file", "g/x"]:
+            storage.put_bytes(key, b"1")
+        assert sorted(storage.folders("f/")) == ["a", "a-1"]
+        assert sorted(storage.folders("")) == ["f", "g"]
+        assert list(storage.folders("nothing/")) == []
+
+    def test_a_listing_knows_every_put_and_delete_before_it(self, storage):
+        for number in range(4):
+            storage.put_bytes(f"fresh/{number}.json", b"1")
+            storage.put_bytes(f"fresh/{number}/x", b"1")
+            storage.delete([f"fresh/{number - 1}.json"])
+            expected = [f"fresh/{number}.json", *(f"fresh/{at}/x" for at in range(number + 1))]
+            assert listed(storage, "fresh/") == sorted(expected)
 
     def test_a_listing_tells_sizes_and_times(self, storage):
         storage.put_bytes("t/x", b"12345")
@@ -69,7 +98,8 @@ class StorageContract:
         keys = [f"many/{number:05d}" for number in range(1005)]
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda key: storage.put_bytes(key, b""), keys))
-        assert [info.key for info in storage.list("many/")] == keys
+        assert listed(storage, "many/") == keys
+        assert listed(storage, "many/", keys[1000]) == keys[1001:]
         storage.delete(keys)
         assert list(storage.list("many/")) == []
 
@@ -164,3 +194,60 @@ class StorageContract:
             storage.put_buffers(key, [memoryview(b"x")])
         with pytest.raises(ValueError, match="storage key"):
             storage.get_range(key, 0, memoryview(bytearray(1)))
+
+
+class PartialWrites:
+    """Has files of the class `name` of `owner` take half of each write, and counts how often that was less than all.
+
+    Attributes:
+        lies: Whether a file says that it took all.
+
+    """
+
+    def __init__(self, monkeypatch, owner, name):
+        self.num_short = 0
+        self.lies = False
+        counter = self
+
+        class Partial(getattr(owner, name)):
+            def write(self, data):
+                taken = memoryview(data)[: max(1, len(data) // 2)]
+                counter.num_short += len(taken) < len(data)
+                super().write(taken)
+                return len(data) if counter.lies else len(taken)
+
+        monkeypatch.setattr(owner, name, Partial)
+
+
+class WholeWritesContract:
+    """What a storage must do that writes files itself.
+
+    Subclasses give the fixture `partial_writes` besides, a PartialWrites of the files that their storage writes.
+    """
+
+    writes = ("bytes", "file", "buffers")  # with which put
+
+    @pytest.fixture(params=["bytes", "file", "buffers"])
+    def put(self, request, storage, tmp_path):
+        if request.param not in self.writes:
+            pytest.skip("this put writes no file by itself")
+        data = bytes(range(200))
+        (tmp_path / "in").write_bytes(data)
+        return {
+            "bytes": lambda: storage.put_bytes("run/x", data),
+            "file": lambda: storage.put_file("run/x", tmp_path / "in"),
+            "buffers": lambda: storage.put_buffers("run/x", [memoryview(data)]),
+        }[request.param]
+
+    def test_a_file_that_takes_a_part_of_each_write_gets_all_of_it(self, storage, partial_writes, put):
+        put()
+        assert partial_writes.num_short > 0
+        assert storage.get_bytes("run/x") == bytes(range(200))
+
+    def test_what_is_stored_short_is_no_success_and_may_work_later(self, storage, raw_keys, partial_writes, put):
+        partial_writes.lies = True
+        with pytest.raises((OSError, StorageError), match=r"100 of 200 bytes") as caught:
+            put()
+        assert partial_writes.num_short > 0
+        assert classify(caught.value) == "transient"
+        assert raw_keys() == set()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.utils import ProjectConfiguration
 from accelerate_loops import EPOCHS, make_accelerator, train
+from exact_ends import same_ends
 from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.accelerate import load_state, report_state
@@ -47,6 +48,7 @@ def test_two_killed_ranks_continue_to_the_very_weights_of_an_undisturbed_trainin
     whole, *resumed = (torch.load(path) for path in (trained[0] / "weights-0.pt", *trained[1].glob("weights-*.pt")))
     assert len(resumed) == 2
     assert all(torch.equal(of_rank, whole) for of_rank in resumed)
+    assert same_ends(*trained, num_ranks=2)
     manifests = CheckpointStore.open(trained[1], "run").list()
     assert [(manifest.attempt, manifest.metrics["batches"]) for manifest in manifests] == [(1, 4), (1, 8), (2, 12), (2, 16)]
 

@@ -1,16 +1,19 @@
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 
 import pytest
-from prefect_torch.ckpt import CheckpointStore, FencedError
+from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError
 from prefect_torch.ckpt.attempts import (
     Outcome,
     Owner,
     check_fence,
     claim_attempt,
+    claim_unless_led,
     list_attempts,
     newest_attempt,
     read_outcomes,
@@ -71,6 +74,78 @@ def test_this_process_is_alive_and_an_ended_one_is_dead():
 
 def test_a_process_of_another_machine_may_be_alive():
     assert replace(Owner.current(), host="elsewhere/boot", pid=os.getpid()).is_dead() is None
+
+
+UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc"]
+TELL_OWNER = """
+import json
+from dataclasses import asdict
+from prefect_torch.ckpt.attempts import Owner
+print(json.dumps(asdict(Owner.current())), flush=True)
+input()
+"""
+
+
+def test_a_process_of_another_container_with_our_name_and_boot_may_be_alive():
+    if shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this machine makes no pid namespaces: it takes root, and unshare")
+    with subprocess.Popen(
+        [*UNSHARE, sys.executable, "-c", TELL_OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as container:
+        there, here = Owner(**json.loads(container.stdout.readline())), Owner.current()
+        assert there.machine == here.machine
+        assert there.host != here.host
+        assert there.is_dead() is None
+        assert here.is_dead() is False
+        container.communicate("\n")
+
+
+def test_an_owner_that_version_0_1_wrote_is_judged_by_its_machine():
+    """It named no pid namespace."""
+    owner = Owner.current()
+    if owner.host.count("/") < 2:
+        pytest.skip("no pid namespaces outside of Linux")
+    before = replace(owner, host=owner.host.rpartition("/")[0])
+    assert before.is_dead() is False
+    assert replace(before, started=0).is_dead() is True
+
+
+def test_of_simultaneous_starts_one_claims_and_all_others_are_refused(store):
+    """As six processes do it that start together, each of which takes every other for alive."""
+    barrier = threading.Barrier(6)
+    claimed, refused = [], []
+
+    def start(name):
+        def refuse(attempt):
+            raise RunBusyError(f"led by {attempt.owner.flow_run_id}")
+
+        barrier.wait()
+        try:
+            claimed.append(claim_unless_led(store, refuse, lambda _: claim_attempt(store, Owner.current(name), world_size=1)))
+        except RunBusyError as exc:
+            refused.append(str(exc))
+
+    threads = [threading.Thread(target=start, args=(f"flow-{number}",)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = claimed
+    assert len(refused) == 5
+    assert [attempt.token for attempt in list_attempts(store)] == [winner.token]
+    check_fence(store, winner.number)
+
+
+def test_a_run_whose_owner_has_ended_is_claimed_with_what_it_left(store):
+    ended = claim_attempt(store, Owner.current("old"), world_size=1)
+    previous = []
+
+    def claim(attempt):
+        previous.append(attempt)
+        return claim_attempt(store, Owner.current("new"), world_size=1)
+
+    assert claim_unless_led(store, lambda _: None, claim).number == 2
+    assert previous == [ended]
 
 
 def test_outcomes_come_back(store):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import checkpoint_readers
 import pytest
+import xxhash
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import (
     Checkpoint,
@@ -21,10 +22,12 @@ from prefect_torch.ckpt import (
     RetentionPolicy,
 )
 from prefect_torch.ckpt.cache import downloaded
+from prefect_torch.ckpt.digest import digest_file
 from prefect_torch.ckpt.file_choice import choose_in_folder
 from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.manifest import FileEntry
 from prefect_torch.ckpt.reporting import start_session
-from prefect_torch.ckpt.transfer import download_file
+from prefect_torch.ckpt.transfer import download, download_file
 from ranks import Attempt, folder, read_files
 
 
@@ -94,7 +97,7 @@ def test_a_user_of_this_machine_needs_no_name(remote, tmp_path, cache, monkeypat
     """As in a container that runs as a user whom nobody added."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # whose name would be asked for
     assert read_files(commit(remote, tmp_path, model="x")) == {"model": b"x"}
 
 
@@ -125,8 +128,13 @@ def _write(path, target):
     target.write_text(path)
 
 
+def entries(*paths):
+    """Return what is committed of files that `_write` writes."""
+    return {path: FileEntry(path, len(path), xxhash.xxh3_128_hexdigest(path.encode()), 0) for path in paths}
+
+
 def _hold(started, name):
-    with downloaded(name, ["x"], _write):
+    with downloaded(name, entries("x"), _write):
         started.set()
         signal.pause()
 
@@ -136,11 +144,11 @@ def test_what_a_killed_reader_left_is_swept_by_the_next(cache):
     reader = multiprocessing.get_context("fork").Process(target=_hold, args=(started, "one"))
     reader.start()
     assert started.wait(20)
-    with downloaded("other", ["y"], _write):
+    with downloaded("other", entries("y"), _write):
         assert {path.name for path in cached(cache)} == {"x", "y"}  # the living reader keeps its own
         os.kill(reader.pid, signal.SIGKILL)
         reader.join()
-    with downloaded("third", ["z"], _write):
+    with downloaded("third", entries("z"), _write):
         assert {path.name for path in cached(cache)} == {"z"}
 
 
@@ -150,7 +158,7 @@ def _hang(started):
         started.set()
         signal.pause()
 
-    with downloaded("one", ["x"], write_half):
+    with downloaded("one", entries("x"), write_half):
         pass
 
 
@@ -162,10 +170,10 @@ def test_a_reader_that_is_killed_while_it_downloads_holds_up_nobody_for_long(cac
     seen = []
 
     def read():
-        with downloaded("one", ["x", "y"], _write) as files:
+        with downloaded("one", entries("x", "y"), _write) as files:
             seen.append({path.name: path.read_text() for path in files.iterdir()})
 
-    with downloaded("one", ["y"], _write) as files:  # what nobody downloads just now need not wait
+    with downloaded("one", entries("y"), _write) as files:  # what nobody downloads just now need not wait
         assert [path.name for path in files.iterdir()] == ["y"]
         reader = threading.Thread(target=read)
         reader.start()
@@ -183,13 +191,70 @@ def test_a_download_that_failed_is_the_error_of_its_reader_alone_and_done_again_
             raise OSError(errno.ENOSPC, "No space left on device")
         raise AssertionError("x is there already")
 
-    with downloaded("one", ["x"], _write) as files:
-        with pytest.raises(OSError, match="No space left"), downloaded("one", ["x", "y"], fail):
+    with downloaded("one", entries("x"), _write) as files:
+        with pytest.raises(OSError, match="No space left"), downloaded("one", entries("x", "y"), fail):
             pass
         assert [path.name for path in cached(cache)] == ["x"]  # the half is gone, since the disk is full
-        with downloaded("one", ["y"], _write):
+        with downloaded("one", entries("y"), _write):
             assert {path.name: path.read_text() for path in files.iterdir()} == {"x": "x", "y": "y"}
     assert cached(cache) == []
+
+
+def _root(cache):
+    return cache / f"prefect-torch-{os.geteuid()}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_a_cache_of_another_user_is_refused_and_not_read(cache):
+    _root(cache).mkdir(mode=0o700)
+    os.chown(_root(cache), 54321, 54321)
+    with pytest.raises(PermissionError, match=r"belongs to user 54321, not to 0.*remove it, or set TMPDIR"):
+        downloaded("one", entries("x"), _write).__enter__()
+    assert list(_root(cache).iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_cache_that_is_no_folder_is_refused(cache, tmp_path, kind):
+    if kind == "link":
+        _root(cache).symlink_to(tmp_path)
+    else:
+        _root(cache).touch()
+    with pytest.raises(PermissionError, match=r"prefect-torch-\d+, where .* (is a link|is no folder), so"):
+        downloaded("one", entries("x"), _write).__enter__()
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_a_cache_that_others_may_write_to_is_refused(remote, tmp_path, cache, mode):
+    checkpoint = commit(remote, tmp_path, model="x")
+    _root(cache).mkdir()
+    _root(cache).chmod(mode)
+    with pytest.raises(PermissionError, match=rf"written to by others \(mode {mode:04o}\)"):
+        read_files(checkpoint)
+    _root(cache).chmod(0o750)
+    assert read_files(checkpoint) == {"model": b"x"}
+
+
+def test_a_cache_is_its_users_alone_whatever_the_umask(cache):
+    before = os.umask(0)
+    try:
+        with downloaded("one", entries("x"), _write):
+            assert _root(cache).stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+
+
+def test_a_file_that_is_found_is_verified_once_and_downloaded_again_if_it_is_another(cache, caplog, monkeypatch):
+    read = []
+    monkeypatch.setattr("prefect_torch.ckpt.cache.digest_file", lambda path: read.append(path.name) or digest_file(path))
+    with downloaded("one", entries("x", "y"), _write) as files:
+        assert read == []  # verified on the way
+        for _ in range(2):
+            with downloaded("one", entries("x", "y"), _write):
+                assert sorted(read) == ["x", "y"]
+        (files / "x").write_text("z")  # as long as before
+        with downloaded("one", entries("x"), _write) as found:
+            assert (found / "x").read_text() == "x"
+    assert caplog.text.count("is not what was committed") == 1
 
 
 @pytest.mark.parametrize("kind", ["local", "remote"])
@@ -211,7 +276,7 @@ def test_readers_who_want_one_file_at_once_do_not_share_an_error(cache):
 
     def read(name, download):
         try:
-            with downloaded("one", ["x"], download) as files:
+            with downloaded("one", entries("x"), download) as files:
                 outcomes[name] = (files / "x").read_text()
         except ConnectionError:
             outcomes[name] = "failed"
@@ -408,7 +473,9 @@ def test_a_manifest_that_leads_elsewhere_writes_nothing_there(remote, tmp_path):
     evil = replace(checkpoint.manifest, files=(replace(checkpoint.manifest.files[0], path="../../evil"),))
     remote.storage.put_bytes(remote.layout.manifest(checkpoint.id), evil.encode())
     with pytest.raises(ValueError, match="storage key"):
-        remote.checkpoint(evil).to_directory(tmp_path / "a/b")
+        download(remote, evil, evil.files, tmp_path / "a/b")
+    with pytest.raises(CheckpointCorruptError, match=r"files/0/path: .*storage key"):
+        Checkpoint(checkpoint.path).to_directory(tmp_path / "a/b")
     assert not list(tmp_path.rglob("evil"))
 
 

@@ -9,6 +9,7 @@ from prefect_torch.ckpt.fsspec_storage import FsspecStorage
 from prefect_torch.ckpt.layout import Layout
 from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.pruning import collect_garbage
+from prefect_torch.ckpt.quarantining import quarantine, why_quarantined
 from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.retry import CredentialsExpiredError, RetryingStorage
 from prefect_torch.ckpt.storage import RetryPolicy, StorageSpec
@@ -82,7 +83,7 @@ def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoi
         assert store.latest().metrics["score"] == before[-1]
         assert report(store, tmp_path, [3]) == [None]  # the next attempt goes on
         assert [manifest.metrics["score"] for manifest in check_whole(store)] == [*before, 3]
-        collect_garbage(store, grace_s=0)
+        collect_garbage(store, grace_s=0, keep_quarantined_days=0)  # a torn manifest is set aside
         data = {info.key.split("/")[2] for info in faulty.inner.list("run/checkpoints/")}
         assert data == {manifest.id for manifest in check_whole(store)}
     assert fired > 10
@@ -215,3 +216,34 @@ def test_finding_the_latest_costs_three_requests_with_any_number_of_checkpoints(
     faulty = FaultyStorage(storage)
     assert open_run(faulty).latest().metrics["score"] == 29
     assert len(faulty.operations) <= 3
+
+
+def set_aside(storage):
+    """Leave a run whose newest checkpoint is in quarantine, though it is whole."""
+    store = open_run(storage)
+    newest = store.list()[-1]
+    quarantine(store, newest.id, "a connection flipped a bit, twice")
+    return newest
+
+
+def test_a_crash_at_any_operation_of_a_restore_leaves_the_checkpoint_in_quarantine_or_brings_it_back(tmp_path):
+    def prepare(number, after):
+        storage = LocalStorage(tmp_path / f"store-{number}-{after}")
+        report(open_run(storage), tmp_path, [1, 2])
+        set_aside(storage)
+        return storage
+
+    def run(faulty):
+        store = open_run(faulty)
+        store.restore(next(iter(why_quarantined(store))))
+
+    fired = 0
+    for faulty in crash_points(prepare, run):
+        fired += faulty.fired
+        store = open_run(faulty.inner)
+        choose_checkpoint(store, lineage=1, verify="digest")  # sets a torn manifest aside once more
+        for waiting in why_quarantined(store):
+            store.restore(waiting)
+        assert [manifest.metrics["score"] for manifest in check_whole(store)] == [1, 2]
+        assert why_quarantined(store) == {}
+    assert fired > 10

@@ -4,7 +4,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.ckpt.digest import CHUNK_BYTES, copy_and_digest, digest_file
+from prefect_torch.ckpt.digest import CHUNK_BYTES, copy_and_digest, digest_file, write_all
 
 
 class ShortWriter(io.BytesIO):
@@ -36,6 +36,32 @@ def test_a_target_that_takes_less_than_it_is_given_gets_all_of_it(data, most_byt
     copy_and_digest(io.BytesIO(data), target)
     assert target.getvalue() == data
     assert (target.num_short > 0) == (len(data) > most_bytes)
+
+
+class TakesNothing(io.RawIOBase):
+    """A raw file that takes nothing: at once (0), or for now (None)."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def write(self, data):
+        return self.count
+
+
+@pytest.mark.parametrize(("count", "error"), [(0, OSError), (None, BlockingIOError)])
+def test_a_target_that_takes_nothing_is_an_error_not_a_loop(count, error):
+    with pytest.raises(error, match="3 bytes were not written"):
+        write_all(TakesNothing(count), b"123")
+
+
+def test_a_buffered_target_that_says_nothing_has_taken_all():
+    class Silent(io.BytesIO):
+        def write(self, data):
+            super().write(data)
+
+    target = Silent()
+    copy_and_digest(io.BytesIO(b"x" * (CHUNK_BYTES + 1)), target)
+    assert target.getvalue() == b"x" * (CHUNK_BYTES + 1)
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())

@@ -17,7 +17,8 @@ from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.manifest import Manifest, seal
 from prefect_torch.ckpt.obstore_storage import ObstoreStorage
 from prefect_torch.ckpt.pruning import collect_garbage
-from prefect_torch.ckpt.resume import choose_checkpoint, quarantine
+from prefect_torch.ckpt.quarantining import quarantine
+from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.retention import overdue_evaluations, plan
 from prefect_torch.flows import CheckpointConfig
 from ranks import Attempt, folder
@@ -247,10 +248,10 @@ def test_evaluations_of_a_quarantined_checkpoint_go_with_its_data(store, tmp_pat
     first, _ = fill(store, tmp_path, 1, 2)
     store.attach_metrics(first, {"accuracy": 1})
     quarantine(store, first, "damaged")
-    collect_garbage(store, grace_s=3600)
-    assert store.storage.size(store.layout.evaluation(first, "eval")) > 0
     fill(store, tmp_path, 3)
-    collect_garbage(store, grace_s=0)
+    collect_garbage(store, grace_s=0, keep_quarantined_days=7)
+    assert store.storage.size(store.layout.evaluation(first, "eval")) > 0
+    collect_garbage(store, grace_s=0, keep_quarantined_days=0)
     assert not [info.key for info in store.storage.list("run/manifests/") if first in info.key]
 
 
@@ -299,10 +300,16 @@ def test_what_waits_for_its_evaluation_stays_until_the_timeout_and_then_ranks_la
     assert reasons(3604) == {2: ("best",), 4: ("latest",)}
 
 
-@pytest.mark.parametrize("score", [math.nan, "text", 0])
-def test_whatever_was_attached_as_the_score_ends_the_wait(score):
+@pytest.mark.parametrize("score", [math.nan, 0])
+def test_whatever_number_was_attached_as_the_score_ends_the_wait(score):
     decided = plan(manifests(evaluated(score), evaluated(1), evaluated(0)), BY_ACCURACY)
     assert [checkpoint.step for checkpoint in decided.drop] == [0]
+
+
+def test_a_text_that_was_attached_as_the_score_is_none_and_ends_no_wait():
+    decided = plan(manifests(evaluated("text"), evaluated(1), evaluated(0)), BY_ACCURACY)
+    assert decided.drop == ()
+    assert "awaiting evaluation" in decided.keep[manifests(evaluated("text"))[0].id]
 
 
 @given(st.lists(st.booleans(), max_size=8), st.integers(0, 20), st.integers(0, 20), st.integers(1, 3))

@@ -1,17 +1,37 @@
 """Two leaders of one run, interleaved at every storage operation: an old one that does not know, and the one after it."""
 
 import threading
+from collections import Counter
+from datetime import datetime, timezone
+from functools import partial
+from itertools import islice
 
+import xxhash
 from faulty_storage import VERBS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageSpec
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    FencedError,
+    RetentionPolicy,
+    RunBusyError,
+    StorageSpec,
+)
+from prefect_torch.ckpt.attempts import Owner, check_fence, claim_attempt, claim_unless_led, list_attempts
 from prefect_torch.ckpt.fsspec_storage import FsspecStorage
 from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.pruning import collect_garbage
+from prefect_torch.ckpt.quarantining import quarantine
 from ranks import Attempt, folder
 
 POLICY = RetentionPolicy(num_to_keep=1)
+NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
+DIGEST_OF_X = xxhash.xxh3_128_hexdigest(b"x")
 
 
 class Turns:
@@ -67,6 +87,9 @@ class OneAtATime:
 
     def local_path(self, key):
         return None
+
+    def reopened(self):
+        return self
 
     def _do(self, verb, *args, **kwargs):
         self.turns.take(self.name)
@@ -133,3 +156,167 @@ def test_whoever_claims_last_owns_the_run_and_what_was_reported_before_is_not_lo
     assert second.committed[0] == restored + 1
     assert first.fenced == (len(first.committed) < 3)
     assert len(store.list()) <= 2  # the newest, and what is restored
+
+
+class Starter:
+    """Claims the run unless another leads it, which everybody does who was not refused."""
+
+    def __init__(self, storage, name, everybody):
+        self.store = CheckpointStore(storage, Layout("run"), StorageSpec(storage.url))
+        self.name, self.everybody = name, everybody
+        self.claimed = None
+        self.is_refused = False
+
+    def __call__(self):
+        try:
+            self.claimed = claim_unless_led(
+                self.store,
+                self._refuse_if_led,
+                lambda _: claim_attempt(self.store, Owner.current(self.name), world_size=1),
+            )
+        except RunBusyError:
+            self.is_refused = True
+
+    def _refuse_if_led(self, attempt):
+        if not self.everybody[attempt.owner.flow_run_id].is_refused:
+            raise RunBusyError(attempt.owner.flow_run_id)
+
+
+@settings(max_examples=100)
+@given(schedule=st.lists(st.integers(0, 2), max_size=60))
+def test_of_simultaneous_starts_exactly_one_owns_the_run_however_they_interleave(tmp_path_factory, schedule):
+    plain = FsspecStorage(f"memory://{tmp_path_factory.mktemp('run')}", {})
+    store = CheckpointStore(plain, Layout("run"), StorageSpec(plain.url))
+    turns = Turns()
+    starters: dict[str, Starter] = {}
+    for name in "abc":
+        starters[name] = Starter(OneAtATime(plain, turns, name), name, starters)
+    for name, starter in starters.items():
+        turns.start(name, starter)
+    choices = iter(schedule)
+    while waiting := turns.waiting():
+        turns.give(waiting[next(choices, 0) % len(waiting)])
+    (winner,) = (starter for starter in starters.values() if starter.claimed is not None)
+    assert [attempt.token for attempt in list_attempts(store)] == [winner.claimed.token]
+    check_fence(store, winner.claimed.number)
+    assert sum(starter.is_refused for starter in starters.values()) == 2
+
+
+def commit(store, step):
+    manifest = Manifest(new_id(1, step), step, 1, {}, (FileEntry("m", 1, DIGEST_OF_X, 0),), 1, None, NOW)
+    store.storage.put_bytes(store.layout.data(manifest.id, "m"), b"x")
+    store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())
+    return manifest
+
+
+def note_end(results, name, function, *args):
+    try:
+        results[name] = function(*args)
+    except CheckpointError as exc:
+        results[name] = exc
+
+
+def every_order(one, other, before=lambda store, manifests: None, most_switches=100):
+    """Run `one` and `other` in every order of their storage operations, each time on a fresh run of three checkpoints.
+
+    Yields the run's plain store, its checkpoints as they were, and what the two returned or raised. With `most_switches`, only
+    orders in which the turn passes so often from one that could go on to the other.
+    """
+    schedule: list[bool] = []
+    while True:
+        plain = MemoryStorage()
+        store = CheckpointStore(plain, Layout("run"), StorageSpec(plain.url))
+        manifests = [commit(store, step) for step in range(3)]
+        before(store, manifests)
+        turns, results, taken = Turns(), {}, []
+        for name, function in (("one", one), ("other", other)):
+            view = CheckpointStore(OneAtATime(plain, turns, name), Layout("run"), StorageSpec(plain.url))
+            turns.start(name, partial(note_end, results, name, function, view, manifests))
+        current = "one"
+        while waiting := turns.waiting():
+            if len(waiting) == 2:
+                taken.append(schedule[len(taken)] if len(taken) < len(schedule) else False)
+                current = waiting[(waiting[0] == current) == taken[-1]]
+            turns.give(current if len(waiting) == 2 else waiting[0])
+        yield store, manifests, results["one"], results["other"]
+        while taken and (taken[-1] or sum(taken) == most_switches):
+            taken.pop()
+        if not taken:
+            return
+        schedule = [*taken[:-1], True]
+
+
+def is_whole(store, manifest):
+    try:
+        store.verify(store.committed(manifest.id))
+    except CheckpointError:
+        return False
+    return True
+
+
+def test_a_pin_that_returned_holds_whoever_prunes():
+    ends = Counter()
+    for store, manifests, pinned, pruned in every_order(
+        lambda store, manifests: store.pin(manifests[0].id), lambda store, _: store.prune(POLICY)
+    ):
+        was_pinned = pinned is None
+        assert was_pinned or isinstance(pinned, CheckpointNotFoundError)
+        assert not was_pinned or is_whole(store, manifests[0])
+        assert store.pinned() == ({manifests[0].id} if was_pinned else set())
+        assert (manifests[0] in pruned.drop) == (manifests[0].id not in store.ids())
+        assert (manifests[0].id in pruned.keep) == is_whole(store, manifests[0])
+        assert is_whole(store, manifests[2])
+        assert not any(store.storage.list(store.layout.deletions))
+        ends[was_pinned] += 1
+    assert min(ends[True], ends[False]) > 5
+
+
+def test_a_pin_that_gives_way_takes_nobody_elses_along():
+    for store, manifests, one, other in every_order(
+        lambda store, manifests: store.pin(manifests[0].id), lambda store, manifests: store.pin(manifests[0].id)
+    ):
+        assert (one, other) == (None, None)
+        store.prune(POLICY)
+        assert is_whole(store, manifests[0])
+        store.unpin(manifests[0].id)
+        assert store.pinned() == frozenset()
+
+
+def set_aside(store, manifests):
+    quarantine(store, manifests[0].id, "a bit flipped")
+
+
+def test_a_restore_and_the_end_of_its_time_leave_a_whole_checkpoint_or_none():
+    ends = Counter()
+
+    def restore(store, manifests):
+        store.restore(manifests[0].id)
+
+    def collect(store, _):
+        return collect_garbage(store, keep_quarantined_days=0)
+
+    for store, manifests, restored, removed in every_order(restore, collect, before=set_aside, most_switches=4):
+        was_restored = restored is None
+        assert was_restored or isinstance(restored, CheckpointCorruptError)
+        assert was_restored == is_whole(store, manifests[0])
+        assert was_restored == (manifests[0].id in store.ids())
+        assert not (was_restored and removed)
+        ends[was_restored] += 1
+    assert min(ends[True], ends[False]) > 5
+
+
+def test_the_latest_is_never_none_while_checkpoints_are_pruned_and_committed():
+    def look(store, _):
+        return store.latest()
+
+    def train_on(store, _):
+        for step in (3, 4):
+            commit(store, step)
+            store.prune(POLICY)
+
+    num = 0
+    for _, _, latest, _ in islice(every_order(look, train_on), 500):
+        assert latest is not None
+        assert latest.step >= 2
+        num += 1
+    assert num > 100

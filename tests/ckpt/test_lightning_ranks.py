@@ -21,6 +21,7 @@ def test_a_training_of_two_ranks_counts_them_itself_and_goes_on_where_it_was(tmp
     manifests = CheckpointStore.open(halved, "run").list()
     assert [(manifest.attempt, manifest.metrics["epoch"]) for manifest in manifests] == [(1, 0), (2, 1)]
     owners = {entry.path: entry.rank for entry in manifests[-1].files}
+    assert [owners.pop(f"rng_state_{rank}.pth") for rank in range(2)] == [0, 1]
     if kind == "ddp":
         assert owners == {"checkpoint.ckpt": 0}
     else:

@@ -1,6 +1,6 @@
 import pytest
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, newest_metrics, read_history
+from prefect_torch.ckpt.history import MetricRecord, newest_metrics, read_history
 from prefect_torch.ckpt.reporting import log_metrics
 from ranks import Attempt
 
@@ -55,11 +55,10 @@ def test_the_newest_metrics_are_the_last_reports_and_what_was_logged_since():
 
 
 def test_a_history_written_before_there_were_logged_records_is_read(store):
-    history = HistoryWriter(store, attempt=1)
-    history.append(MetricRecord(1, 0, {"loss": 1.0}, None, "2026-11-21T00:00:00+00:00"))
-    history.flush()
-    key = store.layout.metrics_chunk(1, 0)
-    store.storage.put_bytes(key, store.storage.get_bytes(key).replace(b', "is_logged": false', b""))
+    line = (
+        b'{"attempt": 1, "step": 0, "metrics": {"loss": 1.0}, "checkpoint": null, "reported_at": "2026-11-21T00:00:00+00:00"}'
+    )
+    store.storage.put_bytes(f"{store.layout.metrics}000001-000000.jsonl", line)
     assert [record.is_logged for record in read_history(store)] == [False]
 
 

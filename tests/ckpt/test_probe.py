@@ -1,9 +1,11 @@
 """A storage that trainings cannot use is told in words: what fails, why, and what to do."""
 
 import pickle
+from itertools import islice
 
 import pytest
 from conftest import S3Server, free_port
+from odd_listings import Shuffled
 from prefect_torch.ckpt import StorageSpec, probe
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.local_storage import LocalStorage
@@ -16,7 +18,7 @@ def at(server, bucket, deadline_s=0.0):
     return open_storage(StorageSpec(f"s3://{bucket}/below", server.options(), RetryPolicy(deadline_s, 0.01, 0.01)))
 
 
-@pytest.fixture(params=["local", "memory", "moto", "rclone"])
+@pytest.fixture(params=["local", "memory", "moto", "rclone", "seaweedfs", "s3rver"])
 def storage(request, tmp_path):
     if request.param == "local":
         return open_storage(tmp_path)
@@ -32,6 +34,18 @@ def test_a_good_storage_is_tried_in_five_steps_and_keeps_nothing(storage):
     assert tried.url == storage.url
     assert 0 < tried.total_s == sum(tried.took_s.values())
     assert list(storage.list("")) == []
+
+
+@pytest.mark.parametrize("server", ["moto", "seaweedfs", "s3rver"])
+def test_how_a_server_lists_is_told(server, request):
+    server, order = request.getfixturevalue(server), "keys" if server == "moto" else "folders"
+    assert probe_storage(at(server, server.new_bucket())).order == order
+
+
+def test_a_storage_that_lists_in_no_order_will_do(tmp_path):
+    inner = LocalStorage(tmp_path)
+    assert {probe_storage(Shuffled(inner, seed)).order for seed in range(5)} == {"none"}
+    assert list(inner.list("")) == []
 
 
 def test_a_block_checks_its_place_and_leaves_no_folder_behind(tmp_path):
@@ -80,8 +94,14 @@ class Forgetful(LocalStorage):
     def __init__(self, root, wrong):
         super().__init__(root)
         self._wrong = wrong
+        self._first = []
 
     def list(self, prefix, *, after=None):
+        if self._wrong == "fresh":
+            self._first = self._first or list(super().list(prefix))
+            return iter(self._first)
+        if self._wrong == "after" and after is not None:
+            return islice(super().list(prefix, after=after), 1)
         return iter(()) if self._wrong == "list" else super().list(prefix, after=after)
 
     def get_bytes(self, key):
@@ -98,6 +118,8 @@ class Forgetful(LocalStorage):
     ("step", "found"),
     [
         ("list", "does not list: it lists [] instead of"),
+        ("fresh", "/c'], which were stored just before; switch off what answers listings from a cache, or give another place"),
+        ("after", "/b, it leaves out ['prefect-torch-probe-"),
         ("read", "does not read: it gives back b'something else' instead of"),
         ("delete", "does not delete: who are you"),
         ("forget", "does not forget: it still lists"),

@@ -75,10 +75,60 @@ def test_steps_of_checkpoints_grow(store, tmp_path):
     session = Attempt(store).session()
     checkpoint = folder(tmp_path / "c", model="x")
     session.report({}, checkpoint, step=5)
-    with pytest.raises(ValueError, match="step=5 does not come after the last checkpoint's step 5"):
-        session.report({}, checkpoint, step=5)
+    with pytest.raises(ValueError, match="step=4 comes before the last checkpoint's step 5"):
+        session.report({}, checkpoint, step=4)
     session.report({}, checkpoint, step=6)
     assert [manifest.step for manifest in store.list()] == [5, 6]
+
+
+@pytest.mark.parametrize("first", ["sync", "async"])
+@pytest.mark.parametrize("again", ["metrics", "checkpoint", "state", "one rank"])
+def test_the_same_step_once_more_is_recorded_and_leaves_its_checkpoint_as_it_is(store, tmp_path, caplog, first, again):
+    def train(session, rank):
+        session.report({"loss": 2.0}, folder(tmp_path / f"{rank}", **{f"model-{rank}": "x"}), step=5, upload=first)
+        other = folder(tmp_path / f"other-{rank}", **{f"model-{rank}": "y"})
+        brought = {
+            "metrics": {},
+            "checkpoint": {"checkpoint": other},
+            "state": {"state": {"value": 1}, "upload": "sync"},
+            "one rank": {"checkpoint": other} if rank == 1 else {},
+        }[again]
+        session.report({"final": 1.0}, **brought, step=5)
+
+    for _ in range(2):  # a resume begins with the checkpoint of step 5
+        attempt = Attempt(store, 2)
+        assert attempt.run(train) == [None, None]
+        records = [event.record for event in attempt.events() if hasattr(event, "record")]
+        assert [(record.step, record.metrics) for record in records] == [(5, {"loss": 2.0}), (5, {"final": 1.0})]
+        assert records[1].checkpoint is None
+        (manifest,) = store.list()
+        assert (manifest.step, manifest.metrics) == (5, {"loss": 2.0})
+        assert read_files(store.checkpoint(manifest)) == {"model-0": b"x", "model-1": b"x"}
+        said = {record.getMessage() for record in caplog.records if "whose checkpoint is stored already" in record.getMessage()}
+        assert bool(said) == (again != "metrics" or attempt.restored is not None)
+        caplog.clear()
+
+
+@pytest.mark.parametrize("value", ["high", True, {"mean": 1.0}])
+@pytest.mark.parametrize("reporting", ["every rank", "rank 0"])
+def test_a_score_that_is_no_number_is_refused_on_every_rank_before_anything_happens(store, tmp_path, value, reporting):
+    def train(session, rank):
+        metrics = {"eval": {"score": value}} if reporting == "every rank" or rank == 0 else {}
+        session.report(metrics, folder(tmp_path / f"{rank}", model="x"), step=1)
+
+    errors = Attempt(store, 2, checkpoint_score_attribute="eval/score").run(train)
+    assert isinstance(errors[0], ValueError)
+    assert isinstance(errors[1], ValueError if reporting == "every rank" else CommitFailedError)
+    for error in errors:
+        assert f"metric 'eval/score' is {value!r}, a {type(value).__name__}" in str(error)
+    assert store.list() == []
+
+
+def test_a_score_that_is_missing_or_no_number_yet_is_taken_and_so_is_text_under_other_names(store, tmp_path):
+    session = Attempt(store, checkpoint_score_attribute="score").session()
+    for step, metrics in enumerate([{}, {"score": None}, {"score": float("nan")}, {"score": 1, "note": "high", "done": True}]):
+        session.report(metrics, folder(tmp_path / str(step), model="x"), step=step)
+    assert len(store.list()) == 4
 
 
 def test_ranks_that_disagree_on_the_step_all_raise(store, tmp_path):
@@ -332,12 +382,19 @@ def test_an_unknown_way_to_upload_is_refused(store):
         Attempt(store).session().report({}, upload="later")
 
 
-def test_exchanges_leave_nothing_behind(store):
+@pytest.mark.parametrize("upload", [None, "sync", "async"])
+def test_exchanges_leave_nothing_behind(store, tmp_path, upload):
     attempt = Attempt(store, 2)
-    attempt.run(lambda session, _: [session.report({"i": i}) for i in range(50)])
+
+    def work(session, rank):
+        for step in range(30):
+            checkpoint = folder(tmp_path / f"{rank}-{step}", **{f"rank{rank}": b"x"}) if upload else None
+            session.report({"step": step}, checkpoint, upload=upload)
+
+    assert attempt.run(work) == [None, None]
     attempt.events()
     left = [key for key in attempt.key_value._values if not key.startswith(("end", "left/", "all ended"))]
-    assert len(left) <= 2
+    assert len(left) <= 3, left  # the last round's, and the decision on the last commit
 
 
 @pytest.mark.parametrize(

@@ -157,3 +157,11 @@ def test_whole_numbers_that_no_float_holds_rank_exactly(order, best_step, low):
 def test_keep_last_has_no_none():
     with pytest.raises(ValueError, match=r"keep_last=None: give at least 1$"):
         RetentionPolicy(keep_last=None)
+
+
+@pytest.mark.parametrize("value", ["high", {"n": 1}])
+def test_a_score_that_is_no_number_is_missing_so_that_its_evaluation_is_awaited(value):
+    policy = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="m", evaluation_timeout_s=60)
+    decided = plan(known({"m": value}, {"m": 1.0}, {"m": 2.0}), policy)
+    assert decided.keep["000001-00000000-00000000"] == ("awaiting evaluation",)
+    assert [checkpoint.step for checkpoint in decided.drop] == [1]

@@ -1,12 +1,15 @@
 import errno
+import os
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faulty_storage import FaultyStorage
-from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt import StorageError, StorageSpec, retry
 from prefect_torch.ckpt.fsspec_storage import FsspecStorage
-from prefect_torch.ckpt.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify
+from prefect_torch.ckpt.opening import open_storage
+from prefect_torch.ckpt.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify, retries_ended_by
 
 AT_ONCE = RetryPolicy(deadline_s=30, first_wait_s=0, longest_wait_s=0)
 
@@ -66,12 +69,83 @@ def test_what_cannot_pass_is_raised_as_it_is_at_once(memory, error):
     assert flaky.fired == 1
 
 
+PASSING = ["EAGAIN", "EBUSY", "EINTR", "EIO", "ENETDOWN", "ENOLCK", "ENOTCONN", "ESTALE", "ETIMEDOUT"]
+LASTING = ["EACCES", "EDQUOT", "EFBIG", "ENOSPC", "EROFS"]
+
+
+class FailingCalls:
+    """Makes a function of os fail its first `times` calls with an error number."""
+
+    def __init__(self, monkeypatch, name, code, times):
+        self.fired = 0
+        real = getattr(os, name)
+
+        def fail(*args, **kwargs):
+            if self.fired == times:
+                return real(*args, **kwargs)
+            self.fired += 1
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+
+        monkeypatch.setattr(os, name, fail)
+
+
+@pytest.mark.parametrize("code", PASSING)
+def test_what_passes_on_a_folder_is_tried_again_without_a_trace(tmp_path, monkeypatch, code):
+    storage = open_storage(StorageSpec(str(tmp_path / "store"), retry=AT_ONCE))
+    failing = FailingCalls(monkeypatch, "fsync", code, 2)
+    storage.put_bytes("run/x", b"1")
+    assert failing.fired == 2
+    assert storage.get_bytes("run/x") == b"1"
+    assert [path.name for path in (tmp_path / "store").rglob("*")] == ["run", "x"]
+
+
+@pytest.mark.parametrize("name", ["open", "stat", "scandir", "unlink"])
+def test_every_way_to_use_a_folder_is_tried_again(tmp_path, monkeypatch, name):
+    storage = open_storage(StorageSpec(str(tmp_path), retry=AT_ONCE))
+    storage.put_bytes("run/x", b"1")
+    with monkeypatch.context() as patch:
+        failing = FailingCalls(patch, name, "ESTALE", 2)
+        calls = {"open": storage.get_bytes, "stat": storage.size, "unlink": lambda key: storage.delete([key])}
+        calls.get(name, lambda key: list(storage.list("run/")))("run/x")
+    assert failing.fired == 2
+
+
+def test_a_folder_that_stays_stale_is_a_storage_error_after_the_deadline(tmp_path, monkeypatch):
+    storage = open_storage(StorageSpec(str(tmp_path), retry=RetryPolicy(0.05, 0, 0)))
+    failing = FailingCalls(monkeypatch, "fsync", "ESTALE", 10**6)
+    with pytest.raises(StorageError, match=r"storing .*/run/x failed \d+ times in \d+ s; the last error: .*Stale file handle"):
+        storage.put_bytes("run/x", b"1")
+    assert failing.fired > 1
+
+
+@pytest.mark.parametrize("code", LASTING)
+def test_what_lasts_on_a_folder_is_raised_at_once(tmp_path, monkeypatch, code):
+    storage = open_storage(StorageSpec(str(tmp_path), retry=AT_ONCE))
+    failing = FailingCalls(monkeypatch, "fsync", code, 9)
+    with pytest.raises(OSError, match=os.strerror(getattr(errno, code))):
+        storage.put_bytes("run/x", b"1")
+    assert failing.fired == 1
+
+
 def test_after_the_deadline_it_says_what_was_tried(memory):
     flaky = Flaky(memory, 10**6, ConnectionResetError("reset by peer"))
     storage = RetryingStorage(lambda: flaky, RetryPolicy(0.05, 0, 0))
     with pytest.raises(StorageError, match=r"storing memory://.*/x failed \d+ times in \d+ s; the last error: reset by peer"):
         storage.put_bytes("x", b"1")
     assert flaky.fired > 1
+
+
+def test_retries_of_a_context_end_with_its_event_in_the_middle_of_a_pause(memory):
+    flaky, end = Flaky(memory, 10**6, ConnectionResetError("reset by peer")), threading.Event()
+    storage = RetryingStorage(lambda: flaky, RetryPolicy(deadline_s=600, first_wait_s=600, longest_wait_s=600))
+    threading.Timer(0.1, end.set).start()
+    with retries_ended_by(end):
+        for num_tries in (2, 3):  # once ended, there is one try and no more
+            with pytest.raises(StorageError, match="reset by peer"):
+                storage.put_bytes("x", b"1")
+            assert flaky.fired == num_tries
+    patient = RetryingStorage(lambda: Flaky(memory, 3, ConnectionResetError()), AT_ONCE)
+    patient.put_bytes("x", b"1")
 
 
 def test_expired_credentials_open_the_storage_anew(memory):
@@ -124,14 +198,14 @@ class BrokenListings(FaultyStorage):
             yield info
 
 
-def test_a_listing_goes_on_after_the_last_page_that_came(memory):
+def test_a_listing_that_breaks_off_is_begun_anew_and_tells_each_object_once(memory):
     keys = [f"k/{number:05d}" for number in range(2500)]
     for key in keys:
         memory.put_bytes(key, b"")
     broken = BrokenListings(memory, [1700, 0])
     assert [info.key for info in RetryingStorage(lambda: broken, AT_ONCE).list("k/")] == keys
     assert broken.fired == 2
-    assert broken.begun_after == [None, "k/00999", "k/00999"]
+    assert broken.begun_after == [None, None, None]
 
 
 def test_a_listing_that_goes_well_is_begun_once_however_long(memory):
@@ -177,3 +251,20 @@ def test_every_verb_passes_through(memory, tmp_path):
     assert storage.size("a") == 2
     storage.delete(["a"])
     assert list(storage.list("")) == []
+
+
+def test_pauses_are_drawn_from_no_generator_of_the_training(memory):
+    before = random.getstate()
+    policy = RetryPolicy(deadline_s=30, first_wait_s=0.001, longest_wait_s=0.002)
+    flaky = Flaky(memory, 5, TimeoutError())
+    RetryingStorage(lambda: flaky, policy).put_bytes("x", b"1")
+    assert flaky.fired == 5
+    assert random.getstate() == before
+
+
+def test_pauses_double_and_end_at_the_longest():
+    policy = RetryPolicy(first_wait_s=0.2, longest_wait_s=10.0)
+    for num_tries, longest_s in [(1, 0.2), (2, 0.4), (5, 3.2), (7, 10.0), (10_000, 10.0)]:
+        drawn = [retry._draw_wait_s(policy, num_tries) for _ in range(200)]
+        assert 0 <= min(drawn) <= max(drawn) <= longest_s
+        assert max(drawn) > longest_s / 2

@@ -21,8 +21,12 @@ from prefect_torch.ckpt import (
     StateMismatchError,
     state_image,
 )
+from prefect_torch.ckpt.agreement import Agreement
+from prefect_torch.ckpt.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.commit import Brought, CommitJob, Part, write_manifest
 from prefect_torch.ckpt.key_value import MemoryKeyValue
 from prefect_torch.ckpt.local_storage import LocalStorage
+from prefect_torch.ckpt.manifest import new_id
 from prefect_torch.ckpt.peers import Peers
 from prefect_torch.ckpt.state_flatten import flatten
 from prefect_torch.ckpt.state_image import Image
@@ -502,6 +506,14 @@ def test_a_state_in_another_precision_than_its_parameter_keeps_it(store):
     other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(300, 300, dtype=torch.bfloat16))])
     load(newest(store), {"o": other})
     check_equal(other, optimizer)
+
+
+def test_a_rank_whose_report_began_first_counts_by_its_own_clock(store):
+    """Rank 0 came a minute later, and its clock says nothing of when rank 1 began."""
+    job = CommitJob("report 0", Agreement(0, new_id(1, 0)), Brought(), {})
+    claim_attempt(store, Owner.current(), world_size=2)
+    manifest = write_manifest(store, job, [Part(stall_s=0.0), Part(stall_s=50.0, stored_s=60.0)])
+    assert (manifest.timings["stall_s"], manifest.timings["durable_s"] >= 60.0) == (50.0, True)
 
 
 def test_what_a_report_cost_is_told(store):

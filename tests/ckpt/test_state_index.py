@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from prefect_torch.ckpt import CheckpointCorruptError
+from prefect_torch.ckpt import CheckpointCorruptError, UnsupportedFormatError
 from prefect_torch.ckpt.state_index import StateIndex, is_own_file
 
 FILES = {"__0_0.distcp": 1000, "__0_1.distcp": 100}
@@ -52,7 +52,8 @@ FIRST = ("tensors", "w", "chunks", 0)
 BAD = {
     "no JSON": b"{",
     "no object": b"[]",
-    "another format": changed("format", 2),
+    "a format that is none": changed("format", "1"),
+    "an older format": changed("format", 0),
     "no ranks": changed("world_size", 0),
     "no blocks": changed("block_bytes", 0),
     "a negative size": changed("block_bytes", -1),
@@ -73,6 +74,12 @@ BAD = {
     "no chunks": changed("tensors", "w", "chunks", []),
     "an empty path": changed("tensors", "w", "path", []),
     "a step that is none": changed("tensors", "w", "path", [None]),
+    "no place in a list": changed("values", "v", "path", [[]]),
+    "a place before a list": changed("values", "v", "path", [[-1]]),
+    "a small tensor without a shape": changed("values", "v", "tensor", ["int64"]),
+    "a small tensor of nothing": changed("values", "v", "tensor", []),
+    "a path that is a name": changed("values", "v", "path", "v"),
+    "an endless value": b'{"format":1,"values":' + b"[" * 100_000,
     "a huge tensor": changed("tensors", "w", "shape", [2**62, 2**62]),
     "a value beyond its file": changed("values", "v", "bytes", 101),
     "a value in no file": changed("values", "v", "file", "x"),
@@ -85,6 +92,18 @@ BAD = {
 def test_an_index_that_cannot_be_true_is_corrupt(what):
     with pytest.raises(CheckpointCorruptError, match="here is not the index of a state"):
         decode(BAD[what])
+
+
+def test_an_index_of_a_newer_format_asks_for_an_upgrade():
+    with pytest.raises(UnsupportedFormatError, match="here has format 2 and this version reads 1: upgrade"):
+        decode(changed("format", 2))
+
+
+def test_fields_that_a_later_version_adds_to_an_index_are_ignored():
+    body = changed("added", {"x": [1]})
+    for entry in (body["tensors"]["w"], *body["tensors"]["w"]["chunks"], body["values"]["v"]):
+        entry["added"] = 1
+    assert decode(body) == decode(BODY)
 
 
 def test_a_state_uses_names_that_no_other_file_has():

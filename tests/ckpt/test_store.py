@@ -1,4 +1,7 @@
+import itertools
 import logging
+import os
+import time
 
 import pytest
 from prefect_torch.ckpt import (
@@ -138,6 +141,60 @@ def test_pinned_checkpoints_survive_a_prune_until_they_are_unpinned(store, tmp_p
     assert [manifest.id for manifest in store.prune(RetentionPolicy(1)).drop] == [first.id]
 
 
+def test_a_checkpoint_that_a_prune_is_about_to_delete_cannot_be_pinned(store, tmp_path):
+    first, *_ = fill(store, tmp_path, 1, 2)
+    mark = store.layout.deletion("killed")
+    store.put_json(mark, {"checkpoints": [first.id]})
+    with pytest.raises(CheckpointNotFoundError, match="is being pruned at this moment"):
+        store.pin(first.id)
+    assert store.pinned() == frozenset()
+    store.storage.put_bytes(mark, b"torn{")  # it may be any
+    with pytest.raises(CheckpointNotFoundError, match="is being pruned"):
+        store.pin(first.id)
+
+
+def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):
+    first, *_ = fill(store, tmp_path, 1, 2)
+    mark = store.layout.deletion("killed")
+    store.put_json(mark, {"checkpoints": [first.id]})
+    an_hour_ago_s = time.time() - 3700
+    os.utime(store.storage.local_path(mark), (an_hour_ago_s, an_hour_ago_s))
+    store.pin(first.id)
+    assert store.pinned() == {first.id}
+    collect_garbage(store)
+    assert list(store.storage.list(store.layout.deletions)) == []
+
+
+def test_a_long_prune_renews_its_mark_and_looks_for_pins_again(store, tmp_path, monkeypatch):
+    manifests = fill(store, tmp_path, 1, 2, 3, 4)
+    clock = itertools.count(0, 700)  # seconds between two looks at it
+    monkeypatch.setattr("prefect_torch.ckpt.deletion_marks.time.monotonic", lambda: next(clock))
+    delete = type(store.storage).delete
+    marks = []
+
+    def watched(self, keys):
+        keys = list(keys)
+        delete(self, keys)
+        if keys == [store.layout.manifest(manifests[0].id)]:
+            marks.extend(info.key for info in store.storage.list(store.layout.deletions))
+            store.storage.put_bytes(f"{store.layout.pins}{manifests[1].id}.json", b"{}")  # as version 0.1 writes it
+
+    monkeypatch.setattr(type(store.storage), "delete", watched)
+    decided = store.prune(RetentionPolicy(1))
+    assert len(marks) == 1
+    assert decided.drop == (manifests[0], manifests[2])
+    assert decided.keep[manifests[1].id] == ("pinned",)
+    assert list(store.storage.list(store.layout.deletions)) == []
+
+
+def test_a_pin_of_version_01_is_a_pin_and_can_be_taken_back(store, tmp_path):
+    first, *_ = fill(store, tmp_path, 1, 2)
+    store.storage.put_bytes(f"{store.layout.pins}{first.id}.json", b"{}")
+    assert store.pinned() == {first.id}
+    store.unpin(first.id)
+    assert store.pinned() == frozenset()
+
+
 def test_pinning_what_does_not_exist_is_not_found(store):
     with pytest.raises(CheckpointNotFoundError):
         store.pin("000001-00000000-00000000")
@@ -218,7 +275,8 @@ def test_history_that_is_stored_bit_by_bit_is_an_object_per_thousand_reports(sto
         writer.append(MetricRecord(1, step, {}, None, "2026-11-21T00:00:00+00:00"))
         if step % 7 == 0:
             writer.flush()
-    writer.flush()
+    assert len(list(store.storage.list(store.layout.metrics))) == 1 + 7  # of the last few flushes one each
+    writer.close()
     assert [record.step for record in read_history(store)] == list(range(1050))
     assert len(list(store.storage.list(store.layout.metrics))) == 2
 
@@ -254,6 +312,22 @@ def test_what_a_killed_leader_did_not_store_is_known_from_manifests_once(store, 
     assert [record.step for record in read_history(store)] == [0, 1, 2]
     write_outcome(store, Outcome(1, "failed"))
     assert lost_records(store, list(store.listed()), attempt=2) == []  # who could say how it ended had stored all before
+
+
+def test_a_prune_deletes_nothing_that_a_link_in_a_checkpoint_leads_to(store, tmp_path):
+    session = Attempt(store).session()
+    for number in range(2):
+        (tmp_path / "c/sub").mkdir(parents=True, exist_ok=True)
+        session.report({}, folder(tmp_path / "c", **{"a": str(number), "sub/model": "same", "z": "same"}))
+    first, second = store.list()
+    sub = stored(store, first, "sub")
+    sub.rename(tmp_path / "scratch")
+    sub.symlink_to(tmp_path / "scratch")
+    with pytest.raises(StorageError, match=rf"{first.id}/sub leads out of the storage .* to .*/scratch"):
+        store.prune(RetentionPolicy(1))
+    assert [path.name for path in sub.parent.iterdir()] == ["sub"]
+    assert (tmp_path / "scratch/model").read_text() == "same"
+    assert store.prune(RetentionPolicy(1)).keep.keys() == {second.id}
 
 
 def test_nothing_newer_than_a_limit_is_pruned(store, tmp_path):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from exact_ends import same_ends
 from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.events import ReportEvent
@@ -58,6 +59,7 @@ def test_two_killed_ranks_continue_to_the_very_weights_of_an_undisturbed_trainin
     whole, killed = (torch.load(root / "weights-0.pt") for root in trained)
     assert torch.equal(whole, killed)
     assert torch.equal(torch.load(trained[1] / "weights-1.pt"), killed)
+    assert same_ends(*trained, num_ranks=2)
     manifests = CheckpointStore.open(trained[1], "run").list()
     assert [(manifest.attempt, manifest.step) for manifest in manifests] == [(1, 3), (1, 6), (2, 9), (2, 12)]
 

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import torch
+from exact_ends import write_end
 from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
 from rank_processes import joined
 from sklearn.datasets import load_digits
@@ -91,3 +92,4 @@ def main(job, *place):
         with resume_path() as path:
             prepare_trainer(trainer).train(resume_from_checkpoint=path)
         torch.save(weights(trainer.model), root / f"weights-{context.world_rank}.pt")
+        write_end(trainer.optimizer, root / f"end-{context.world_rank}.pt")

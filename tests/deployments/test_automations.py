@@ -115,6 +115,35 @@ def test_a_chain_of_restarts_keeps_its_run_and_has_an_end(client, trained):
     assert resumed(client, third, max_restarts=2) is None
 
 
+def kill_for_memory(client, flow_run):
+    """Let Prefect's Kubernetes worker have told that a flow run's container was killed, as prefect-kubernetes 0.7 does."""
+    related = {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}", "prefect.resource.role": "flow-run"}
+    about = {"prefect.resource.id": "prefect.kubernetes.pod.1f", "kubernetes.reason": "OOMKilled"}
+    killed = Event(event="prefect.kubernetes.pod.evicted", resource=about, related=[related])
+    tell(client, killed)
+    wait_until(partial(is_known, client, killed), "the pod's event")
+
+
+def test_a_training_that_kubernetes_killed_for_memory_is_run_again_only_as_often_as_asked(client, trained):
+    crashed = begin(client, trained, Crashed())
+    assert resumed(client, crashed) is not None
+    kill_for_memory(client, crashed)
+    assert resumed(client, crashed) is None
+    told_by_message = begin(client, trained, Crashed(message="Container 'job' was killed: OOMKilled"))
+    assert resumed(client, told_by_message) is None
+
+    parameters = {"run": {"storage": "/store"}, "failure": {"max_out_of_memory_failures": 1}}
+    first = client.create_flow_run_from_deployment(trained, parameters=parameters)
+    client.set_flow_run_state(first.id, Crashed(), force=True)
+    kill_for_memory(client, first)
+    second = resumed(client, first, max_restarts=9)
+    client.set_flow_run_state(second.id, Crashed(), force=True)
+    third = resumed(client, second, max_restarts=9)  # that one died of something else
+    client.set_flow_run_state(third.id, Crashed(), force=True)
+    kill_for_memory(client, third)
+    assert resumed(client, third, max_restarts=9) is None
+
+
 def test_a_run_that_begins_anew_does_so_once_its_training_has_begun(client, trained):
     crashed = begin(client, trained, Crashed(), name="anew", resume="never")
     assert resumed(client, crashed).parameters["run"]["resume"] == "never"

@@ -29,10 +29,18 @@ from prefect.settings import (
 )
 from prefect.testing.utilities import prefect_test_harness
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.attempts import (
+    Outcome,
+    Owner,
+    claim_attempt,
+    newest_attempt,
+    record_resumed_from,
+    write_outcome,
+)
 from prefect_torch.ckpt.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.metrics import from_json
-from prefect_torch.ckpt.resume import quarantine
+from prefect_torch.ckpt.quarantining import quarantine
 from prefect_torch.deployments.command_line import machine_checks, software_checks, torch_checks
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.deployments.command_line.software_checks import FASTAPI, SQLALCHEMY
@@ -168,10 +176,10 @@ def test_runs_are_listed(storage, command, as_json):
 def test_listing_runs_reads_no_manifest(local, command, monkeypatch):
     train(local)
     read = []
-    get_bytes = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or get_bytes(path))
+    get_bytes = LocalStorage.get_bytes
+    monkeypatch.setattr(LocalStorage, "get_bytes", lambda storage, key: read.append(key) or get_bytes(storage, key))
     assert command("ls", local)[0] == 0
-    assert sorted(path.parent.name for path in read) == ["attempts", "outcomes"]
+    assert sorted(key.split("/")[1] for key in read) == ["attempts", "outcomes"]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +205,8 @@ def test_folders_beside_the_runs_are_not_walked(local, command, monkeypatch):
     Path(local, "other/deep").mkdir(parents=True)
     walked = []
     scan = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: walked.append(Path(path)) or scan(path))
+    at = "/proc/self/fd/{}"
+    monkeypatch.setattr(os, "scandir", lambda path: walked.append(Path(at.format(path)).resolve()) or scan(path))
     assert command("ls", local)[0] == 0
     assert Path(local, "run") in walked
     assert not {private, Path(local, "other"), Path(local, "other/deep")} & set(walked)
@@ -374,6 +383,25 @@ def test_a_prune_says_what_stays_and_why_and_what_goes(storage, as_json, command
     assert command("prune", storage, "run")[0] == 0  # nothing goes, so nobody is asked
 
 
+def test_a_prune_beside_a_training_spares_what_alone_remembers_a_report(local, command, as_json):
+    store = train(local, ending=None)
+    scratch = Path(os.environ["PYTEST_SCRATCH"])
+    claimed = newest_attempt(store)
+    with_files = folder(scratch / "more", model=b"m")
+    session = Attempt(store).session()  # of an attempt whose reports are not in the history yet
+    for loss in (0.8, 0.7, 0.6):
+        session.report({"loss": loss}, with_files)
+    unrecorded = list(store.ids())[-3:]
+    assert command("prune", local, "run", "--keep", 1, "--metric", "loss", "--order", "min", "--yes")[0] == 0
+    assert list(store.ids())[-3:] == unrecorded
+    assert len(list(store.ids())) == 4
+    kept = {row["id"]: row["reasons"] for row in as_json("prune", local, "run", "--dry-run")["keep"]}
+    assert all("recent" in kept[it] for it in unrecorded)
+    write_outcome(store, Outcome(claimed.number + 1, "completed"))
+    assert command("prune", local, "run", "--keep", 1, "--metric", "loss", "--order", "min", "--yes")[0] == 0
+    assert len(list(store.ids())) == 2  # the best and the latest
+
+
 def test_a_prune_spares_what_came_while_it_asked(local, monkeypatch, command):
     store = train(local)
 
@@ -426,6 +454,20 @@ def test_pins(storage, command):
     assert store.pinned() == {first}
     assert command("unpin", storage, "run", first)[0] == 0
     assert store.pinned() == frozenset()
+
+
+def test_a_restore_brings_back_what_is_whole_and_says_why_not(storage, command):
+    store = train(storage)
+    first, second, *_ = store.ids()
+    quarantine(store, first, "model differs")
+    quarantine(store, second, "model differs")
+    store.storage.delete([store.layout.data(second, "model")])
+    assert command("restore", storage, "run", first) == (0, f"{first} is whole, and back in run run\n", "")
+    assert first in store.ids()
+    code, _, err = command("restore", storage, "run", second)
+    assert (code, second in store.ids()) == (1, False)
+    assert f"{second} stays in quarantine, since it is damaged" in err
+    assert "model is missing" in err
 
 
 @pytest.mark.parametrize(("chosen", "step"), [((), 4), (("latest",), 4), (("best",), 1)])
@@ -716,8 +758,9 @@ def test_a_library_that_prefects_server_cannot_use_is_found(monkeypatch, library
 @pytest.mark.parametrize(("status", "expected"), [(200, "ok"), (401, "wrong"), (500, "wrong")])
 def test_prefects_api_is_asked(status, expected):
     with prefect_api(status):
-        (finding,) = software_checks.check_api()
-    assert finding.status == expected, finding
+        finding, *more = software_checks.check_api()
+    assert (finding.check, finding.status) == ("prefect api", expected), finding
+    assert [(it.check, it.status) for it in more] == ([("deployments", "ok")] if expected == "ok" else [])
 
 
 def test_an_api_that_is_away_is_wrong():

@@ -7,7 +7,7 @@ from prefect.client.orchestration import get_client
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import create_work_pool, deploy, make_deployment
 from prefect_torch.deployments.job_templates import KINDS
-from prefect_torch.flows import RunConfig, ScalingConfig
+from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig
 
 ON_S3 = RunConfig(storage="s3://bucket/runs")
 
@@ -66,6 +66,26 @@ def test_checkpoints_that_would_vanish_with_their_container_are_refused():
     with pytest.raises(ValueError, match=r"'./checkpoints' is a folder of a container, which vanishes with it"):
         deploy("lost", "my_training:train_fn", work_pool="docker-pool")
     deploy("volume", "my_training:train_fn", run=RunConfig(storage="/volume/runs"), work_pool="docker-pool")
+
+
+@pytest.mark.parametrize(
+    ("kind", "job_variables", "grace_s", "most"),
+    [
+        ("process", {}, 26, 25),
+        ("docker", {}, 90, 25),
+        ("kubernetes", {}, 56, 55),
+        ("kubernetes", {"termination_grace_s": 90}, 86, 85),
+    ],
+)
+def test_a_grace_that_will_not_hold_is_warned_of(recwarn, kind, job_variables, grace_s, most):
+    def deploy_with(grace_s):
+        failure, options = FailureConfig(grace_s=grace_s), {"work_pool": f"{kind}-pool", "job_variables": job_variables}
+        deploy("graceful", "my_training:train_fn", run=ON_S3, failure=failure, **options)
+
+    deploy_with(most)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=f"grace_s={grace_s} will not hold: .* give at most grace_s={most}"):
+        deploy_with(grace_s)
 
 
 def test_a_work_pool_that_does_not_exist_is_named():

@@ -131,7 +131,8 @@ def train_with_lightning(config: dict) -> dict:
         plugins=[PrefectEnvironment()],
         callbacks=[ReportCallback()],
     )
-    model = Regression(**ends)
+    model = Regression(dropout=0.5, **ends)
+    torch.manual_seed(context.world_rank)  # each rank drops out on its own
     with resume_path() as path:
         trainer.fit(model, ckpt_path=path)
     assert dist.group.WORLD is group  # neither made anew nor ended

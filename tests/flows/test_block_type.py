@@ -27,7 +27,7 @@ def test_the_server_knows_its_picture_documentation_and_example(name):
 
 def test_every_field_of_its_form_has_a_title_and_a_sentence():
     fields = CheckpointStorage.model_json_schema()["properties"]
-    assert set(fields) == {"location", "file_system"}
+    assert set(fields) == {"location", "file_system", "password"}
     for field in fields.values():
         assert field["title"][0].isupper()
         assert field["description"].endswith(".")

@@ -1,6 +1,7 @@
 """Prefect blocks as storage: by object, by slug, picked in the UI, against real S3 servers."""
 
 import pickle
+import re
 import threading
 import uuid
 from contextlib import contextmanager
@@ -232,3 +233,62 @@ def test_a_block_that_was_never_saved_is_named():
 def test_a_block_that_holds_no_files_is_refused():
     with pytest.raises(ValueError, match="cannot be stored with a AwsCredentials"):
         parse_storage(AwsCredentials())
+
+
+@pytest.mark.parametrize("password_server", ["sftp", "ftp"], indirect=True)
+@pytest.mark.parametrize("kind", ["field", "settings", "nested"])
+def test_a_password_in_a_block_opens_its_server_and_is_shown_nowhere(password_server, kind, request):
+    place, password = password_server
+    url = f"{request.node.callspec.params['password_server']}://me@{place}"
+    block = RemoteFileSystem(basepath=url, settings={"password": password})
+    if kind == "field":
+        block = CheckpointStorage(location=url, password=SecretStr(password))
+    if kind == "nested":
+        block = CheckpointStorage(location="", file_system=block)
+    slug = save(block)
+    for storage in (block, slug):
+        opened = open_storage(storage)
+        opened.put_bytes("run/x", b"123")
+        assert opened.get_bytes("run/x") == b"123"
+        assert [info.key for info in opened.list("")] == ["run/x"]
+        opened.delete(["run/x"])
+        shown = f"{opened.url} {parse_storage(storage)} {train.serialize_parameters({'run': RunConfig(storage=storage)})}"
+        assert password not in shown
+    if kind == "field":
+        assert password not in repr(block)
+        assert password not in CheckpointStorage.load(slug.partition("/")[2]).model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"location": "sftp://host/x"}, "names no user"),
+        ({"location": "/data"}, "names no user"),
+        ({"file_system": LocalFileSystem()}, "the file system's own fields"),
+    ],
+)
+def test_a_password_that_belongs_to_nothing_is_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        parse_storage(CheckpointStorage(password=SecretStr("x"), **fields))
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "sftp://me:s3cr3t@host/x",
+        CheckpointStorage(location="sftp://me:s3cr3t@host/x"),
+        {"basepath": "ftp://me:s3cr3t@host/x"},
+        CheckpointStorage(file_system=RemoteFileSystem(basepath="ftp://me:s3cr3t@host/x")),
+    ],
+    ids=["url", "location", "basepath", "nested"],
+)
+def test_a_password_in_a_url_is_refused_in_a_form_and_by_the_config_without_showing_it(storage):
+    with pytest.raises(ValueError, match="the password in its field") as caught:
+        RunConfig(storage=storage)
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_the_form_takes_no_url_with_a_password():
+    schema = next(it for it in RunConfig.model_json_schema()["properties"]["storage"]["anyOf"] if it.get("type") == "string")
+    assert re.search(schema["pattern"], "sftp://me@host:22/a:b@c")
+    assert not re.search(schema["pattern"], "sftp://me:s3cr3t@host/x")

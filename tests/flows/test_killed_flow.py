@@ -1,5 +1,6 @@
 """The process that leads a training is killed, ended, or started twice."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,17 +9,18 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
 import pytest
+from conftest import free_port, rclone_command, running
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.attempts import newest_attempt
+from prefect_torch.ckpt.attempts import Outcome, newest_attempt, read_outcomes
 from prefect_torch.flows import Result
 
 HERE = Path(__file__).parent
@@ -82,6 +84,14 @@ def start(storage, train_fn, config, checkpoint=None, environment=None, **run):
         *(storage, f"trainings:{train_fn}", json.dumps(config), json.dumps(run), json.dumps(checkpoint or {})),
         **(environment or {"PREFECT_API_URL": PREFECT_API_URL.value()}),
     )
+
+
+def embedded_servers(leader):
+    found = []
+    for process in leader.living():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found += [process] if "uvicorn" in process.cmdline() else []
+    return found
 
 
 def committed(storage):
@@ -173,6 +183,35 @@ def test_sigterm_lets_ranks_commit_a_last_checkpoint(storage, tmp_path):
     assert f"work is safe up to step 0 ({committed(storage)[0].id})" in state.message
 
 
+def test_sigterm_ends_a_training_whose_storage_is_away_and_no_attempt_follows(tmp_path):
+    """The reports, the outcome and the history are all refused; what is safe is told from memory."""
+    port, folder = free_port(), tmp_path / "buckets"
+    (folder / "bucket").mkdir(parents=True)
+    stored = str(folder / "bucket")
+    with running(rclone_command(port, folder), port) as server, ExitStack() as stack:
+        environment = {name.upper(): value for name, value in server.options().items()}
+        leader = start(
+            "s3://bucket",
+            "report_once_and_when_told",
+            {},
+            environment={"PREFECT_API_URL": PREFECT_API_URL.value(), **environment},
+        )
+        stack.callback(leader.kill)
+        leader.wait_for(lambda: committed(stored))
+        stack.pop_all()
+    leader.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    output = leader.finish(90)
+    assert leader.process.returncode != 0
+    leader.assert_nothing_is_left()
+    assert "the outcome of attempt 1 could not be written" in output, output[-3000:]
+    assert len(list((folder / "bucket/run/attempts").iterdir())) == 1
+    state = flow_run_state(stored)
+    assert state.is_crashed()
+    assert f"work is safe up to step 0 ({committed(stored)[0].id})" in state.message
+    assert time.monotonic() - began < 60
+
+
 def test_ctrl_c_lets_ranks_commit_and_is_told_though_the_embedded_server_gets_it_too(storage, tmp_path):
     started, home = tmp_path / "started", tmp_path / "home"
     embedded = {"PREFECT_HOME": str(home), "PREFECT_API_URL": ""}
@@ -188,7 +227,55 @@ def test_ctrl_c_lets_ranks_commit_and_is_told_though_the_embedded_server_gets_it
         assert database.execute("select state_type from flow_run").fetchall() == [("CRASHED",)]
 
 
-def test_a_cancelled_flow_run_lets_ranks_commit_and_ends_cancelled_with_what_is_safe(storage, tmp_path):
+def test_an_embedded_server_that_dies_alone_is_started_again_and_told_the_end(storage, tmp_path):
+    home = tmp_path / "home"
+    embedded = {"PREFECT_HOME": str(home), "PREFECT_API_URL": ""}
+    leader = start(storage, "train_epochs", {"epochs": 20, "pause_s": 0.1}, environment=embedded)
+    leader.wait_for(lambda: committed(storage), 120)
+    (server,) = embedded_servers(leader)
+    server.kill()
+    output = leader.finish(240)
+    assert leader.process.returncode == 0, output[-4000:]
+    assert "embedded server has died (exit code -9): starting it again" in output
+    leader.assert_nothing_is_left()
+    with closing(sqlite3.connect(home / "prefect.db")) as database:
+        assert database.execute("select state_type from flow_run").fetchall() == [("COMPLETED",)]
+
+
+@pytest.mark.parametrize("kill_at", ["the server's process", "the server's database"])
+def test_a_flow_killed_while_its_embedded_server_starts_leaves_none(tmp_path, kill_at):
+    home = tmp_path / "home"
+    flow = "import prefect, prefect_torch.flows\nprefect.flow(print)()"
+    leader = Started("-c", flow, PREFECT_HOME=str(home), PREFECT_API_URL="")
+    leader.wait_for(lambda: embedded_servers(leader), 120)
+    if kill_at == "the server's database":
+        leader.wait_for((home / "prefect.db").exists, 120)
+    leader.kill()
+    leader.assert_nothing_is_left()
+
+
+def test_a_server_that_was_started_before_this_package_was_imported_does_not_outlive_a_killed_flow(tmp_path):
+    ready = tmp_path / "ready"
+    flow = f"""
+import pathlib, time, prefect
+
+@prefect.flow
+def wait():
+    from prefect_torch.tasks.embedded_server import tie_embedded_server
+
+    tie_embedded_server()
+    pathlib.Path({str(ready)!r}).touch()
+    time.sleep(600)
+
+wait()
+"""
+    leader = Started("-c", flow, PREFECT_HOME=str(tmp_path / "home"), PREFECT_API_URL="")
+    leader.wait_for(ready.exists, 120)
+    leader.kill()
+    leader.assert_nothing_is_left()
+
+
+def test_a_cancelled_flow_run_lets_ranks_commit_and_its_page_and_its_record_say_what_is_safe(storage, tmp_path):
     """As the UI's button and `prefect flow-run cancel` do it, to a flow run that a worker or `serve` runs."""
     started = tmp_path / "started"
     server = Started(str(HERE / "serve_training.py"), PREFECT_API_URL=PREFECT_API_URL.value())
@@ -207,11 +294,22 @@ def test_a_cancelled_flow_run_lets_ranks_commit_and_ends_cancelled_with_what_is_
             server.wait_for(lambda: is_final(client, flow_run.id), 90)
             server.wait_for(lambda: len(server.living()) == 1)
             state = client.read_flow_run(flow_run.id).state
+            page = summary_of(client, flow_run.id)
     finally:
         server.kill()
     assert state.is_cancelled(), state
     assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41]
-    assert f"work is safe up to step 0 ({committed(storage)[0].id})" in state.message
+    safe = f"work is safe up to step 0 ({committed(storage)[0].id})"
+    (outcome,) = read_outcomes(CheckpointStore.open(storage, "run"))
+    assert outcome == Outcome(1, "cancelled", str(flow_run.id), error=f"cancelled (TerminationSignal); {safe}")
+    assert "**cancelled**" in page
+    assert safe in page
+
+
+def summary_of(client, flow_run_id):
+    chosen = {"key": {"like_": "run-%-summary"}, "flow_run_id": {"any_": [str(flow_run_id)]}}
+    (artifact,) = client.request("POST", "/artifacts/filter", json={"artifacts": chosen}).json()
+    return artifact["data"]
 
 
 def deployment_of(client):

@@ -64,7 +64,8 @@ def test_a_killed_lightning_training_of_two_ranks_continues_to_the_same_weights(
     frame = killed.metrics_dataframe
     assert list(zip(frame["attempt"], frame["step"], strict=True)) == [(1, 2), (1, 4), (2, 6), (2, 8)]
     for manifest in CheckpointStore.open(run.storage, "run").list():
-        assert [(entry.path, entry.rank) for entry in manifest.files] == [("checkpoint.ckpt", 0)]
+        owners = [(entry.path, entry.rank) for entry in manifest.files]
+        assert owners == [("checkpoint.ckpt", 0), ("rng_state_0.pth", 0), ("rng_state_1.pth", 1)]
 
 
 def test_the_example_learns_the_digits(tmp_path):

@@ -105,4 +105,5 @@ def test_every_deployment_of_prefect_yaml_is_deployed_as_it_is_written(tmp_path)
             assert [schedule.schedule.cron for schedule in deployed.schedules] == [
                 schedule["cron"] for schedule in entry.get("schedules", [])
             ]
-            assert deployed.concurrency_options.collision_strategy == entry["concurrency_limit"]["collision_strategy"]
+            assert deployed.work_queue_name == entry["work_pool"]["work_queue_name"]
+            assert deployed.global_concurrency_limit is None  # its lease would not survive a restart of the server

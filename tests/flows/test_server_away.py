@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import free_port
 from prefect import flow, get_run_logger
+from prefect.logging import disable_run_logger
 from prefect.logging.handlers import APILogHandler, APILogWorker
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_servers import PrefectServer, Proxy, postgres, postgres_program, rows, wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.attempts import Outcome, write_outcome
-from prefect_torch.flows import ending
 from prefect_torch.tasks import api_outage
 from prefect_torch.tasks.api_outage import outlast_api_outages
+from prefect_torch.tasks.embedded_server import ServerKeeper
 
 HERE = Path(__file__).parent
 AWAY_S = float(os.environ.get("PREFECT_TORCH_TEST_AWAY_S", "15"))
@@ -266,17 +265,17 @@ def test_lines_are_tried_for_minutes_unless_the_user_says_otherwise(monkeypatch,
 
 
 def test_an_end_from_outside_does_not_wait_for_the_api(monkeypatch):
-    monkeypatch.setattr(api_outage, "_wait_for_api", lambda: pytest.fail("it waits"))
+    monkeypatch.setattr(api_outage, "_wait_for_api", lambda _keeper: pytest.fail("it waits"))
     with pytest.raises(KeyboardInterrupt), outlast_api_outages():
         raise KeyboardInterrupt
 
 
-def test_how_a_training_was_ended_is_noted_though_the_api_is_away(tmp_path):
-    store = CheckpointStore.open(tmp_path, "run")
-    write_outcome(store, Outcome(1, "preempted", FLOW_RUN, "preemption", "work is safe up to step 7"))
-    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
-        ending.note_ending(store, FLOW_RUN)
-    assert ending._ended.pop(FLOW_RUN) == "work is safe up to step 7"
+def test_an_embedded_server_that_does_not_start_again_is_not_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr(api_outage, "_outage", lambda: ConnectionRefusedError(111, "refused"))
+    keeper = ServerKeeper()
+    keeper.has_given_up = True
+    with disable_run_logger():
+        api_outage._wait_for_api(keeper)
 
 
 def test_an_api_that_stays_away_is_given_up(monkeypatch, caplog):

@@ -14,6 +14,9 @@ from prefect_torch.ckpt import (
     CheckpointNotFoundError,
     CheckpointStore,
     ReportMismatchError,
+    StateMismatchError,
+    StorageError,
+    StorageFullError,
     get_context,
     report,
 )
@@ -29,6 +32,7 @@ from prefect_torch.flows import (
     TrainingFailedError,
     train,
 )
+from prefect_torch.tasks import attempt
 
 TWO = ScalingConfig(num_workers=2)
 NO_RESTARTS = FailureConfig(max_infrastructure_failures=0)
@@ -108,6 +112,29 @@ def test_a_new_flow_run_of_the_same_name_continues_and_another_name_starts_fresh
     first, second = (train("trainings:train_epochs", epochs(1), run=other) for _ in range(2))
     assert first.return_value["begun"] == second.return_value["begun"] == 0
     assert first.path != second.path
+
+
+def test_a_start_reads_the_manifest_that_it_resumes_from_once_and_its_ranks_do_not(run, monkeypatch):
+    """What is read again would be found changed, by whichever process."""
+    policy = CheckpointConfig(num_to_keep=2)
+    first = train("trainings:train_epochs", epochs(2), TWO, run, policy).checkpoint
+    key = first.store.layout.manifest(first.id)
+    read, readers = LocalStorage.get_bytes, []
+
+    def read_once(self, asked):
+        data = read(self, asked)
+        if asked == key:
+            readers.append(threading.current_thread())
+            self.put_bytes(key, b"changed")
+        return data
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "get_bytes", read_once)
+        result = train("trainings:train_epochs", epochs(3), TWO, run, policy)
+    assert result.return_value == {"begun": 2, "attempt": 2}
+    assert result.resumed_from == first.path
+    leader, *others = readers  # those who look on, and whoever asks for the result, read for themselves
+    assert leader not in others
 
 
 def test_resume_never_begins_anew_but_its_own_restarts_continue(run):
@@ -264,6 +291,51 @@ def test_ranks_that_disagree_fail_at_once_whatever_the_budget(run):
     assert Result.from_storage(run.storage, "run").attempts == 1
 
 
+@pytest.mark.parametrize(
+    ("how", "error", "kind"),
+    [
+        ("missing folder", CheckpointNotFoundError, "user"),
+        ("full disk", StorageFullError, "user"),
+        ("words", RuntimeError, "user"),
+        ("gpu memory", RuntimeError, "out_of_memory"),
+    ],
+)
+def test_what_a_restart_does_not_mend_is_not_restarted_unasked(run, how, error, kind):
+    with pytest.raises(error):
+        train("trainings:make_a_mistake", {"how": how}, TWO, run)
+    assert [outcome.kind for outcome in read_outcomes(CheckpointStore.open(run.storage, "run"))] == [kind]
+
+
+def test_another_model_under_an_old_name_is_refused_at_once_whatever_the_budget(run):
+    train("trainings:make_a_mistake", {"how": "another model", "size": 2}, run=run)
+    with pytest.raises(StateMismatchError, match=r"give the run another name, or resume='never'"):
+        train("trainings:make_a_mistake", {"how": "another model", "size": 3}, TWO, run, failure=FailureConfig(max_failures=5))
+    assert Result.from_storage(run.storage, "run").attempts == 2
+
+
+def test_memory_that_ran_out_is_tried_again_where_that_is_asked(run):
+    failure = FailureConfig(max_out_of_memory_failures=1)
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        train("trainings:make_a_mistake", {"how": "gpu memory"}, TWO, run, failure=failure)
+    assert Result.from_storage(run.storage, "run").attempts == 2
+
+
+def test_a_claim_that_always_fails_ends_with_the_budget(run, monkeypatch):
+    """Though no attempt tells of it."""
+    claims = []
+
+    def fail(store, owner, **_):
+        claims.append(owner)
+        if len(claims) > 9:
+            pytest.fail("it goes on for ever")
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(attempt, "claim_attempt", fail)
+    with pytest.raises(StorageError, match="no answer"):
+        train("trainings:train_epochs", epochs(1), run=run, failure=FailureConfig(max_infrastructure_failures=2))
+    assert len(claims) == 3
+
+
 def test_a_training_that_hangs_shows_its_stacks_and_starts_again(run):
     result = train(
         "trainings:train_epochs", epochs(4, how="hang", rank=1, at=2), TWO, run, failure=FailureConfig(hang_timeout_s=10)
@@ -294,6 +366,12 @@ def test_a_score_that_never_appears_is_warned_of_once_and_keeps_the_latest(run, 
     assert "has no metric 'acuracy'" in caplog.text
     assert result.checkpoint.metrics["epoch"] == 3
     assert len(CheckpointStore.open(run.storage, "run").list()) == 1
+
+
+def test_a_score_that_is_a_text_ends_the_training_where_it_is_reported(run):
+    by_name = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="name")
+    with pytest.raises(ValueError, match="metric 'name' is 'high', a str, and checkpoint_score_attribute"):
+        train("trainings:report_a_name", run=run, checkpoint=by_name)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +463,7 @@ def test_a_prune_that_fails_does_not_stop_the_training_and_the_next_one_makes_up
 
     def failing(self, keys):
         failed.append(list(keys))
-        raise OSError(5, "Input/output error")
+        raise OSError(30, "Read-only file system")  # which no other try helps
 
     monkeypatch.setattr(LocalStorage, "delete", failing)
     result = train("trainings:train_epochs", epochs(5), run=run, checkpoint=CheckpointConfig(num_to_keep=1))

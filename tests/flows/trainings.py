@@ -1,5 +1,6 @@
 """Training functions for the tests; no Prefect in sight, so that ranks start fast."""
 
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
+from prefect_torch.ckpt.local_storage import LocalStorage
+from prefect_torch.ckpt.storage import Transfer
 
 
 def start_epoch() -> int:
@@ -42,6 +45,10 @@ def train_epochs(config: dict) -> dict:
         dist.all_reduce(torch.ones(1))  # as a training would: whoever is left waits here
         report_epoch(epoch, loss=1 / (epoch + 1))
     return {"begun": begun, "attempt": context.attempt}
+
+
+def report_a_name() -> None:
+    report({"name": "high"})
 
 
 def come_to_an_end(how: str) -> None:
@@ -83,6 +90,30 @@ def report_only_metrics(config: dict) -> None:
     report({"seconds": time.monotonic() - started})
 
 
+def make_a_mistake(config: dict) -> None:
+    """Fail on rank 1 in a way that no restart mends within seconds."""
+    how, rank = config["how"], get_context().world_rank
+    if how == "full disk":
+        LocalStorage.put_file = fill_disk
+    if how == "gpu memory" and rank == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if how == "words" and rank == 1:
+        raise RuntimeError("nccl and gloo are great: no broken pipe in sight")
+    if how == "missing folder":
+        report({}, Checkpoint.from_directory("/nowhere") if rank == 1 else None)
+    if how == "another model":
+        model = torch.nn.Linear(2, config["size"])
+        if checkpoint := get_checkpoint():
+            checkpoint.load_state({"model": model})
+        report({}, state={"model": model})
+    else:
+        report_epoch(0)
+
+
+def fill_disk(storage: LocalStorage, key: str, path: Path) -> Transfer:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def hang_with_a_child(config: dict) -> None:
     """Start a child that would outlive us, tell the pids, and never come back."""
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -101,6 +132,14 @@ def checkpoint_when_told(config: dict) -> None:
     while not get_context().should_checkpoint():
         time.sleep(0.05)
     report_epoch(41)
+
+
+def report_once_and_when_told(config: dict) -> None:
+    """Report a checkpoint at once, and a last one when told that the end is near."""
+    report_epoch(0)
+    while not get_context().should_checkpoint():
+        time.sleep(0.05)
+    report_epoch(1)
 
 
 class Interrupted(BaseException):

@@ -1,12 +1,16 @@
 import functools
+import gc
 import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
 import pytest
+from prefect_torch.tasks import rank_task
 from prefect_torch.tasks.function import check_signature, pack_function, takes_config, unpack_function
 
 
@@ -31,6 +35,7 @@ def folder(tmp_path, monkeypatch):
         "alias = train_fn\nnot_a_function = 3\nif __name__ == '__main__':\n    raise SystemExit('ran as a program')\n"
     )
     (tmp_path / "broken.py").write_text("def train_fn(:\n")
+    (tmp_path / "nothing.py").write_bytes(b"def train_fn(): pass\n\0")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -39,6 +44,78 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", ["user_training", "user_training.py", "./user_training.py"])
 def test_a_reference_is_found_in_the_working_folder(folder, place, name):
     assert in_a_new_interpreter(pack_function(f"{place}:{name}", {"a": 1})) == "('beside', {'a': 1})"
+
+
+def test_a_file_named_as_a_standard_module_replaces_it_for_nobody(folder):
+    (folder / "trainings").mkdir()
+    (folder / "trainings/beside_queue.py").write_text("import queue\nVALUE = queue.Queue.__name__\n")
+    (folder / "trainings/queue.py").write_text(
+        "import beside_queue, pickle, sys\nclass Result: pass\n"
+        "def train_fn(config):\n"
+        "    import queue\n"
+        "    assert pickle.loads(pickle.dumps(Result())).__class__ is Result\n"
+        "    return beside_queue.VALUE, queue.__file__ == sys.modules['queue'].__file__, queue.Queue.__module__, __file__\n"
+    )
+    answer = in_a_new_interpreter(pack_function("trainings/queue.py:train_fn", None))
+    assert answer == str(("Queue", True, "queue", str(folder / "trainings/queue.py")))
+
+
+def test_a_module_that_is_the_standard_one_is_named_with_the_way_to_a_file(folder):
+    (folder / "queue.py").write_text("def train_fn(config): pass\n")
+    with pytest.raises(ValueError, match=r"queue\.py defines no 'train_fn' \(for a file of yours, give queue\.py:train_fn\)"):
+        pack_function("queue:train_fn", None)
+
+
+def test_a_rank_looks_for_no_module_in_the_folder_that_it_is_started_in(folder):
+    for name in ("queue", "importlib", "sys"):
+        (folder / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    (folder / "lib").mkdir()
+    (folder / "lib/program.py").write_text("import queue\ndef main(): print(queue.Queue.__module__)\n")
+    environment = {**os.environ, "PYTHONPATH": str(folder / "lib")}
+    done = subprocess.run(
+        [sys.executable, "-c", rank_task._RUN, "program"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("queue\n", "")
+
+
+def test_functions_that_are_looked_up_in_several_threads_do_not_disturb_each_other(folder):
+    """As ast.parse does before CPython 3.11.8: another thread runs in the middle of it where garbage collection lets it."""
+
+    def look_up() -> None:
+        for _ in range(100):
+            pack_function("user_training:train_fn", None)
+
+    def let_another_run(_phase, _info) -> None:
+        time.sleep(0)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(let_another_run)
+    gc.set_threshold(20)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for looked_up in [pool.submit(look_up) for _ in range(2)]:
+                looked_up.result()
+    finally:
+        gc.callbacks.remove(let_another_run)
+        gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from os.path import *",
+        "from os.path import \\\n    *",
+        "def make():\n    global train_fn\n    def train_fn(config): pass\nmake()",
+        "# -*- coding: latin-1 -*-\n# \xe9\ndef train_fn(config): pass",
+        "if (train_fn := print): pass",
+        "import os.path as train_fn",
+        "class train_fn: pass",
+        "for train_fn in [print]: pass",
+    ],
+)
+def test_a_name_may_be_bound_in_any_way(folder, program):
+    (folder / "binding.py").write_bytes(program.encode("latin-1"))
+    pack_function("binding.py:train_fn", None)
 
 
 def test_a_reference_is_looked_up_but_not_imported(folder):
@@ -50,6 +127,8 @@ def test_a_reference_is_looked_up_but_not_imported(folder):
     ("reference", "message"),
     [
         ("user_training:nosuch", "defines no 'nosuch'"),
+        ("user_training:config", "defines no 'config'"),  # only within a function
+        ("nothing.py:train_fn", "is not valid Python"),
         ("user_training.py:nosuch", "defines no 'nosuch'"),
         ("nosuch_module:f", "there is no module 'nosuch_module'"),
         ("nosuch/file.py:f", "there is no file"),

@@ -6,7 +6,7 @@ import time
 
 import psutil
 import pytest
-from prefect_torch.tasks.rank_process import RankProcess, split_lines
+from prefect_torch.tasks.rank_process import RankProcess
 
 
 def run(program: str, stdin: bytes = b"") -> tuple[list[str], object]:
@@ -93,17 +93,8 @@ def test_a_supervisor_that_is_killed_takes_the_process_along():
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("text", "lines", "rest"),
-    [
-        ("a\nb", ["a"], "b"),
-        ("10%\r20%\r", ["10%"], "20%\r"),
-        ("20%\r\nnext\n", ["20%", "next"], ""),
-        ("", [], ""),
-        ("x" * 20_000 + "\ny", ["x" * 8192, "x" * 8192, "x" * 3616], "y"),
-        ("x" * 20_000, ["x" * 8192, "x" * 8192], "x" * 3616),
-        ("\n\n", ["", ""], ""),
-    ],
-)
-def test_lines_are_split_and_the_overlong_cut(text, lines, rest):
-    assert split_lines(text) == (lines, rest)
+def test_a_bar_of_a_rank_is_one_line_and_not_one_per_refresh():
+    program = "import tqdm\nfor _ in tqdm.trange(300, mininterval=0, miniters=1): pass\nprint('after')"
+    bar, after = run(program)[0]
+    assert "300/300" in bar
+    assert after == "after"

@@ -1,15 +1,28 @@
-"""Budgets are counted in storage: they outlive the process that leads."""
+"""Budgets outlive the process that leads, and need no storage that answers."""
+
+import errno
+from dataclasses import replace
 
 import httpx
 import pytest
-from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, RunBusyError, StorageError
+from faulty_storage import FaultyStorage
+from prefect_torch.ckpt import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    RetentionPolicy,
+    RunBusyError,
+    StorageError,
+)
 from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.manifest import new_id
 from prefect_torch.ckpt.session import ReportSettings
+from prefect_torch.tasks import restarts as restarts_module
 from prefect_torch.tasks.attempt import claim
-from prefect_torch.tasks.errors import PreemptedTooOftenError, RankFailedError
+from prefect_torch.tasks.errors import RankFailedError, RestartsUsedUpError
 from prefect_torch.tasks.function import pack_function
 from prefect_torch.tasks.job import TrainJob
-from prefect_torch.tasks.restarts import failure_kind, may_restart
+from prefect_torch.tasks.restarts import Restarts, failure_kind
 
 
 @pytest.fixture
@@ -37,51 +50,112 @@ def job(store, **budgets):
     )
 
 
-def attempt(store, kind, flow_run_id="mine"):
-    """Let an attempt end by `kind`, or, for None, by a SIGKILL that leaves no outcome."""
-    claimed = claim_attempt(store, Owner.current(flow_run_id), world_size=1)
-    if kind is not None:
-        write_outcome(store, Outcome(claimed.number, "failed", flow_run_id, kind))
-
-
-BUDGETS = {"user": "max_failures", "infrastructure": "max_infrastructure_failures", "preemption": "max_preemptions"}
+BUDGETS = {
+    "user": "max_failures",
+    "infrastructure": "max_infrastructure_failures",
+    "out_of_memory": "max_out_of_memory_failures",
+    "preemption": "max_preemptions",
+}
+UNLIMITED = dict.fromkeys(BUDGETS.values(), -1)
 
 
 @pytest.mark.parametrize("kind", BUDGETS)
 def test_each_kind_of_failure_has_a_budget_of_its_own(store, kind):
+    restarts = Restarts(job(store, **{BUDGETS[kind]: 2}), "mine")
     for other in BUDGETS:
         if other != kind:
-            attempt(store, other)
-    for used in range(1, 4):
-        attempt(store, kind)
-        assert may_restart(store, job(store, **{BUDGETS[kind]: 2}), "mine", kind) is (used <= 2)
-    assert may_restart(store, job(store, **{BUDGETS[kind]: -1}), "mine", kind)
-
-
-def test_another_flow_runs_failures_do_not_count(store):
-    attempt(store, "user", "another")
-    attempt(store, "user")
-    assert may_restart(store, job(store, max_failures=1), "mine", "user")
+            assert not restarts.take(other)
+    assert [restarts.take(kind) for _ in range(3)] == [True, True, False]
+    unlimited = Restarts(job(store, **{BUDGETS[kind]: -1}), "mine")
+    assert all(unlimited.take(kind) for _ in range(9))
 
 
 def test_what_is_final_is_never_tried_again(store):
-    attempt(store, "final")
-    assert not may_restart(
-        store, job(store, max_failures=-1, max_infrastructure_failures=-1, max_preemptions=-1), "mine", "final"
-    )
+    assert not Restarts(job(store, **UNLIMITED), "mine").take("final")
 
 
-@pytest.mark.parametrize("kind", ["preemption", None])
-def test_a_flow_run_that_was_ended_too_often_is_refused_when_it_is_started_again(store, kind):
+def test_prefect_is_allowed_as_many_retries_as_all_budgets_together(store):
+    assert Restarts(job(store, max_failures=2, max_out_of_memory_failures=1), "mine").most_retries == 3
+    assert Restarts(job(store, max_failures=2, max_preemptions=-1), "mine").most_retries > 10**5
+
+
+def test_a_claim_that_fails_counts_though_no_attempt_tells_of_it(store):
+    gone = FaultyStorage(store.storage, crash_at=1, error=StorageError("no answer"))
+    away = CheckpointStore(gone, store.layout, store.spec)
+    restarts = Restarts(job(store, max_infrastructure_failures=1), "mine")
+    allowed = []
     for _ in range(2):
-        claim(store, job(store, max_preemptions=2), "mine")
-        if kind is not None:
-            write_outcome(store, Outcome(1, "preempted", "mine", "preemption"))
-    attempt(store, kind)
-    with pytest.raises(PreemptedTooOftenError, match="ended from outside 3 times, with max_preemptions=2"):
-        claim(store, job(store, max_preemptions=2), "mine")
-    claim(store, job(store, max_preemptions=2), "a new one")
-    claim(store, job(store, max_preemptions=-1), "mine")
+        gone.operations.clear()
+        with pytest.raises(StorageError) as caught:
+            claim(away, job(store), restarts)
+        allowed.append(restarts.take(failure_kind(caught.value)))
+    assert allowed == [True, False]
+    assert gone.fired == 2
+
+
+@pytest.fixture
+def rerun(monkeypatch):
+    """Let the flow run have been run again, by somebody after it had ended in the state that this is set to, if any."""
+    monkeypatch.setattr(restarts_module, "find_end_before_rerun", lambda flow_run_id: ended[0])
+    ended = [None]
+    return ended
+
+
+def earlier_attempt(store, kind, *, flow_run_id="mine", budget=None, commits=False):
+    """Let an attempt of an earlier process end by `kind`, or, for None, by a SIGKILL that leaves no outcome."""
+    killed = replace(Owner.current(flow_run_id, budget), pid=1)
+    claimed = claim_attempt(store, killed, world_size=1)
+    if commits:
+        store.storage.put_bytes(store.layout.manifest(new_id(claimed.number, 0)), b"")
+    if kind is not None:
+        write_outcome(store, Outcome(claimed.number, "failed", flow_run_id, kind))
+
+
+@pytest.mark.usefixtures("rerun")
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_a_flow_run_that_is_started_again_goes_on_with_what_is_left_of_its_budgets(store, kind):
+    earlier_attempt(store, kind)
+    earlier_attempt(store, kind, flow_run_id="another")
+    restarts = Restarts(job(store, **{BUDGETS[kind]: 2}), "mine", is_rerun=True)
+    claim(store, job(store), restarts)
+    assert [restarts.take(kind) for _ in range(2)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "commits", "counts_as"),
+    [
+        ("preemption", False, "was ended from outside 3 times, with max_preemptions=2"),
+        (None, True, "was ended from outside 3 times, with max_preemptions=2"),
+        (None, False, "lost its processes, its storage or its network 3 times, with max_infrastructure_failures=2"),
+        ("out_of_memory", False, "ran out of memory 3 times, with max_out_of_memory_failures=2"),
+    ],
+)
+def test_a_flow_run_whose_budget_is_used_up_is_refused_until_somebody_runs_it_again(store, rerun, kind, commits, counts_as):
+    for _ in range(3):
+        earlier_attempt(store, kind, commits=commits)
+    limited = job(store, **dict.fromkeys(BUDGETS.values(), 2))
+    with pytest.raises(RestartsUsedUpError, match=counts_as):
+        claim(store, limited, Restarts(limited, "mine", is_rerun=True))
+    claim(store, limited, Restarts(limited, "a new one"))
+    unlimited = job(store, **UNLIMITED)
+    claim(store, unlimited, Restarts(unlimited, "mine", is_rerun=True))
+    rerun[0] = "failed-state"
+    by_a_person = Restarts(limited, "mine", is_rerun=True)
+    assert claim(store, limited, by_a_person).owner.budget == "failed-state"
+    for _ in range(3):
+        earlier_attempt(store, kind, commits=commits, budget="failed-state")
+    with pytest.raises(RestartsUsedUpError, match=counts_as):
+        claim(store, limited, Restarts(limited, "mine", is_rerun=True))
+
+
+def test_an_attempt_of_this_process_is_counted_once(store, rerun):
+    """Such as one whose claim was stored though its answer was lost, and which has no outcome."""
+    assert rerun == [None]
+    claim_attempt(store, Owner.current("mine"), world_size=1)
+    restarts = Restarts(job(store, max_infrastructure_failures=1), "mine", is_rerun=True)
+    assert restarts.take("infrastructure")
+    claim(store, job(store), restarts)
+    assert not restarts.take("infrastructure")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +164,11 @@ def test_a_flow_run_that_was_ended_too_often_is_refused_when_it_is_started_again
         (StorageError("no answer"), "infrastructure"),
         (httpx.ConnectError("Prefect's API is away"), "infrastructure"),
         (RunBusyError("alive elsewhere"), "final"),
+        (CheckpointCorruptError("no whole checkpoint left"), "final"),
+        (CheckpointNotFoundError("resume='must'"), "final"),
+        (OSError(errno.ENOSPC, "No space left on device"), "user"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "user"),
+        (MemoryError(), "out_of_memory"),
         (ValueError("x"), "final"),
     ],
 )
@@ -104,6 +183,8 @@ def test_what_a_leader_itself_meets_counts_where_it_may_pass(error, counts_as):
         ("final", "final"),
         ("preemption", "preemption"),
         ("infrastructure", "infrastructure"),
+        ("out_of_memory", "out_of_memory"),
+        ("withdrawn", "user"),
         ("communication", "infrastructure"),
         ("peer", "infrastructure"),
     ],

@@ -1,9 +1,12 @@
 """Loaders that continue in the middle of an epoch, as one of several ranks; real ranks are in tests/flows."""
 
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointStore, RankLocalStateError
@@ -215,6 +218,54 @@ def test_what_workers_have_loaded_ahead_was_not_used():
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+@pytest.mark.parametrize("resumable", [False, True])
+def test_an_iteration_that_begins_draws_nothing_from_the_process_nor_from_the_loaders_generator(resumable, generator):
+    plain = DataLoader(range(4), generator=generator)
+    loader = prepare_data_loader(plain, resumable=resumable)
+    used = generator or torch.default_generator
+    before = used.get_state()
+    iter(loader)
+    assert torch.equal(used.get_state(), before)
+    assert plain.generator is loader._wrapped().generator is generator
+
+
+WORKER_SEEDS = """
+import torch
+from prefect_torch.tasks import prepared_loader, prepare_data_loader
+from torch.utils.data import DataLoader, get_worker_info
+class Seeds:
+    def __len__(self):
+        return 4
+    def __getitem__(self, number):
+        return get_worker_info().seed
+def loader(rank=0):
+    prepared_loader.get_place = lambda: (rank, 2)
+    loader = prepare_data_loader(DataLoader(Seeds(), batch_size=1, shuffle=True, num_workers=1), resumable=True)
+    vars(loader)["_number"] = 0  # as the first of its process
+    return loader
+def seeds(loader):
+    return [int(seed) for seed in loader]
+undisturbed, between, within = loader(), loader(), loader()
+first, second = seeds(undisturbed), seeds(undisturbed)
+torch.rand(5)
+between.load_state_dict({"epoch": 1, "used": 0, "length": 4, "seed": 0, "order": 0})
+assert seeds(between) == second != first, "not those of the undisturbed epoch"
+iterator = iter(undisturbed)
+next(iterator)
+within.load_state_dict(undisturbed.state_dict())
+torch.rand(5)
+rest = seeds(within)
+assert len(rest) == 3 and not set(rest) & {*first, *second, *seeds(loader(rank=1))}, "the same once more"
+"""
+
+
+def test_workers_are_seeded_by_the_epoch_the_position_and_the_rank():
+    """In a process of its own, as above."""
+    ran = subprocess.run([sys.executable, "-c", WORKER_SEEDS], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
 class Stream(IterableDataset):
     """This rank's part of a stream, which knows how far it is."""
 
@@ -272,6 +323,31 @@ def test_a_stream_continues_at_as_many_ranks_and_is_refused_at_others(tmp_path):
         attempt.restored.load_state({"loader": stream_of(0, 1)}, rank=0, world_size=1)
 
 
+class Drawing(IterableDataset):
+    """Cannot go to a position, and draws with every item."""
+
+    def __iter__(self):
+        return (float(torch.rand(())) + random.random() + np.random.random() for _ in range(8))  # noqa: NPY002 - the process's
+
+
+def test_a_stream_that_is_read_again_up_to_its_position_leaves_the_generators_as_they_were_restored():
+    def prepared():
+        return prepare_data_loader(stateful(Drawing(), batch_size=2), add_distributed_sampler=False, resumable=True)
+
+    loader, resumed = prepared(), prepared()
+    taken = iter(loader)
+    next(taken)
+    state = loader.state_dict()
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the process's
+    rest = [batch.tolist() for batch in taken]
+    np.random.random()  # noqa: NPY002 - the process's
+    torch.set_rng_state(kept[0])
+    random.setstate(kept[1])
+    np.random.set_state(kept[2])  # noqa: NPY002 - the process's
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == rest
+
+
 def test_a_loader_with_a_sampler_of_its_own_continues_in_the_order_of_that_epoch():
     def prepared():
         sampler = DistributedSampler(range(24), 2, 1, shuffle=True)
@@ -296,8 +372,9 @@ def test_a_loader_that_is_asked_for_its_position_is_not_looked_ahead_of(monkeypa
 
     monkeypatch.setattr(prepared_loader, "on_device", on_device)
     iter(stream_of(0, 1))
-    iter(loader_of())
-    assert asked == [False, True]
+    iter(loader_of())  # the next batch, loaded in this process, would draw random numbers that belong behind the state
+    iter(prepare_data_loader(DataLoader(range(4))))
+    assert asked == [False, False, True]
 
 
 def test_torchdatas_loader_of_items_is_shared_and_resumed_like_torchs():

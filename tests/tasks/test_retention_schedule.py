@@ -11,12 +11,15 @@ from prefect_torch.tasks import retention_schedule
 from prefect_torch.tasks.prune_task import _kept
 from prefect_torch.tasks.retention_schedule import RetentionSchedule
 
+NEWEST = RetentionPolicy(1)
+
 
 @dataclass
 class PruneTask:
     """Stands for the Prefect task: done at once, and nothing was dropped."""
 
     asked: list[dict] = field(default_factory=list)
+    dropped: tuple = ()
 
     def submit(self, *args, **asked):
         self.asked.append(asked)
@@ -29,7 +32,7 @@ class PruneTask:
         pass
 
     def result(self, *, raise_on_failure):
-        return Plan({}, ())
+        return Plan({}, self.dropped)
 
 
 @pytest.fixture
@@ -39,8 +42,8 @@ def prunes(monkeypatch):
     return task
 
 
-def schedule(memory):
-    job = SimpleNamespace(storage="store", run="run", policy=RetentionPolicy(1))
+def schedule(memory, policy=NEWEST):
+    job = SimpleNamespace(storage="store", run="run", policy=policy)
     return RetentionSchedule(job, 1, [], None, SimpleNamespace(tell=lambda happening: None), memory)
 
 
@@ -60,3 +63,14 @@ def test_a_log_line_names_some_of_many_kept_checkpoints():
     keep = {f"000001-{step:08d}-00000000": ("every",) for step in range(1000, 0, -1)}
     assert _kept(Plan(keep, ())).endswith("000001-00000981-00000000 (every) and 980 older ones")
     assert _kept(Plan({"a": ("latest", "last")}, ())) == "a (latest, last)"
+
+
+@pytest.mark.parametrize("policy", [RetentionPolicy(), RetentionPolicy(2, "loss", keep_last=3, keep_every_n_steps=2)])
+def test_what_stays_for_good_is_not_looked_at_again(prunes, policy):
+    retention = schedule(ManifestMemory(), policy)
+    for step in range(300):
+        checkpoint_id = f"000001-{step:08d}-00000000"
+        retention.committed(CommitEvent(checkpoint_id, step, {"loss": -step if step % 2 else step}, 1, 0.1))
+        prunes.dropped = tuple(it for it in retention._candidates if it.step % 2)[:-3]
+        retention.prune_due(checkpoint_id)
+    assert len(retention._candidates) <= 10

@@ -1,8 +1,9 @@
 """Counts what a real process does to the files below a folder, and kills it with SIGKILL at one of these events.
 
-An event is a call that names a path below the folder: open, create, mkdir, rename, unlink, rmdir, link, truncate, scandir, and
-fsync of a file or a folder. The functions of `os` and `open` are wrapped, so that the process can die before an event and
-right after it; an audit hook, which nothing in Python passes by, tells of every event that no wrapper saw. Stdlib only.
+An event is a call that names a path below the folder: open or create a file, mkdir, rename, unlink, rmdir, link, truncate,
+scandir, and fsync of a file or a folder. The functions of `os` and `open` are wrapped, so that the process can die before an
+event and right after it; an audit hook, which nothing in Python passes by, tells of every event that no wrapper saw. Stdlib
+only.
 
 How a process dies (`Fault.how`):
     before  the call did not happen
@@ -238,7 +239,7 @@ def arm_from_environment() -> None:
 def _install():
     if getattr(builtins.open, "watched", False):
         return
-    os.open = _wrapped(os.open, lambda path, flags, *_, **__: ("create" if flags & _CREATES else "open", path))
+    os.open = _wrapped(os.open, _of_os_open)
     builtins.open = io.open = _wrapped(_real_open, _of_open)
     os.rename = _wrapped(os.rename, lambda source, target, **__: ("rename", target, source))
     os.replace = _wrapped(os.replace, lambda source, target, **__: ("rename", target, source))
@@ -246,6 +247,17 @@ def _install():
     for name, kind in _BY_PATH.items():
         setattr(os, name, _wrapped(getattr(os, name), lambda path=".", *_, _kind=kind, **__: (_kind, path)))
     sys.addaudithook(_audit)
+
+
+def _in(place, kwargs, *names):
+    """Return the path of what a call means that names it in an open folder."""
+    folder = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
+    return place if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(place))
+
+
+def _of_os_open(path, flags, *_, **__):
+    """Leave out folders: opening one on the way to a file changes nothing, and happens several times for each."""
+    return ("create" if flags & _CREATES else "open", None if flags & os.O_DIRECTORY else path)
 
 
 def _of_open(file, mode="r", *_, **__):
@@ -258,13 +270,16 @@ def _wrapped(real, describe):
         if watch is None or getattr(_inside, "depth", 0):
             return real(*args, **kwargs)
         kind, place, *source = describe(*args, **kwargs)
-        path = None if place is None else watch.relative(place)
-        if path is None:
-            return real(*args, **kwargs)
+        path = None if place is None else watch.relative(_in(place, kwargs, "dir_fd", "dst_dir_fd"))
         _inside.depth = 1
+        if path is None:
+            try:
+                return real(*args, **kwargs)
+            finally:
+                _inside.depth = 0
         dies = False
         try:
-            dies = watch.before(kind, path, watch.relative(source[0]) if source else None)
+            dies = watch.before(kind, path, watch.relative(_in(source[0], kwargs, "src_dir_fd")) if source else None)
             return real(*args, **kwargs)
         finally:
             if dies:

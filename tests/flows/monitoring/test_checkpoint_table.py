@@ -6,13 +6,13 @@ import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.flows.monitoring.checkpoint_table import MAX_ROWS, checkpoint_rows
 from prefect_torch.flows.monitoring.live_artifact import artifact_key
-from prefect_torch.flows.monitoring.run_notes import Saved
 from prefect_torch.flows.monitoring.storage_console import StorageConsole
+from prefect_torch.flows.monitoring.stored_checkpoints import StoredCheckpoint
 from run_stories import checkpoint_id
 
 
 def saved(step, **metrics):
-    return Saved(checkpoint_id(1, step), step, metrics, 3 * 2**20, 1_800_000_000.0 + step)
+    return StoredCheckpoint(checkpoint_id(1, step), step, metrics, 3 * 2**20, 1_800_000_000.0 + step)
 
 
 def rows(checkpoints, kept, first=None, link=lambda _: None):
@@ -78,10 +78,11 @@ def test_an_s3_endpoint_may_come_from_a_variable(monkeypatch):
 
 @pytest.mark.parametrize("run", ["plain-1", "Plain-1", "plain_1", "plain.1", "-", "a" * 200])
 def test_a_key_is_what_prefect_takes_and_says_the_name(run):
-    key = artifact_key(run)
-    assert re.fullmatch("[a-z0-9-]+", key)
-    assert (key == run) == (run in ("plain-1", "a" * 200))
+    key = artifact_key(run, f"/storage/{run}")
+    assert re.fullmatch("[a-z0-9]([a-z0-9-]*[a-z0-9])", key)
+    assert key.startswith(f"{run}-") == (run in ("plain-1", "a" * 200))
 
 
 def test_no_two_runs_have_the_same_key():
-    assert len({artifact_key(run) for run in ("plain-1", "Plain-1", "plain_1", "plain.1", "plain--1", "plain-1-")}) == 6
+    runs = ("plain-1", "Plain-1", "plain_1", "plain.1", "plain--1", "plain-1-")
+    assert len({artifact_key(run, f"{storage}/{run}") for run in runs for storage in ("/a", "s3://b/c")}) == 12

@@ -15,6 +15,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from prefect_servers import PrefectServer, rows
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.flows.monitoring.live_artifact import artifact_key
 from prefect_torch.flows.monitoring.pace import FIRST_S, Pace
 
 HERE = Path(__file__).parents[1]
@@ -72,7 +73,7 @@ def seen(tmp_path_factory):
         return Seen(
             CheckpointStore.open(folder / "store", "run"),
             [it["id"] for it in flow_runs],
-            {(it["flow_run_id"], it["key"].removeprefix("run-")): it for it in rows(server.api, "artifacts")},
+            {(it["flow_run_id"], it["key"].rpartition("-")[2]): it for it in rows(server.api, "artifacts")},
             {it["id"]: [rank["id"] for rank in ranks if rank["flow_run_id"] == it["id"]] for it in flow_runs},
             requests,
             lasted_s,
@@ -130,7 +131,8 @@ def test_each_flow_run_has_one_artifact_of_each_kind_under_the_keys_of_the_run(s
     assert {key: it["type"] for key, it in seen.artifacts.items()} == {
         (flow_run, name): kind for flow_run in seen.flow_runs for name, kind in kinds.items()
     }
-    assert all(it["key"].startswith("run-") for it in seen.artifacts.values())
+    key = artifact_key("run", seen.store.path)
+    assert all(it["key"].startswith(f"{key}-") for it in seen.artifacts.values())
 
 
 def test_the_progress_ends_at_a_hundred_percent(seen):

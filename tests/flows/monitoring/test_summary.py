@@ -1,13 +1,17 @@
 """The page of a run from what its storage and its audience tell; no server."""
 
 import re
+import tracemalloc
 from dataclasses import replace
+from datetime import datetime, timezone
 
 import pytest
-from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy
+from faulty_storage import FaultyStorage
+from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageError
 from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.history import HistoryWriter
+from prefect_torch.ckpt.manifest import FileEntry, Manifest
 from prefect_torch.flows.monitoring.run_notes import RunNotes
 from prefect_torch.flows.monitoring.summary import Surroundings, write_summary
 from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
@@ -71,7 +75,7 @@ def test_what_another_process_left_behind_is_read_from_storage(store, tmp_path):
     assert re.search(r"^\| 2 \|.*\| step 1, attempt 1 \| 2 to 2 \| running \|$", page, re.MULTILINE)
     assert notes.kept() == {second.id: ("latest", "best", "in use"), first.id: ("pinned",)}
     assert [len(points) for points in notes.curves.sorted(None)[0].points.values()] == [2, 1]
-    assert notes.logs[0].stalls.keys() == {first.id, second.id}
+    assert {mark.newest for mark in notes.logs[0].checkpoints if mark.num_timed} == {first.id, second.id}
 
 
 def test_an_attempt_that_could_not_choose_where_to_begin_is_told_too(store):
@@ -89,9 +93,11 @@ def test_an_attempt_that_could_not_choose_where_to_begin_is_told_too(store):
 
 def test_what_was_pruned_is_gone_and_pins_are_known_from_the_plan(store):
     notes = notes_of(store, AttemptStarted(claim(1), None), *(commit(1, step, score=step) for step in range(3)))
-    dropped = [it for it in notes.saved if it.step == 1]
-    notes.take(CheckpointsPruned(Plan({checkpoint_id(1, 0): ("pinned",)}, tuple(dropped))), BEGUN_S)
-    assert [it.step for it in notes.saved] == [0, 2]
+    committed_at = datetime.fromtimestamp(BEGUN_S, timezone.utc)
+    dropped = Manifest(checkpoint_id(1, 1), 1, 1, {}, (FileEntry("f", 7, "", 0),), 1, None, committed_at)
+    notes.take(CheckpointsPruned(Plan({checkpoint_id(1, 0): ("pinned",)}, (dropped,))), BEGUN_S)
+    assert [it.step for it in notes.checkpoints.held] == [0, 2]
+    assert (notes.checkpoints.num, notes.checkpoints.bytes) == (2, 14)
     assert notes.kept() == {checkpoint_id(1, 2): ("latest", "best"), checkpoint_id(1, 0): ("pinned",)}
 
 
@@ -102,7 +108,7 @@ def test_the_end_is_read_from_storage_where_others_prune_and_pin(store, tmp_path
     notes = notes_of(store, AttemptStarted(claim(2), None), commit(2, 7, score=1))
     store.pin(kept.id)
     notes.read_checkpoints()
-    assert {it.id for it in notes.saved} == {kept.id}
+    assert {it.id for it in notes.checkpoints.held} == {kept.id}
     assert notes.kept() == {kept.id: ("latest", "best", "pinned")}
 
 
@@ -144,11 +150,39 @@ def test_a_long_run_has_a_page_of_bounded_size(store):
     assert len(page) < 400_000
 
 
+def test_a_training_that_never_ends_is_noted_in_bounded_memory(store):
+    """Every one of ten thousand reports has a checkpoint, and all are kept: memory does not grow with them."""
+    notes = notes_of(store, AttemptStarted(claim(1), None))
+
+    def report(steps):
+        for step in steps:
+            notes.take(ReportEvent(record(1, step, float(step), checkpoint_id(1, step), score=step % 1000)), BEGUN_S + step)
+            notes.take(commit(1, step, score=step % 1000), BEGUN_S + step)
+
+    report(range(5000))
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        report(range(5000, 10_000))
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 2_500_000, "an entry for each of 5,000 checkpoints would take more"
+    assert (notes.checkpoints.num, notes.checkpoints.bytes) == (10_000, 70_000)
+    (log,) = notes.logs
+    assert sum(mark.num_reported for mark in log.checkpoints) == 10_000
+    assert sum(mark.stall_s for mark in log.checkpoints) == 2500
+    assert notes.checkpoints.held[-1].step == 9999
+    assert max(it.metrics["score"] for it in notes.checkpoints.held) == 999
+    assert checkpoint_id(1, 7) in log.checkpoints
+    assert checkpoint_id(2, 7) not in log.checkpoints
+
+
 def test_what_happens_now_is_told_even_if_the_past_cannot_be_read(store, tmp_path):
     Attempt(store).session().report({"score": 1}, folder(tmp_path / "c", model="1"))
-    store.storage.put_bytes(store.layout.metrics_chunk(1, 0), b"no report")
-    notes = RunNotes(store, POLICY)
-    with pytest.raises(ValueError, match="Expecting value"):
+    away = FaultyStorage(store.storage, crash_at=1, error=StorageError("no answer"))
+    notes = RunNotes(replace(store, storage=away), POLICY)
+    with pytest.raises(StorageError, match="no answer"):
         notes.take(AttemptStarted(claim(2), None), BEGUN_S)
     notes.take(ReportEvent(record(2, 3, 10.0, score=1.0)), BEGUN_S)
     assert "**running** · attempt 2 · step 3" in page_of(notes)

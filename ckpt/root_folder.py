@@ -1,0 +1,216 @@
+"""A folder that no name leads out of: what is below it is opened name by name, each in the folder before, and no link blindly.
+
+A path that is checked and then used may mean another place by then. A descriptor stays on its folder
+(https://man7.org/linux/man-pages/man2/open.2.html, "Rationale for openat() and other directory file descriptor APIs").
+"""
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, final
+
+# Of a folder on the way only its place is wanted: where there is O_PATH, opening asks a file server for nothing but the name.
+_PLACE = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
+_LISTED = os.O_RDONLY | os.O_DIRECTORY
+_STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY}  # the last: something is mounted there
+
+
+@final
+class Way:
+    """The open folders from a root down to one of them; closed by `with`.
+
+    Args:
+        root: The folder to begin with; may be a link itself.
+
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._names: list[str] = []
+        self._descriptors = [os.open(root, _PLACE)]
+
+    def __enter__(self) -> "Way":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    @property
+    def folder(self) -> int:
+        """The descriptor of the last folder."""
+        return self._descriptors[-1]
+
+    def path(self, name: str) -> Path:
+        """Return what a person calls `name` in the last folder."""
+        return self._root.joinpath(*self._names, name)
+
+    def enter(self, name: str, *, make: bool) -> None:
+        """Go on into the folder `name`; one that is made is synced into its parent: a lost one takes all below it along.
+
+        Raises:
+            OSError: If there is none; NotADirectoryError or ELOOP, depending on the system, if `name` is a link.
+
+        """
+        try:
+            descriptor = os.open(name, _PLACE | os.O_NOFOLLOW, dir_fd=self.folder)
+        except FileNotFoundError:
+            if not make:
+                raise
+            with suppress(FileExistsError):  # somebody else was faster
+                os.mkdir(name, dir_fd=self.folder)
+            self.sync()
+            descriptor = os.open(name, _PLACE | os.O_NOFOLLOW, dir_fd=self.folder)
+        self._descriptors.append(descriptor)
+        self._names.append(name)
+
+    def is_link(self, name: str) -> bool:
+        """Say whether `name` is a link in the last folder."""
+        try:
+            return stat.S_ISLNK(self.status(name).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def status(self, name: str) -> os.stat_result:
+        """Return what the filesystem says of `name` itself."""
+        try:
+            return os.stat(name, dir_fd=self.folder, follow_symlinks=False)
+        except OSError as exc:
+            exc.filename = str(self.path(name))  # the call knew the last name only
+            raise
+
+    def open(self, name: str, mode: Literal["rb", "xb"]) -> io.FileIO:
+        """Open the file `name`, which is no link; "xb" makes it."""
+        flags = os.O_RDONLY if mode == "rb" else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        descriptor = -1
+        try:
+            descriptor = os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=self.folder)
+            return io.FileIO(descriptor, mode.replace("x", "w"))
+        except OSError as exc:
+            if descriptor >= 0:
+                os.close(descriptor)
+            exc.filename = str(self.path(name))  # the call knew the last name only
+            raise
+
+    def replace(self, source: str, target: str) -> None:
+        """Rename a file of the last folder."""
+        os.replace(source, target, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file or a link."""
+        try:
+            os.unlink(name, dir_fd=self.folder)
+        except OSError as exc:
+            exc.filename = str(self.path(name))  # as above
+            raise
+
+    def listed(self) -> int:
+        """Return a descriptor of the last folder to list or sync it with, the caller's to close."""
+        return os.open(".", _LISTED, dir_fd=self.folder)
+
+    def sync(self) -> None:
+        """Make the names in the last folder durable."""
+        sync_folder(self.listed())
+
+    def remove_if_empty(self) -> None:
+        """Remove the last folder if it is empty, then the one above; never the root."""
+        for name, parent in zip(reversed(self._names), reversed(self._descriptors[:-1]), strict=True):
+            try:
+                os.rmdir(name, dir_fd=parent)
+            except OSError as exc:
+                if exc.errno in _STAYS:
+                    return
+                raise
+
+
+class RootFolder:
+    """A folder of the local filesystem; links below it are followed as far as they stay below it.
+
+    Args:
+        path: Where; need not exist, and may be a link itself.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def open(self, names: Sequence[str], *, make: bool = False) -> Way:
+        """Open the folder below the root that `names` lead to.
+
+        Args:
+            names: The folders on the way; none for the root.
+            make: Whether to make those that are missing, the root and what is above it, too.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            NotADirectoryError: If something else is there.
+            PermissionError: If a link leads out, saying where to.
+
+        """
+        if make:
+            _make_root(self.path)
+        way = Way(self.path)
+        for number, name in enumerate(names):
+            try:
+                way.enter(name, make=make)
+            except OSError as exc:
+                with way:
+                    path = way.path(name)
+                    if not way.is_link(name):
+                        exc.filename = str(path)  # the call knew the last name only
+                        raise
+                return self.open([*self._inside(path), *names[number + 1 :]], make=make)
+        return way
+
+    def reach(self, key: str) -> tuple[Way, str]:
+        """Return the open folder of the file at `key`, and its name there, which is no link.
+
+        Raises:
+            FileNotFoundError: If there is no such folder.
+            NotADirectoryError: If something else is there.
+            PermissionError: If a link leads out, saying where to.
+
+        """
+        *folders, name = key.split("/")
+        way = self.open(folders)
+        if not way.is_link(name):
+            return way, name
+        with way:
+            return self.reach("/".join(self._inside(way.path(name))))
+
+    def _inside(self, link: Path) -> tuple[str, ...]:
+        """Return the names that lead where `link` leads."""
+        place = Path(os.path.realpath(link))
+        root = Path(os.path.realpath(self.path))
+        if not place.is_relative_to(root):
+            raise PermissionError(f"{link} leads out of the storage {self.path} to {place}: give that as the storage")
+        if place.is_symlink():  # what leads to itself resolves to a link
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
+        return place.relative_to(root).parts
+
+
+def sync_folder(descriptor: int) -> None:
+    """Make the names in a folder durable, and close the descriptor."""
+    try:
+        os.fsync(descriptor)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:  # some network filesystems cannot sync a folder and need not
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _make_root(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    _make_root(folder.parent)
+    try:
+        folder.mkdir()
+    except FileExistsError:  # another writer's, unless it is no folder
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+    sync_folder(os.open(folder.parent, _LISTED))

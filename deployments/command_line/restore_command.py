@@ -1,0 +1,21 @@
+"""`restore`: a quarantined checkpoint back into its run, once every byte of it is proven."""
+
+import click
+
+from .parameters import run_argument, storage_argument
+from .selection import open_run
+from .terminal import say
+
+
+@click.command
+@storage_argument
+@run_argument
+@click.argument("checkpoint", metavar="ID")
+def restore(storage: str, run: str, checkpoint: str) -> None:
+    """Bring a checkpoint back from quarantine.
+
+    ID is the whole id, as show lists it. Every byte is read first. What is damaged stays where it is, and the command exits
+    with 1 and says why. A policy may drop the checkpoint like any other, so pin it to keep it.
+    """
+    manifest = open_run(storage, run).restore(checkpoint)
+    say(f"{manifest.id} is whole, and back in run {run}")

@@ -1,0 +1,78 @@
+"""What a container runs, told to end by SIGTERM: real processes, with less patience of Prefect's so that the test is short."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect_servers import wait_until
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.attempts import read_outcomes
+from prefect_torch.deployments import make_deployment
+from prefect_torch.flows import FailureConfig, RunConfig
+
+HERE = Path(__file__).parent
+LONG_S = 6.0  # than the second after which Prefect kills in hurried_execute
+
+
+class Container:
+    """A flow run, and processes that execute it one after the other."""
+
+    def __init__(self, client, api, folder):
+        self.client = client
+        self.started = folder / "started"
+        self.store = CheckpointStore.open(str(folder / "store"), "run")
+        deployment = make_deployment(
+            f"contained-{folder.name}",
+            f"{HERE / 'slow_checkpoint.py'}:train_slowly",
+            {"started": str(self.started), "checkpoint_s": LONG_S},
+            run=RunConfig(name="run", storage=str(folder / "store")),
+            failure=FailureConfig(grace_s=60),
+        )
+        self.flow_run = client.create_flow_run_from_deployment(deployment.apply())
+        self._environment = {**os.environ, "PREFECT_API_URL": api, "PREFECT__FLOW_RUN_ID": str(self.flow_run.id)}
+
+    def start(self, behavior, *command):
+        environment = {**self._environment, "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": behavior}
+        return subprocess.Popen([sys.executable, str(HERE / "hurried_execute.py"), *command], env=environment)
+
+    def terminate_when_training(self, process):
+        def trains():
+            assert process.poll() is None
+            return self.started.exists()
+
+        wait_until(trains, "the training")
+        process.send_signal(signal.SIGTERM)
+        return process.wait(90)
+
+    def state(self):
+        return self.client.read_flow_run(self.flow_run.id).state
+
+
+@pytest.fixture
+def container(prefect_server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Prefect copies all of it to where the flow runs
+    with get_client(sync_client=True) as client:
+        yield Container(client, prefect_server.api, tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_prefects_own_command_kills_a_flow_that_still_checkpoints(container):
+    """The fault is real: once Prefect waits for as long as one says, ours can go."""
+    container.terminate_when_training(container.start("reschedule", "prefect", "flow-run", "execute"))
+    assert container.store.list() == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("behavior", ["reschedule", "relinquish"])
+def test_a_container_told_to_end_checkpoints_and_the_next_goes_on_in_the_same_flow_run(container, behavior):
+    first = container.terminate_when_training(container.start(behavior, "prefect-torch", "execute"))
+    assert [(it.attempt, it.step) for it in container.store.list()] == [(1, 7)]
+    assert (first, container.state().name) == ((0, "AwaitingRetry") if behavior == "reschedule" else (1, "Running"))
+    assert container.start(behavior, "prefect-torch", "execute").wait(120) == 0
+    assert container.state().is_completed()
+    endings = [(outcome.ending, outcome.return_value) for outcome in read_outcomes(container.store)]
+    assert endings == [("preempted", None), ("completed", "resumed")]

@@ -1,0 +1,133 @@
+"""Flow runs that are run again, by a person or by a parent's retries, go on with what they trained."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from prefect import flow, task
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_API_URL
+from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, Pending, Running
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.attempts import list_attempts, read_outcomes
+from prefect_torch.flows import RunConfig, train
+from prefect_torch.flows.run_name import count_call_in_task, default_run_name, name_run
+from prefect_torch.tasks.liveness import find_end_before_rerun
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def client():
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+@flow
+def name_itself():
+    """Return the name that a training here would have."""
+    with get_client(sync_client=True) as client:
+        return name_run(client, FlowRunContext.get().flow_run, count_call_in_task())
+
+
+def test_each_place_that_calls_a_training_has_a_name_of_its_own_which_all_retries_share():
+    tries = {"pipeline": [], "in_task": []}
+
+    def once_more(who, names):
+        tries[who].append(names)
+        if len(tries[who]) == 1:
+            raise ValueError("once more")
+
+    @flow
+    def below():
+        return name_itself()
+
+    @task(retries=1)
+    def in_task():
+        once_more("in_task", [name_itself(), below()])
+
+    @flow(retries=1)
+    def pipeline():
+        in_loop = [name_itself() for _ in range(2)]
+        if not tries["pipeline"]:
+            in_task()
+        once_more("pipeline", [*in_loop, below()])
+
+    pipeline()
+    assert tries["pipeline"][0] == tries["pipeline"][1]
+    assert tries["in_task"][0] == tries["in_task"][1]
+    names = [*tries["pipeline"][0], *tries["in_task"][0]]
+    assert len(set(names)) == len(names) == 5
+
+
+def test_a_flow_run_without_a_parent_is_named_after_itself(client):
+    state = name_itself(return_state=True)
+    flow_run = client.read_flow_run(state.state_details.flow_run_id)
+    assert state.result() == default_run_name(flow_run.name, str(flow_run.id))
+
+
+def test_a_parents_retry_goes_on_with_its_nameless_trainings(tmp_path):
+    tries = []
+
+    @flow(retries=1)
+    def pipeline():
+        done, failing = {"epochs": 2}, {"epochs": 3, "how": "raise", "rank": 0, "at": 1}
+        tries.append([])
+        for config in (done, failing):
+            tries[-1].append(train("trainings:train_epochs", config, run=RunConfig(storage=str(tmp_path))))
+
+    pipeline()
+    (first,), (again, resumed) = tries
+    assert again.path == first.path != resumed.path
+    assert first.return_value == {"begun": 0, "attempt": 1}
+    assert again.return_value == {"begun": 2, "attempt": 2}  # it was complete, and nothing is trained twice
+    assert resumed.return_value == {"begun": 1, "attempt": 2}
+
+
+def begin(client, **parameters):
+    """Return a flow run of a deployment, which a person may run again."""
+    flow_id = client.create_flow(train)
+    deployment_id = client.create_deployment(flow_id, "run-again", entrypoint="prefect_torch.flows.training:train")
+    return client.create_flow_run_from_deployment(deployment_id, parameters=parameters)
+
+
+def test_a_flow_run_that_a_person_retries_has_new_budgets(client, tmp_path):
+    """As the UI's button does it, to a flow run that failed."""
+    flow_run = begin(
+        client,
+        train_fn=f"{HERE / 'trainings.py'}:train_epochs",
+        config={"epochs": 1, "how": "raise", "rank": 0, "at": 0, "times": 9},
+        run={"name": "run", "storage": str(tmp_path)},
+        failure={"max_failures": 1},
+    )
+    program = [sys.executable, str(HERE / "run_flow_run.py"), str(flow_run.id)]
+    environment = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
+    store = CheckpointStore.open(tmp_path, "run")
+    for attempts in (2, 4):
+        ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+        assert len(list(list_attempts(store))) == attempts, ended.stdout + ended.stderr
+        state = client.read_flow_run(flow_run.id).state
+        assert state.is_failed(), state
+        client.set_flow_run_state(flow_run.id, AwaitingRetry())
+    assert {outcome.kind for outcome in read_outcomes(store)} == {"user"}
+    first, *_, last = (attempt.owner for attempt in list_attempts(store))
+    assert first.flow_run_id == last.flow_run_id == str(flow_run.id)
+    assert first.budget is None
+    assert UUID(last.budget)
+
+
+@pytest.mark.parametrize(
+    ("end", "is_decided"), [(Failed(), True), (Cancelled(), True), (Crashed(), False), (None, False)], ids=str
+)
+def test_budgets_go_on_after_a_crash_and_begin_anew_after_an_end(client, end, is_decided):
+    flow_run = begin(client, train_fn="trainings:train_epochs")
+    ended = None
+    for state in (Pending(), Running(), end, AwaitingRetry(), Pending(), Running(), Pending(), Running()):
+        if state is not None:
+            accepted = client.set_flow_run_state(flow_run.id, state).state
+            ended = accepted if state is end else ended
+    assert find_end_before_rerun(str(flow_run.id)) == (str(ended.id) if is_decided else None)
