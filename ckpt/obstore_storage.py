@@ -12,7 +12,6 @@ import xxhash
 from obstore.store import S3Store
 
 from .digest import split, write_all
-from .direct_io import write_direct
 from .errors import StorageError
 from .keys import check_key
 from .object_store_errors import first_reason, translate
@@ -78,9 +77,8 @@ class ObstoreStorage:
     def get_file(self, key: str, path: Path) -> Transfer:
         """Write the object to `path`, in ranges that are on their way at once."""
         size = self.size(key)
-        with path.open("wb", buffering=0) as target:
-            # Past the page cache, which costs ten times the CPU; who reads it brings it in.
-            return self._read(key, size, lambda data: write_all(target, write_direct(target, data, lambda _: None)))
+        with path.open("wb", buffering=0) as target:  # into the page cache: who downloads a file reads it next
+            return self._read(key, size, lambda data: write_all(target, data))
 
     def digest(self, key: str) -> Transfer:
         """Return the size and digest of the object, in ranges that are on their way at once."""
