@@ -1,10 +1,8 @@
-"""Real S3-speaking servers on loopback: they differ, above all in the order they list in, so all are used."""
+"""Which tests run first, and the servers that they share."""
 
 import contextlib
 import json
 import os
-import pwd
-import random
 import shutil
 import signal
 import socket
@@ -12,27 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from pathlib import Path
 
-import boto3
 import pytest
-from botocore.config import Config
 from hypothesis import settings
 from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.storage import Transfer
+from servers import ACCESS_KEY, SECRET_KEY, S3Server, SshServer, free_port, program, rclone_command, running
 
 settings.register_profile("unhurried", deadline=None)  # a loaded machine is no defect
 settings.load_profile("unhurried")
-
-ACCESS_KEY = "test-access-key"
-SECRET_KEY = "test-secret-key"
-
 
 SHORT = ("ckpt", "tasks")
 
@@ -40,115 +29,6 @@ SHORT = ("ckpt", "tasks")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the long files first, so that no worker is left with one in the end."""
     items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] in SHORT)
-
-
-@dataclass(frozen=True)
-class S3Server:
-    """A running server and the way to look into it behind a storage's back."""
-
-    endpoint: str
-    access_key: str = ACCESS_KEY
-    secret_key: str = SECRET_KEY
-
-    def options(self) -> dict[str, str]:
-        return {
-            "aws_endpoint_url": self.endpoint,
-            "aws_access_key_id": self.access_key,
-            "aws_secret_access_key": self.secret_key,
-            "aws_region": "us-east-1",
-        }
-
-    def client(self):
-        return boto3.client(
-            "s3",
-            endpoint_url=self.endpoint,
-            aws_access_key_id=self.access_key,
-            aws_secret_access_key=self.secret_key,
-            region_name="us-east-1",
-            config=Config(s3={"addressing_style": "path"}),
-        )
-
-    def new_bucket(self) -> str:
-        name = f"bucket-{os.urandom(4).hex()}"
-        self.client().create_bucket(Bucket=name)
-        return name
-
-
-@dataclass(frozen=True)
-class ScriptedServer(S3Server):
-    """Gives every request the same answer, and remembers the requests: what no S3 server does on demand."""
-
-    requests: list[str] = field(default_factory=list)
-
-    @classmethod
-    @contextmanager
-    def answering(cls, status: int, body: str) -> "Iterator[ScriptedServer]":
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                server.requests.append(f"{self.command} {self.path}")
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body.encode())
-
-            def log_message(self, *args):
-                pass
-
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-            server = cls(f"http://127.0.0.1:{http.server_port}")
-            threading.Thread(target=http.serve_forever, daemon=True).start()
-            yield server
-            http.shutdown()
-
-
-def free_port() -> int:
-    """Return a port below those that the system gives to clients, so that none of them takes it before its server does."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert found is not None, f"{name} is not installed: pip install -e '.[dev]'"
-    return found
-
-
-@contextmanager
-def running(command: list[str], port: int, ended_by: signal.Signals = signal.SIGTERM, **environment: str) -> Iterator[S3Server]:
-    """Start a server, wait until it answers, and end it."""
-    variables = {**os.environ, **environment}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=variables)
-    try:
-        endpoint = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                urllib.request.urlopen(endpoint, timeout=5).close()
-            except urllib.error.HTTPError:  # it answers, if only that it wants credentials
-                break
-            except OSError:
-                assert process.poll() is None, f"{command[0]} ended with {process.returncode}"
-                assert time.monotonic() < deadline, f"{command[0]} does not answer"
-                time.sleep(0.05)
-            else:
-                break
-        yield S3Server(endpoint)
-    finally:
-        process.send_signal(ended_by)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def rclone_command(port: int, folder: Path, secret: str = SECRET_KEY) -> list[str]:
-    return [
-        *(_program("rclone"), "serve", "s3", "--auth-key", f"{ACCESS_KEY},{secret}"),
-        *("--addr", f"127.0.0.1:{port}", "--config", os.devnull, "--vfs-cache-mode", "off", str(folder)),
-    ]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -193,7 +73,7 @@ def one_thread() -> Iterator[None]:
 def password_server(request, tmp_path) -> Iterator[tuple[str, str]]:
     """Yield the place and the password of a real server for the protocol `request.param`, whose user is "me"."""
     port, password = free_port(), "s3cr3t-word"
-    command = [_program("rclone"), "serve", request.param, "--user", "me", "--pass", password, "--config", os.devnull]
+    command = [program("rclone"), "serve", request.param, "--user", "me", "--pass", password, "--config", os.devnull]
     (tmp_path / "served").mkdir()
     with subprocess.Popen([*command, "--addr", f"127.0.0.1:{port}", tmp_path / "served"], stderr=subprocess.DEVNULL) as process:
         try:
@@ -207,19 +87,6 @@ def password_server(request, tmp_path) -> Iterator[tuple[str, str]]:
             yield f"127.0.0.1:{port}/data", password
         finally:
             process.terminate()
-
-
-@dataclass(frozen=True)
-class SshServer:
-    """A running OpenSSH server that lets this user in by a key of the test's own."""
-
-    port: int
-    key: Path
-
-    def options(self) -> dict[str, object]:
-        user = pwd.getpwuid(os.getuid()).pw_name
-        key = {"key_filename": str(self.key), "look_for_keys": False, "allow_agent": False}
-        return {"port": self.port, "username": user, "timeout": 30, **key}
 
 
 @pytest.fixture(scope="session")
@@ -258,7 +125,7 @@ def sshd(tmp_path_factory) -> Iterator[SshServer]:
 @pytest.fixture(scope="session")
 def moto() -> Iterator[S3Server]:
     port = free_port()
-    with running([_program("moto_server"), "-H", "127.0.0.1", "-p", str(port)], port) as server:
+    with running([program("moto_server"), "-H", "127.0.0.1", "-p", str(port)], port) as server:
         yield server
 
 
@@ -284,7 +151,7 @@ def seaweedfs(tmp_path_factory) -> Iterator[S3Server]:
     server = ["server", "-s3", "-ip=127.0.0.1", f"-dir={folder}", f"-s3.config={folder}/users.json", f"-s3.port={s3}", *options]
     one_volume = {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}  # a bucket has volumes of its own, seven at first if not told
     # Asked kindly, it takes ten seconds to end.
-    with running([_program("weed"), *server], s3, signal.SIGKILL, **one_volume) as storage:
+    with running([program("weed"), *server], s3, signal.SIGKILL, **one_volume) as storage:
         yield storage
 
 

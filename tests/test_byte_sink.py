@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from boto3.s3.transfer import TransferConfig
 from botocore.exceptions import ClientError
-from conftest import free_port, running
+from servers import free_port, running
 
 SINK = Path(__file__).parent / "benchmarks" / "state" / "byte_sink.py"
 LARGE = 9 * 2**20

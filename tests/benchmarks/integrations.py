@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "ckpt")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import torch  # noqa: E402 - here and below: found by the line above
 from rank_processes import launch  # noqa: E402

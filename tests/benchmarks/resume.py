@@ -30,7 +30,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "ckpt"), str(HERE / "state")]
+sys.path[:0] = [str(HERE.parent / "support"), str(HERE / "state")]
 RESULT = HERE / "results" / "resume.txt"
 KINDS = ("folder", "state", "torch.load")
 _BACKED = 4  # times the checkpoint: its bytes in memory, twice, and in the page cache
@@ -138,7 +138,7 @@ def child_named(name):
 
 
 def run(arguments):
-    from conftest import free_port, rclone_command, running
+    from servers import free_port, rclone_command, running
 
     with tempfile.TemporaryDirectory(prefix="resume-", dir=arguments.scratch) as folder:
         scratch = Path(folder)

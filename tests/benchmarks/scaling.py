@@ -45,7 +45,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "ckpt")]
+sys.path[:0] = [str(HERE.parent / "support")]
 
 from counting_storage import CountingStorage  # noqa: E402 - here and below: found by the line above, or as the others are
 from memory_storage import MemoryStorage  # noqa: E402
@@ -194,7 +194,7 @@ def counting_proxy(port: int) -> Iterator[tuple[int, Counter]]:
 
 
 def measure_s3(counts, show):
-    from conftest import ACCESS_KEY, SECRET_KEY, free_port, rclone_command, running
+    from servers import ACCESS_KEY, SECRET_KEY, free_port, rclone_command, running
 
     show("\ncheckpoints on rclone serve s3, requests as they go over the wire, no latency")
     for count in counts:

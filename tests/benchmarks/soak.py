@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import psutil  # noqa: E402 - here and below: found by the line above, or as the others are
 
@@ -62,7 +62,7 @@ class Server:
     """`rclone serve s3`, killed and started again on one port and folder."""
 
     def __init__(self, folder: Path) -> None:
-        from conftest import free_port, rclone_command
+        from servers import free_port, rclone_command
 
         port = free_port()
         self.endpoint = f"http://127.0.0.1:{port}"
@@ -82,7 +82,7 @@ def local_place(scratch: Path) -> Place:
 
 
 def s3_place(scratch: Path) -> Place:
-    from conftest import ACCESS_KEY, SECRET_KEY
+    from servers import ACCESS_KEY, SECRET_KEY
 
     (scratch / "s3" / BUCKET).mkdir(parents=True)
     server = Server(scratch / "s3")

@@ -26,8 +26,8 @@ from prefect_servers import PrefectServer, rows, wait_until
 from prefect_torch.flows import Result
 
 CHROMIUM = shutil.which("chromium")
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
+ROOT = Path(__file__).parents[2]
 MARK = "PREFECT_TORCH_BROWSER_TEST"
 PATIENCE_MS = 60_000
 
@@ -102,7 +102,7 @@ def scheduled_soon(project: dict, storage: Path) -> dict:
     """Let the nightly training begin once in a few seconds, with a function that this machine has."""
     nightly = next(entry for entry in project["deployments"] if entry["name"] == "train-nightly")
     nightly["parameters"].update(
-        train_fn=f"{HERE / 'seen_training.py'}:train_fn", run={"storage": str(storage), "name": "nightly"}
+        train_fn=f"{SUPPORT / 'seen_training.py'}:train_fn", run={"storage": str(storage), "name": "nightly"}
     )
     soon = datetime.now(timezone.utc) + timedelta(seconds=30)
     nightly["schedules"] = [{"interval": 86400, "anchor_date": soon.isoformat(), "timezone": "UTC", "active": True}]
@@ -159,7 +159,7 @@ def submit_form(stack: Stack, page: Page, function: str, run: str, shoot=None, *
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name("train/train")
     page.goto(f"{stack.server.url}/v2/deployments/deployment/{deployment.id}/run")
-    page.get_by_role("textbox", name="Training function").fill(f"{HERE / 'seen_training.py'}:{function}")
+    page.get_by_role("textbox", name="Training function").fill(f"{SUPPORT / 'seen_training.py'}:{function}")
     page.get_by_role("spinbutton", name="Ranks (Optional)").fill("2")
     page.get_by_role("textbox", name="Run name (Optional)").fill(run)
     page.get_by_role("tabpanel", name="Path or URL").get_by_role("textbox").fill(str(stack.storage))

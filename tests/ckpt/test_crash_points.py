@@ -1,18 +1,16 @@
 """Crash at every storage operation of everything that writes; the next start finds the run whole."""
 
-import contextlib
-
 import pytest
-from faulty_storage import Crash, FaultyStorage
-from prefect_torch.ckpt import CheckpointStore, CommitFailedError, RetentionPolicy, StorageError
+from crash_points import crash_points, open_run
+from faulty_storage import FaultyStorage
+from prefect_torch.ckpt import CommitFailedError, RetentionPolicy, StorageError
 from prefect_torch.ckpt.fsspec_storage import FsspecStorage
-from prefect_torch.ckpt.layout import Layout
 from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.pruning import collect_garbage
 from prefect_torch.ckpt.quarantining import quarantine, why_quarantined
 from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.retry import CredentialsExpiredError, RetryingStorage
-from prefect_torch.ckpt.storage import RetryPolicy, StorageSpec
+from prefect_torch.ckpt.storage import RetryPolicy
 from ranks import Attempt, folder, read_files
 
 POLICY = RetentionPolicy(2, "score")
@@ -21,10 +19,6 @@ POLICY = RetentionPolicy(2, "score")
 @pytest.fixture
 def storage(tmp_path):
     return LocalStorage(tmp_path / "store")
-
-
-def open_run(storage) -> CheckpointStore:
-    return CheckpointStore(storage, Layout("run"), StorageSpec(storage.url))
 
 
 def report(store, tmp_path, scores, world_size=1, upload="sync"):
@@ -45,20 +39,6 @@ def check_whole(store, world_size=1):
         files = read_files(store.checkpoint(manifest))
         assert files == {f"m{rank}": str(manifest.metrics["score"]).encode() for rank in range(world_size)}
     return manifests
-
-
-def crash_points(storage_of, run):
-    """Yield the storage for a crash before, after and in the middle of every operation, until one ran through."""
-    for way in ({"after": False}, {"after": True}, {"torn": True}):
-        for number in range(1, 1000):
-            faulty = FaultyStorage(storage_of(number, str(way)), number, **way)
-            with contextlib.suppress(Crash, CommitFailedError):  # the latter tells of a background thread's crash
-                run(faulty)
-            if not faulty.fired:
-                break
-            yield faulty
-        else:
-            pytest.fail("it never ends")
 
 
 @pytest.mark.parametrize("upload", ["sync", "async"])

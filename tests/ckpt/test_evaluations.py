@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 
 import pytest
+from crash_points import crash_points, open_run
 from faulty_storage import FaultyStorage
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.retention import overdue_evaluations, plan
 from prefect_torch.flows import CheckpointConfig
 from ranks import Attempt, folder
-from test_crash_points import crash_points, open_run
 
 BY_ACCURACY = RetentionPolicy(1, "eval/accuracy", evaluation_timeout_s=3600)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from counting_storage import CountingStorage
+from crash_points import crash_points, open_run
 from faulty_storage import Crash, FaultyStorage
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, StorageError
@@ -16,7 +17,6 @@ from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 from ranks import Attempt, folder
-from test_crash_points import crash_points, open_run
 
 AT = "2026-11-21T00:00:00+00:00"
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from commits import commit
 from memory_storage import MemoryStorage
 from odd_listings import FailingListings, Server, Shuffled, Stale
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
@@ -26,7 +27,6 @@ from prefect_torch.ckpt.retry import RetryingStorage
 from prefect_torch.ckpt.runs import list_runs
 from prefect_torch.ckpt.storage import RetryPolicy
 from prefect_torch.deployments.command_line.run_summaries import summarize_runs
-from test_scaling import commit
 
 BY_ACCURACY = RetentionPolicy(2, "eval/accuracy")
 NOW = "2026-11-21T00:00:00+00:00"

@@ -4,7 +4,6 @@ import pickle
 from itertools import islice
 
 import pytest
-from conftest import S3Server, free_port
 from odd_listings import Shuffled
 from prefect_torch.ckpt import StorageSpec, probe
 from prefect_torch.ckpt.blocks import CheckpointStorage
@@ -12,6 +11,7 @@ from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.opening import open_storage
 from prefect_torch.ckpt.probe import StorageUnfitError, probe_storage
 from prefect_torch.ckpt.storage import RetryPolicy
+from servers import S3Server, free_port
 
 
 def at(server, bucket, deadline_s=0.0):

@@ -134,7 +134,7 @@ for rounds in (2, 4):
     except RuntimeError as exc:
         print(exc)
 """
-    path = os.pathsep.join([str(EXAMPLES), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(EXAMPLES), str(Path(__file__).parents[1] / "support")])
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
     )

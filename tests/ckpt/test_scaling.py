@@ -5,9 +5,9 @@ import json
 import pickle
 import threading
 from dataclasses import replace
-from datetime import datetime, timezone
 
 import pytest
+from commits import DIGEST, commit
 from counting_storage import CountingStorage
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError, TrainContext
@@ -16,7 +16,6 @@ from prefect_torch.ckpt.attempts import Owner, claim_attempt, newest_attempt
 from prefect_torch.ckpt.errors import PeerGoneError
 from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records, read_history
 from prefect_torch.ckpt.key_value import MemoryKeyValue
-from prefect_torch.ckpt.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.manifest_memory import ManifestMemory
 from prefect_torch.ckpt.parallel_reads import read_all
 from prefect_torch.ckpt.peers import Peers, RankEnd, announce_end, has_failure, read_ends
@@ -24,9 +23,6 @@ from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.session import RankSession
 from ranks import folder
 from storage_contract import StorageContract
-
-DIGEST = "0" * 32
-NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 
 
 class TestMemory(StorageContract):
@@ -39,13 +35,6 @@ class TestMemory(StorageContract):
     @pytest.fixture
     def raw_keys(self, storage):
         return lambda: set(storage._keys)
-
-
-def commit(store, step, loss=0.0, attempt=1):
-    manifest = Manifest(new_id(attempt, step), step, attempt, {"loss": loss}, (FileEntry("m", 1, DIGEST, 0),), 1, None, NOW)
-    store.storage.put_bytes(store.layout.data(manifest.id, "m"), b"x")
-    store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())
-    return manifest
 
 
 @pytest.fixture(params=[10, 1000])

@@ -14,7 +14,6 @@ import fsspec
 import obstore
 import paramiko
 import pytest
-from conftest import ACCESS_KEY, SECRET_KEY, S3Server, ScriptedServer, free_port
 from fsspec.implementations import memory
 from obstore.store import LocalStore
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError, object_store_opening, obstore_storage
@@ -24,6 +23,7 @@ from prefect_torch.ckpt.obstore_storage import ObstoreStorage
 from prefect_torch.ckpt.probe import StorageUnfitError, probe_storage
 from prefect_torch.ckpt.retry import RetryingStorage, RetryPolicy, classify
 from ranks import Attempt, folder, read_files
+from servers import ACCESS_KEY, SECRET_KEY, S3Server, ScriptedServer, free_port
 from storage_contract import PartialWrites, StorageContract, WholeWritesContract
 
 VERBS = {

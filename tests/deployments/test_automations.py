@@ -26,7 +26,7 @@ from prefect_torch.deployments.resuming import HEARTBEAT, resume
 from prefect_torch.flows import RunConfig
 from prefect_torch.flows.run_name import default_run_name
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 UPTAKE_S = 2.0  # the server takes an automation up, or its change, some time after it answered; until then it sees no event
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -256,7 +256,7 @@ def leader_of(server, storage):
 @pytest.mark.timeout(240)
 def test_a_flow_process_that_is_killed_is_run_again_and_the_training_resumes(client, prefect_server, tmp_path):
     environment = {**os.environ, "PREFECT_API_URL": prefect_server.api, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
-    command = [sys.executable, str(HERE / "served_training.py"), str(tmp_path)]
+    command = [sys.executable, str(SUPPORT / "served_training.py"), str(tmp_path)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
         try:
             wait_until(partial(client.read_automations_by_name, "Resume train/mortal"), "the automation")

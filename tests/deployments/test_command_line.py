@@ -18,7 +18,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ACCESS_KEY, SECRET_KEY, free_port
 from prefect.filesystems import LocalFileSystem
 from prefect.settings import (
     PREFECT_API_URL,
@@ -45,6 +44,7 @@ from prefect_torch.deployments.command_line import machine_checks, software_chec
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.deployments.command_line.software_checks import FASTAPI, SQLALCHEMY
 from ranks import Attempt, folder
+from servers import ACCESS_KEY, SECRET_KEY, free_port
 
 SCRIPT = str(Path(sys.executable).with_name("prefect-torch"))
 LOSSES = [0.9, 0.2, float("nan"), 0.4, 0.5]

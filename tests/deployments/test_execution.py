@@ -14,7 +14,7 @@ from prefect_torch.ckpt.attempts import read_outcomes
 from prefect_torch.deployments import make_deployment
 from prefect_torch.flows import FailureConfig, RunConfig
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 LONG_S = 6.0  # than the second after which Prefect kills in hurried_execute
 
 
@@ -27,7 +27,7 @@ class Container:
         self.store = CheckpointStore.open(str(folder / "store"), "run")
         deployment = make_deployment(
             f"contained-{folder.name}",
-            f"{HERE / 'slow_checkpoint.py'}:train_slowly",
+            f"{SUPPORT / 'slow_checkpoint.py'}:train_slowly",
             {"started": str(self.started), "checkpoint_s": LONG_S},
             run=RunConfig(name="run", storage=str(folder / "store")),
             failure=FailureConfig(grace_s=60),
@@ -37,7 +37,7 @@ class Container:
 
     def start(self, behavior, *command):
         environment = {**self._environment, "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": behavior}
-        return subprocess.Popen([sys.executable, str(HERE / "hurried_execute.py"), *command], env=environment)
+        return subprocess.Popen([sys.executable, str(SUPPORT / "hurried_execute.py"), *command], env=environment)
 
     def terminate_when_training(self, process):
         def trains():

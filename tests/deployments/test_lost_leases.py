@@ -17,8 +17,8 @@ from prefect_torch.ckpt.attempts import read_outcomes
 from prefect_torch.deployments import create_work_pool, deploy, make_deployment, resume_crashed, serve
 from prefect_torch.deployments.command_line.software_checks import check_api
 
-HERE = Path(__file__).parent
-DEPLOYMENTS = yaml.safe_load((HERE.parents[1] / "prefect.yaml").read_text())["deployments"]
+SUPPORT = Path(__file__).parents[1] / "support"
+DEPLOYMENTS = yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def served(prefect_server, tmp_path):
         **os.environ,
         "PREFECT_API_URL": prefect_server.api,
         "PREFECT_RUNNER_POLL_FREQUENCY": "1",
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": str(SUPPORT),
     }
-    with subprocess.Popen([sys.executable, str(HERE / "serve_limited.py"), str(tmp_path)], env=environment) as server:
+    with subprocess.Popen([sys.executable, str(SUPPORT / "serve_limited.py"), str(tmp_path)], env=environment) as server:
         try:
             yield tmp_path
         finally:

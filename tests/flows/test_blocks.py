@@ -9,7 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import cloudpickle
 import pytest
-from conftest import ACCESS_KEY, SECRET_KEY
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.client_parameters import AwsClientParameters
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
@@ -19,6 +18,7 @@ from prefect_torch.ckpt.blocks import CheckpointStorage, resolve_storage
 from prefect_torch.ckpt.opening import open_storage, parse_storage
 from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConfig, train
 from pydantic import SecretStr
+from servers import ACCESS_KEY, SECRET_KEY
 
 
 @pytest.fixture(params=["moto", "rclone"])

@@ -25,7 +25,7 @@ from prefect_torch.tasks.rank_main import _as_metrics
 from prefect_torch.tasks.retention_schedule import RetentionSchedule
 from ranks import Attempt, folder
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 TWO = ScalingConfig(num_workers=2)
 EPOCHS = 2
 ID = "000001-00000000-0123abcd"
@@ -48,9 +48,9 @@ def watched(tmp_path_factory):
     storage = str(tmp_path_factory.mktemp("watched") / "store")
     config = {"epochs": EPOCHS, "pause_s": 1}
     arguments = [storage, "trainings:train_epochs", *(json.dumps(it) for it in (config, {}, KEEPS_BEST))]
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "PREFECT_API_URL": PREFECT_API_URL.value()}
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "PREFECT_API_URL": PREFECT_API_URL.value()}
     training = subprocess.Popen(
-        [sys.executable, str(HERE / "run_training.py"), *arguments],
+        [sys.executable, str(SUPPORT / "run_training.py"), *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import free_port, rclone_command, running
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
@@ -22,9 +21,10 @@ from prefect.states import Cancelling
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.attempts import Outcome, newest_attempt, read_outcomes
 from prefect_torch.flows import Result
+from servers import free_port, rclone_command, running
 
-HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[1] / "examples"
+SUPPORT = Path(__file__).parents[1] / "support"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MARK = "PREFECT_TORCH_TEST_MARK"
 
 
@@ -35,7 +35,7 @@ class Started:
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
-            env={**os.environ, MARK: self.mark, "PYTHONPATH": str(HERE), **environment},
+            env={**os.environ, MARK: self.mark, "PYTHONPATH": str(SUPPORT), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -80,7 +80,7 @@ def storage(tmp_path):
 
 def start(storage, train_fn, config, checkpoint=None, environment=None, **run):
     return Started(
-        str(HERE / "run_training.py"),
+        str(SUPPORT / "run_training.py"),
         *(storage, f"trainings:{train_fn}", json.dumps(config), json.dumps(run), json.dumps(checkpoint or {})),
         **(environment or {"PREFECT_API_URL": PREFECT_API_URL.value()}),
     )
@@ -278,9 +278,9 @@ wait()
 def test_a_cancelled_flow_run_lets_ranks_commit_and_its_page_and_its_record_say_what_is_safe(storage, tmp_path):
     """As the UI's button and `prefect flow-run cancel` do it, to a flow run that a worker or `serve` runs."""
     started = tmp_path / "started"
-    server = Started(str(HERE / "serve_training.py"), PREFECT_API_URL=PREFECT_API_URL.value())
+    server = Started(str(SUPPORT / "serve_training.py"), PREFECT_API_URL=PREFECT_API_URL.value())
     parameters = {
-        "train_fn": f"{HERE / 'trainings.py'}:checkpoint_when_told",
+        "train_fn": f"{SUPPORT / 'trainings.py'}:checkpoint_when_told",
         "config": {"started": str(started)},
         "scaling": {"num_workers": 2},
         "run": {"name": "run", "storage": storage},

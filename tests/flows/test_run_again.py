@@ -18,7 +18,7 @@ from prefect_torch.flows import RunConfig, train
 from prefect_torch.flows.run_name import count_call_in_task, default_run_name, name_run
 from prefect_torch.tasks.liveness import find_end_before_rerun
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture
@@ -99,12 +99,12 @@ def test_a_flow_run_that_a_person_retries_has_new_budgets(client, tmp_path):
     """As the UI's button does it, to a flow run that failed."""
     flow_run = begin(
         client,
-        train_fn=f"{HERE / 'trainings.py'}:train_epochs",
+        train_fn=f"{SUPPORT / 'trainings.py'}:train_epochs",
         config={"epochs": 1, "how": "raise", "rank": 0, "at": 0, "times": 9},
         run={"name": "run", "storage": str(tmp_path)},
         failure={"max_failures": 1},
     )
-    program = [sys.executable, str(HERE / "run_flow_run.py"), str(flow_run.id)]
+    program = [sys.executable, str(SUPPORT / "run_flow_run.py"), str(flow_run.id)]
     environment = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
     store = CheckpointStore.open(tmp_path, "run")
     for attempts in (2, 4):

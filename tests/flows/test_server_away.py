@@ -27,7 +27,7 @@ from prefect_torch.tasks import api_outage
 from prefect_torch.tasks.api_outage import outlast_api_outages
 from prefect_torch.tasks.embedded_server import ServerKeeper
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 AWAY_S = float(os.environ.get("PREFECT_TORCH_TEST_AWAY_S", "15"))
 SLOW_S = 2.0
 FLOW_RUN = "0f2b7a9e-6d59-4a0b-9a53-0c7b3a1d9f11"
@@ -48,8 +48,8 @@ class Training:
         config = {"end": str(self.end), "pause_s": 0.5, "ranks": ranks}
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "talking.py"), self.storage, json.dumps(config)],
-                env={**os.environ, "PREFECT_API_URL": api, "PYTHONPATH": str(HERE)},
+                [sys.executable, str(SUPPORT / "talking.py"), self.storage, json.dumps(config)],
+                env={**os.environ, "PREFECT_API_URL": api, "PYTHONPATH": str(SUPPORT)},
                 stdout=output,
                 stderr=output,
             )

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "peers"), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent / "peers"), str(HERE.parents[1] / "support")]
 
 import gang  # noqa: E402 - here and below: found by the line above
 import places  # noqa: E402

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
-from conftest import free_port
 from plan import WORLD_SIZE
+from servers import free_port
 from ways import WAYS
 
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conftest import ACCESS_KEY, SECRET_KEY, S3Server, free_port, rclone_command, running
+from servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, rclone_command, running
 
 SINK = Path(__file__).with_name("byte_sink.py")
 LATENCY_MS = 50

@@ -22,7 +22,7 @@ from prefect_torch.ckpt.history import MetricRecord
 from prefect_torch.flows.monitoring.console import console_progress
 from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[2] / "support"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LOGGER = logging.getLogger("prefect.flow_runs")
 ID = "000001-00000012-0123abcd"
@@ -182,12 +182,12 @@ def test_only_a_terminal_of_prefects_own_log_lines_is_written_to(where, monkeypa
 def test_a_training_at_a_terminal_is_shown_and_ctrl_c_leaves_the_terminal_in_order(tmp_path):
     terminal = Terminal()
     process = subprocess.Popen(
-        ["setsid", "--ctty", sys.executable, str(HERE / "console_training.py"), str(tmp_path)],
+        ["setsid", "--ctty", sys.executable, str(SUPPORT / "console_training.py"), str(tmp_path)],
         stdin=terminal.slave,
         stdout=terminal.slave,
         stderr=terminal.slave,
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "160", "LINES": "40",
-             "PYTHONPATH": str(HERE.parent), "PREFECT_API_URL": PREFECT_API_URL.value()},
+             "PYTHONPATH": str(SUPPORT), "PREFECT_API_URL": PREFECT_API_URL.value()},
     )  # fmt: skip
     os.close(terminal.slave)
     try:

@@ -5,7 +5,6 @@ import threading
 import time
 
 import pytest
-from conftest import free_port
 from prefect import flow
 from prefect.events import Event
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -17,6 +16,7 @@ from prefect_torch.ckpt.history import MetricRecord
 from prefect_torch.flows.monitoring import outbox as module
 from prefect_torch.flows.monitoring.outbox import EventOutbox
 from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
+from servers import free_port
 from told_trainings import Job, events_about, tell_all
 
 LOW_LOSS = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min")

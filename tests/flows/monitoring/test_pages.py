@@ -18,7 +18,7 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows.monitoring.live_artifact import artifact_key
 from prefect_torch.flows.monitoring.pace import FIRST_S, Pace
 
-HERE = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parents[2] / "support"
 REQUEST = re.compile(r'"(?P<verb>GET|POST|PATCH|PUT|DELETE) /api(?P<path>/[^ ?]*)\S* HTTP')
 KEEPS_TWO = {"num_to_keep": 2, "checkpoint_score_attribute": "deep/loss", "checkpoint_score_order": "min"}
 
@@ -86,9 +86,9 @@ def seen(tmp_path_factory):
 def train(folder, api, reports):
     config = {"reports": reports, "dies_at": 550}
     done = subprocess.run(
-        [sys.executable, str(HERE / "run_training.py"), str(folder / "store"), "often_reporting:report_often",
+        [sys.executable, str(SUPPORT / "run_training.py"), str(folder / "store"), "often_reporting:report_often",
          json.dumps(config), "{}", json.dumps(KEEPS_TWO)],
-        env={**os.environ, "PREFECT_API_URL": api, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        env={**os.environ, "PREFECT_API_URL": api, "PYTHONPATH": f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=150,

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from conftest import free_port
 from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.session import RankSession
 from prefect_torch.tasks.rendezvous import Address, Rendezvous, connect
 from ranks import in_training
+from servers import free_port
 
 RUN = "run"
 
@@ -32,7 +32,7 @@ def led_attempt(world_size, root):
 
 def launch(script, arguments, world_size, root):
     """Run one attempt of `script` and return the ranks' exit codes."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     with led_attempt(world_size, root) as place:
         ranks = [
             subprocess.Popen([sys.executable, str(script), *arguments, str(rank), *place], env=environment)

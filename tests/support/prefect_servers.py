@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from conftest import free_port
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
+from servers import free_port
 
 _PATIENCE_S = 120  # for what takes seconds on an idle machine
 

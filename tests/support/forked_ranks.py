@@ -29,5 +29,5 @@ def _forking_with(module: str) -> Any:
     """Return what forks processes from one that has imported `module`, and has no threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     return context
