@@ -24,9 +24,9 @@ from accelerate.utils import broadcast_object_list
 
 from .arguments import Upload
 from .checkpoint import Checkpoint
-from .context import TrainContext
+from .context import TrainContext, context_or_none
 from .rank_parts import CHECKPOINT_NAME, check_world_size, folder_of_all_ranks, part_of_rank
-from .reporting import context_or_none, get_checkpoint, report
+from .reporting import get_checkpoint, report
 from .restored_part import restored_part
 
 

@@ -21,7 +21,7 @@ from .parallel_reads import read_all
 from .record_fields import Count, Within
 from .records import FORMAT_VERSION, decode
 from .retention import RetentionPolicy
-from .store import CheckpointStore
+from .run import Run
 
 Ending: TypeAlias = Literal["completed", "failed", "preempted", "cancelled"]
 _RANK = re.compile(r"[0-9]{1,9}")
@@ -151,14 +151,14 @@ class _RunInfo:
     """What run.json says that anybody needs to know: by its format, whether a newer version began the run."""
 
 
-def list_attempts(store: CheckpointStore) -> Iterator[Attempt]:
+def list_attempts(run: Run) -> Iterator[Attempt]:
     """Yield every attempt, oldest first; a claim that cannot be read is left out with a warning."""
-    for attempt in read_all(_claims(store), lambda key: store.leave_out_newer(partial(read_attempt, store, key))):
+    for attempt in read_all(_claims(run), lambda key: run.leave_out_newer(partial(read_attempt, run, key))):
         if attempt is not None:
             yield attempt
 
 
-def newest_attempt(store: CheckpointStore) -> Attempt | None:
+def newest_attempt(run: Run) -> Attempt | None:
     """Return the attempt that owns the run, or None before the first; a listing and one small read.
 
     A claim that was torn, or is none, is passed over with a warning.
@@ -167,12 +167,12 @@ def newest_attempt(store: CheckpointStore) -> Attempt | None:
         UnsupportedFormatError: If a newer version made it: whether it lives, and what it restores, cannot be told.
 
     """
-    readable = (attempt for key in reversed(_claims(store)) if (attempt := read_attempt(store, key)) is not None)
+    readable = (attempt for key in reversed(_claims(run)) if (attempt := read_attempt(run, key)) is not None)
     return next(readable, None)  # keys sort by number, then token
 
 
 def claim_attempt(
-    store: CheckpointStore,
+    run: Run,
     owner: Owner,
     *,
     world_size: int,
@@ -188,16 +188,14 @@ def claim_attempt(
         UnsupportedFormatError: If a newer version began the run.
 
     """
-    store.get_record(_RunInfo, store.layout.run_info, "what a run begins with")
-    number = _newest_number(store) + 1
+    run.get_record(_RunInfo, run.layout.run_info, "what a run begins with")
+    number = _newest_number(run) + 1
     if number == 1:
         run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": utc_now(), "created_by": owner.host}
-        store.put_json(store.layout.run_info, run_info)
+        run.put_json(run.layout.run_info, run_info)
     while True:
         if number > MAX_ATTEMPT:
-            raise CheckpointError(
-                f"run {store.run!r} in {store.storage.url} has attempt {number - 1}, and {MAX_ATTEMPT} at most"
-            )
+            raise CheckpointError(f"run {run.name!r} in {run.storage.url} has attempt {number - 1}, and {MAX_ATTEMPT} at most")
         attempt = Attempt(
             number=number,
             token=secrets.token_hex(4),
@@ -208,23 +206,21 @@ def claim_attempt(
             claimed_at=utc_now(),
             settings=settings or {},
         )
-        key = store.layout.attempt(attempt.number, attempt.token)
-        store.put_json(key, asdict(attempt))
-        rivals = [it for it in store.keys(store.layout.attempts) if attempt_number(it) >= number]
+        key = run.layout.attempt(attempt.number, attempt.token)
+        run.put_json(key, asdict(attempt))
+        rivals = [it for it in run.keys(run.layout.attempts) if attempt_number(it) >= number]
         if rivals == [key]:
             return attempt
-        store.storage.delete([key])
+        run.storage.delete([key])
         if not rivals:
             raise StorageError(
-                f"{store.storage.url} does not list {key}, which was stored just before: who leads run {store.run!r} cannot be "
+                f"{run.storage.url} does not list {key}, which was stored just before: who leads run {run.name!r} cannot be "
                 "told from such listings, so no attempt was begun; try again, and give another storage if that does not help"
             )
         number = max(map(attempt_number, rivals)) + 1
 
 
-def claim_unless_led(
-    store: CheckpointStore, refuse_if_led: Callable[[Attempt], None], claim: Callable[[Attempt | None], Attempt]
-) -> Attempt:
+def claim_unless_led(run: Run, refuse_if_led: Callable[[Attempt], None], claim: Callable[[Attempt | None], Attempt]) -> Attempt:
     """Claim the next attempt unless somebody leads the run; of several that begin at the same moment exactly one succeeds.
 
     A claimer that finds claims between the attempt that it looked at and its own number withdraws, and looks again: it came
@@ -232,7 +228,7 @@ def claim_unless_led(
     and a listing after it.
 
     Args:
-        store: The run.
+        run: The run.
         refuse_if_led: Raises if the owner of an attempt leads the run.
         claim: Claims a number, given the newest attempt, which does not lead.
 
@@ -241,81 +237,81 @@ def claim_unless_led(
 
     """
     while True:
-        previous = newest_attempt(store)
+        previous = newest_attempt(run)
         if previous is not None:
             refuse_if_led(previous)
         claimed = claim(previous)
         seen = 0 if previous is None else previous.number
-        numbers = map(attempt_number, store.keys(store.layout.attempts))
+        numbers = map(attempt_number, run.keys(run.layout.attempts))
         if not any(seen < number < claimed.number for number in numbers):
             return claimed
-        store.storage.delete([store.layout.attempt(claimed.number, claimed.token)])
+        run.storage.delete([run.layout.attempt(claimed.number, claimed.token)])
 
 
-def record_resumed_from(store: CheckpointStore, attempt: Attempt, checkpoint: str) -> None:
+def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
     """Add to a claim which checkpoint its ranks restore; nobody else writes that key."""
     record = asdict(replace(attempt, resumed_from=checkpoint))
-    store.put_json(store.layout.attempt(attempt.number, attempt.token), record)
+    run.put_json(run.layout.attempt(attempt.number, attempt.token), record)
 
 
-def check_fence(store: CheckpointStore, attempt: int) -> None:
+def check_fence(run: Run, attempt: int) -> None:
     """Return only if `attempt` is still the newest; one listing, with this attempt's claim alone as a rule.
 
     Raises:
         FencedError: If a newer attempt owns the run, or the claim is gone.
 
     """
-    after = f"{store.layout.attempts}{attempt:06d}"
-    numbers = {attempt_number(info.key) for info in store.storage.list(store.layout.attempts, after=after)}
+    after = f"{run.layout.attempts}{attempt:06d}"
+    numbers = {attempt_number(info.key) for info in run.storage.list(run.layout.attempts, after=after)}
     if (newest := max(numbers, default=attempt)) > attempt:
         raise FencedError(
-            f"attempt {attempt} of run {store.run!r} was overtaken by attempt {newest}: "
+            f"attempt {attempt} of run {run.name!r} was overtaken by attempt {newest}: "
             "this process no longer owns the run and must stop"
         )
     if attempt not in numbers:
         raise FencedError(
-            f"the claim of attempt {attempt} on run {store.run!r} is gone from {store.storage.url}: somebody deleted or moved "
+            f"the claim of attempt {attempt} on run {run.name!r} is gone from {run.storage.url}: somebody deleted or moved "
             "the run while it was being trained, so this process must stop"
         )
 
 
-def write_outcome(store: CheckpointStore, outcome: Outcome) -> None:
+def write_outcome(run: Run, outcome: Outcome) -> None:
     """Record how an attempt ended."""
-    store.put_json(store.layout.outcome(outcome.attempt), to_json(asdict(outcome)))  # type: ignore[arg-type]  # a dict stays one
+    run.put_json(run.layout.outcome(outcome.attempt), to_json(asdict(outcome)))  # type: ignore[arg-type]  # a dict stays one
 
 
-def read_outcomes(store: CheckpointStore) -> list[Outcome]:
+def read_outcomes(run: Run) -> list[Outcome]:
     """Return every recorded ending, oldest first; an attempt whose leader was killed has none, or one that cannot be read."""
-    keys = store.keys(store.layout.outcomes)
-    return [outcome for outcome in read_all(keys, partial(_read_outcome, store)) if outcome is not None]
+    keys = run.keys(run.layout.outcomes)
+    return [outcome for outcome in read_all(keys, partial(_read_outcome, run)) if outcome is not None]
 
 
-def read_outcome(store: CheckpointStore, attempt: int) -> Outcome | None:
+def read_outcome(run: Run, attempt: int) -> Outcome | None:
     """Return how one attempt ended, by one small read; None while it runs, if its leader was killed, or with a warning."""
-    return _read_outcome(store, store.layout.outcome(attempt))
+    return _read_outcome(run, run.layout.outcome(attempt))
 
 
-def read_attempt(store: CheckpointStore, key: str) -> Attempt | None:
+def read_attempt(run: Run, key: str) -> Attempt | None:
     """Return the claim at `key`; None where there is none, or with a warning where it cannot be read.
 
     Raises:
         UnsupportedFormatError: If a newer version made it.
 
     """
-    return store.get_record(Attempt, key, "the claim of an attempt")
+    return run.get_record(Attempt, key, "the claim of an attempt")
 
 
-def _claims(store: CheckpointStore) -> list[str]:
-    return [key for key in store.keys(store.layout.attempts) if attempt_number(key)]
+def _claims(run: Run) -> list[str]:
+    return [key for key in run.keys(run.layout.attempts) if attempt_number(key)]
 
 
-def _read_outcome(store: CheckpointStore, key: str) -> Outcome | None:
+def _read_outcome(run: Run, key: str) -> Outcome | None:
     # To take an attempt for one that may be alive protects what it works with; so does not to know how it failed.
-    return store.leave_out_newer(lambda: store.get_record(Outcome, key, "the outcome of an attempt"))
+    return run.leave_out_newer(lambda: run.get_record(Outcome, key, "the outcome of an attempt"))
 
 
-def _newest_number(store: CheckpointStore) -> int:
-    return max(map(attempt_number, store.keys(store.layout.attempts)), default=0)
+def _newest_number(run: Run) -> int:
+    return max(map(attempt_number, run.keys(run.layout.attempts)), default=0)
 
 
 def _host() -> str:

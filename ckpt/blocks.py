@@ -11,7 +11,8 @@ from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
 from pydantic import Field, HttpUrl, SecretStr, field_validator
 
-from .opening import is_block_slug, open_storage, parse_storage
+from .backends import open_spec
+from .location import is_block_slug, normalized, parse_location
 from .probe import PATIENCE, StorageProbe, probe_storage
 from .storage import StorageSpec
 
@@ -75,12 +76,12 @@ class CheckpointStorage(Block):
             ValueError: If the location cannot be one.
 
         """
-        return probe_storage(open_storage(replace(parse_storage(self), retry=PATIENCE)))
+        return probe_storage(open_spec(replace(normalized(self.spec()), retry=PATIENCE)))
 
     def spec(self) -> StorageSpec:
         """Return what a process needs to open this storage."""
         if self.file_system is None:
-            spec = parse_storage(self.location)
+            spec = _spec_of(self.location)
             return spec if self.password is None else _with_password(spec, self.password.get_secret_value())
         if self.password is not None:
             raise ValueError("the block has a file system and a password: the password belongs to the file system's own fields")
@@ -114,7 +115,7 @@ def resolve_storage(storage: Any) -> StorageSpec:
     if isinstance(block, CheckpointStorage):
         return block.spec()
     if isinstance(block, LocalFileSystem):
-        return parse_storage(block.basepath or ".")
+        return _spec_of(block.basepath or ".")
     if isinstance(block, RemoteFileSystem):
         return _remote_spec(block)
     if isinstance(block, S3Bucket):
@@ -134,6 +135,11 @@ def renewal_of(storage: Any) -> bytes:
     is_saved = name is not None and not storage._is_anonymous  # noqa: SLF001 - Prefect has no public name for it
     renewal: bytes = cloudpickle.dumps(f"{storage.get_block_type_slug()}/{name}" if is_saved else storage)
     return renewal
+
+
+def _spec_of(location: str) -> StorageSpec:
+    spec = parse_location(location)
+    return resolve_storage(location) if spec is None else spec
 
 
 def _load(slug: str) -> Block:

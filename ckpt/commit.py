@@ -19,8 +19,8 @@ from .metrics import Metrics
 from .peers import Peers
 from .pruning import collect_garbage
 from .refusal import Refusal
+from .run import Run
 from .storage import Transfer
-from .store import CheckpointStore
 
 if TYPE_CHECKING:
     from .state_save import StagedState
@@ -106,7 +106,7 @@ class Part:
     stored_s: float = 0.0
 
 
-def commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifest | None:
+def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
     """Store this rank's files and return once the manifest of all ranks is durable; rank 0 returns it.
 
     Costs a put per file and one for the manifest, one listing for the fence, and two exchanges between the ranks. Whatever
@@ -121,21 +121,21 @@ def commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifest | N
 
     """
     try:
-        return _try_commit(store, peers, job)
+        return _try_commit(run, peers, job)
     except StorageFullError as exc:  # all ranks are here, or none is
         room = f"{job.topic}/room"
         if peers.rank == 0:
             _logger.warning("%s; removing garbage and trying once more", exc)
-            _remove("garbage", lambda: collect_garbage(store))
+            _remove("garbage", lambda: collect_garbage(run))
             job.decided.append(room)
             peers.decide(room, b"")
         else:
             peers.decision(room)
     try:
-        return _try_commit(store, peers, replace(job, topic=f"{job.topic}/again"))
+        return _try_commit(run, peers, replace(job, topic=f"{job.topic}/again"))
     except StorageFullError:
         if peers.rank == 0:  # else its parts would fill what the next report needs
-            _remove("what was stored of it", lambda: _discard(store, job.checkpoint_id))
+            _remove("what was stored of it", lambda: _discard(run, job.checkpoint_id))
         raise
 
 
@@ -146,13 +146,13 @@ def _remove(what: str, remove: Callable[[], object]) -> None:
         _logger.warning("%s could not be removed, so the storage stays as full as it is: %s", what, exc)
 
 
-def _discard(store: CheckpointStore, checkpoint_id: str) -> None:
-    store.storage.delete([store.layout.manifest(checkpoint_id)])
-    store.storage.delete([info.key for info in store.storage.list(store.layout.data(checkpoint_id))])
+def _discard(run: Run, checkpoint_id: str) -> None:
+    run.storage.delete([run.layout.manifest(checkpoint_id)])
+    run.storage.delete([info.key for info in run.storage.list(run.layout.data(checkpoint_id))])
 
 
-def _try_commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifest | None:
-    parts = peers.exchange(f"{job.topic}/files", _encode_part(lambda: store_part(store, job, peers.rank)))
+def _try_commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
+    parts = peers.exchange(f"{job.topic}/files", _encode_part(lambda: store_part(run, job, peers.rank)))
     decided = f"{job.topic}/commit"
     if parts is None:
         data = peers.decision(decided)
@@ -163,7 +163,7 @@ def _try_commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifes
 
     def write() -> Part:
         nonlocal manifest
-        manifest = write_manifest(store, job, [_decode_part(rank, part) for rank, part in enumerate(parts)])
+        manifest = write_manifest(run, job, [_decode_part(rank, part) for rank, part in enumerate(parts)])
         return Part()
 
     job.decided.append(decided)
@@ -171,16 +171,16 @@ def _try_commit(store: CheckpointStore, peers: Peers, job: CommitJob) -> Manifes
     return manifest
 
 
-def store_part(store: CheckpointStore, job: CommitJob, rank: int) -> Part:
+def store_part(run: Run, job: CommitJob, rank: int) -> Part:
     """Store everything that is this rank's to store and is not yet."""
-    files = store_files(store, job, rank)
+    files = store_files(run, job, rank)
     if job.brought.state is None:
         return Part(files, None, job.stall_s, job.elapsed_s())
 
     def put(path: str, parts: Sequence[memoryview]) -> Transfer:
         if (known := job.stored.get(path)) is not None:
             return Transfer(known.bytes, known.digest)
-        moved = store.storage.put_buffers(store.layout.data(job.checkpoint_id, path), parts)
+        moved = run.storage.put_buffers(run.layout.data(job.checkpoint_id, path), parts)
         job.stored[path] = FileEntry(path, moved.bytes, moved.digest, rank)
         return moved
 
@@ -188,7 +188,7 @@ def store_part(store: CheckpointStore, job: CommitJob, rank: int) -> Part:
     return Part([*files, *of_state], state, job.stall_s, job.elapsed_s())
 
 
-def store_files(store: CheckpointStore, job: CommitJob, rank: int) -> list[FileEntry]:
+def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
     """Store the files that are this rank's to store and are not yet, several at a time, and digest the others."""
     directory, files = job.brought.directory, job.brought.files
     if job.brought.problem is not None:
@@ -200,7 +200,7 @@ def store_files(store: CheckpointStore, job: CommitJob, rank: int) -> list[FileE
         if path in job.stored:
             return job.stored[path]
         if job.agreement.owners.get(path, rank) == rank:
-            moved = store.storage.put_file(store.layout.data(job.checkpoint_id, path), directory / path)
+            moved = run.storage.put_file(run.layout.data(job.checkpoint_id, path), directory / path)
         else:
             moved = digest_file(directory / path)
         job.stored[path] = FileEntry(path, moved.bytes, moved.digest, rank)
@@ -212,10 +212,10 @@ def store_files(store: CheckpointStore, job: CommitJob, rank: int) -> list[FileE
         return list(pool.map(store_file, files))
 
 
-def write_manifest(store: CheckpointStore, job: CommitJob, parts: Sequence[Part]) -> Manifest:
+def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
     """Write the manifest: from here on the checkpoint exists."""
     all_stored_s = job.elapsed_s()
-    files = merge_files([*(part.files for part in parts), _store_index(store, job, parts)])
+    files = merge_files([*(part.files for part in parts), _store_index(run, job, parts)])
     manifest = Manifest(
         id=job.checkpoint_id,
         step=job.agreement.step,
@@ -228,18 +228,18 @@ def write_manifest(store: CheckpointStore, job: CommitJob, parts: Sequence[Part]
         metadata=job.agreement.metadata,
         timings=_timings(job, parts, all_stored_s),
     )
-    check_fence(store, manifest.attempt)
-    store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())  # last: this is the commit
+    check_fence(run, manifest.attempt)
+    run.storage.put_bytes(run.layout.manifest(manifest.id), manifest.encode())  # last: this is the commit
     return manifest
 
 
-def _store_index(store: CheckpointStore, job: CommitJob, parts: Sequence[Part]) -> list[FileEntry]:
+def _store_index(run: Run, job: CommitJob, parts: Sequence[Part]) -> list[FileEntry]:
     if all(part.state is None for part in parts):
         return []
     from .state_commit import store_index  # noqa: PLC0415 - torch, for states only
 
     def put(path: str, buffers: Sequence[memoryview]) -> Transfer:
-        return store.storage.put_buffers(store.layout.data(job.checkpoint_id, path), buffers)
+        return run.storage.put_buffers(run.layout.data(job.checkpoint_id, path), buffers)
 
     return store_index([part.state for part in parts], put)
 

@@ -7,21 +7,17 @@ one that is interrupted leaves the old object, the new one, or a damaged one, wh
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from .clock import utc_now
 from .confirmed_reads import confirm_damage
-from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError, UnsupportedFormatError
+from .errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
 from .layout import Layout, stem
 from .manifest import Manifest, is_id
-from .metrics import Metrics, clean_metrics, to_json
+from .metrics import Metrics, to_json
 from .records import FORMAT_VERSION, decode, seal, unseal
 from .storage import ObjectInfo, Storage
-
-if TYPE_CHECKING:
-    from .store import CheckpointStore
 
 _WHAT = "an evaluation"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -71,32 +67,21 @@ def check_free(manifest: Manifest, name: str) -> None:
         )
 
 
-def attach(store: "CheckpointStore", checkpoint_id: str, metrics: Mapping[str, object], name: str) -> None:
-    """Store an evaluation; see `CheckpointStore.attach_metrics`."""
-    check_evaluation_name(name)
-    cleaned = clean_metrics(metrics)
-    check_free(store.committed(checkpoint_id), name)
-    key = store.layout.evaluation(checkpoint_id, name)
+def encode_evaluation(checkpoint_id: str, name: str, metrics: Metrics) -> bytes:
+    """Return what is stored of an evaluation."""
     body = {
         "format": FORMAT_VERSION,
         "checkpoint": checkpoint_id,
         "name": name,
-        "metrics": to_json(cleaned),
+        "metrics": to_json(metrics),
         "evaluated_at": utc_now(),
     }
-    store.storage.put_bytes(key, seal(body))
-    try:
-        store.storage.size(store.layout.manifest(checkpoint_id))
-    except FileNotFoundError as exc:  # pruned since it was read: nobody else knows of the object
-        store.storage.delete([key])
-        raise CheckpointNotFoundError(
-            f"checkpoint {checkpoint_id} of run {store.run!r} in {store.storage.url} was pruned while it was evaluated"
-        ) from exc
+    return seal(body)
 
 
-def with_evaluations(store: "CheckpointStore", manifest: Manifest, names: Iterable[str]) -> Manifest:
+def with_evaluations(storage: Storage, layout: Layout, manifest: Manifest, names: Iterable[str]) -> Manifest:
     """Return `manifest` with what was attached under `names` among its metrics; costs a small read each."""
-    found = {name: metrics for name in names if (metrics := _read(store, manifest, name)) is not None}
+    found = {name: metrics for name in names if (metrics := _read(storage, layout, manifest, name)) is not None}
     if not found:
         return manifest
     return replace(manifest, metrics={**manifest.metrics, **found}, evaluations=tuple(sorted(found)))
@@ -140,14 +125,14 @@ def evaluation_of(layout: Layout, key: str) -> tuple[str, str] | None:
     return (checkpoint_id, name) if is_evaluation else None  # else somebody else's file
 
 
-def has_newer(store: "CheckpointStore", checkpoint_id: str, names: Iterable[str]) -> bool:
+def has_newer(storage: Storage, layout: Layout, checkpoint_id: str, names: Iterable[str]) -> bool:
     """Say whether a newer version attached one of `names`: then what the checkpoint is worth cannot be told."""
-    return any(_is_newer(store, checkpoint_id, name) for name in names)
+    return any(_is_newer(storage, layout, checkpoint_id, name) for name in names)
 
 
-def _is_newer(store: "CheckpointStore", checkpoint_id: str, name: str) -> bool:
+def _is_newer(storage: Storage, layout: Layout, checkpoint_id: str, name: str) -> bool:
     try:
-        _load(store, checkpoint_id, name)
+        _load(storage, layout, checkpoint_id, name)
     except UnsupportedFormatError:
         return True
     except (FileNotFoundError, CheckpointCorruptError):
@@ -155,16 +140,16 @@ def _is_newer(store: "CheckpointStore", checkpoint_id: str, name: str) -> bool:
     return False
 
 
-def _read(store: "CheckpointStore", manifest: Manifest, name: str) -> Metrics | None:
+def _read(storage: Storage, layout: Layout, manifest: Manifest, name: str) -> Metrics | None:
     """Return what was attached under `name`; None, with a warning, where it cannot be read: no checkpoint suffers from it."""
-    key = store.layout.evaluation(manifest.id, name)
+    key = layout.evaluation(manifest.id, name)
     try:
-        metrics = _load(store, manifest.id, name)
+        metrics = _load(storage, layout, manifest.id, name)
         check_free(manifest, name)
     except FileNotFoundError:  # deleted since it was listed
         return None
     except (ValueError, CheckpointCorruptError, UnsupportedFormatError) as exc:
-        _logger.warning("%s/%s is left out, as if the checkpoint were not evaluated: %s", store.storage.url, key, exc)
+        _logger.warning("%s/%s is left out, as if the checkpoint were not evaluated: %s", storage.url, key, exc)
         return None
     return metrics
 
@@ -178,9 +163,9 @@ class _Evaluation:
     metrics: Metrics
 
 
-def _load(store: "CheckpointStore", checkpoint_id: str, name: str) -> Metrics:
-    key = store.layout.evaluation(checkpoint_id, name)
-    return confirm_damage(store.storage, lambda storage: _load_from(storage, key, checkpoint_id, name))
+def _load(storage: Storage, layout: Layout, checkpoint_id: str, name: str) -> Metrics:
+    key = layout.evaluation(checkpoint_id, name)
+    return confirm_damage(storage, lambda it: _load_from(it, key, checkpoint_id, name))
 
 
 def _load_from(storage: Storage, key: str, checkpoint_id: str, name: str) -> Metrics:

@@ -12,7 +12,7 @@ from .manifest import AttemptNumber, Manifest, StepNumber, attempt_of
 from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records
 from .metrics import Metrics
 from .parallel_reads import read_all
-from .store import CheckpointStore
+from .run import Run
 
 CHUNK_AGE_S = 2.0
 MOST_PARTS = 32
@@ -52,8 +52,8 @@ class HistoryWriter:
 
     """
 
-    def __init__(self, store: CheckpointStore, attempt: int, recorded: str | None = None) -> None:
-        self._store = store
+    def __init__(self, run: Run, attempt: int, recorded: str | None = None) -> None:
+        self._run = run
         self._attempt = attempt
         self._first = 0  # the number of the first of `_lines`
         self._lines: list[bytes] = []  # what is stored, but not yet as one of a thousand
@@ -99,9 +99,9 @@ class HistoryWriter:
         taken = self._pending[: min(most, CHUNK_RECORDS - len(self._lines))]
         number = self._first + len(self._lines)
         lines = [encode_line(number + place, asdict(record)) for place, record in enumerate(taken)]
-        part = new_chunk(self._store.layout, self._attempt, number + len(lines) - 1, len(lines))
+        part = new_chunk(self._run.layout, self._attempt, number + len(lines) - 1, len(lines))
         self._parts[part] = False
-        self._store.storage.put_bytes(part.key, join_lines(lines))
+        self._run.storage.put_bytes(part.key, join_lines(lines))
         self._parts[part] = True
         self._oldest_s = time.monotonic()
         del self._pending[: len(taken)]
@@ -113,21 +113,21 @@ class HistoryWriter:
     def _merge(self) -> None:
         """Have one object in the place of all parts; what an error leaves undone, the next call does."""
         if len(self._parts) > 1:
-            whole = new_chunk(self._store.layout, self._attempt, self._first + len(self._lines) - 1, len(self._lines))
+            whole = new_chunk(self._run.layout, self._attempt, self._first + len(self._lines) - 1, len(self._lines))
             if not self._parts.setdefault(whole, False):  # else all lines were stored at once, after errors
-                self._store.storage.put_bytes(whole.key, join_lines(self._lines))
-            if self._store.storage.get_bytes(whole.key) != join_lines(self._lines):
-                raise StorageError(f"{self._store.storage.url}/{whole.key} holds something else than was stored just now")
+                self._run.storage.put_bytes(whole.key, join_lines(self._lines))
+            if self._run.storage.get_bytes(whole.key) != join_lines(self._lines):
+                raise StorageError(f"{self._run.storage.url}/{whole.key} holds something else than was stored just now")
             self._replaced += [part for part in self._parts if part != whole]
             self._parts = {whole: True}
         if self._is_full:
             self._first, self._lines, self._parts = self._first + CHUNK_RECORDS, [], {}
         if self._replaced:
-            self._store.storage.delete([part.key for part in self._replaced])
+            self._run.storage.delete([part.key for part in self._replaced])
             self._replaced = []
 
 
-def read_history(store: CheckpointStore) -> list[MetricRecord]:
+def read_history(run: Run) -> list[MetricRecord]:
     """Return every stored report, oldest first; what cannot be read is left out with a warning.
 
     A leader that was killed leaves up to two seconds of reports unstored; those that came with a committed checkpoint
@@ -135,12 +135,12 @@ def read_history(store: CheckpointStore) -> list[MetricRecord]:
     """
     records: list[MetricRecord] = []
     known: set[str] = set()
-    for record in read_records(store.storage, store.layout, MetricRecord):
+    for record in read_records(run.storage, run.layout, MetricRecord):
         if record.checkpoint is None or record.checkpoint not in known:  # a leader may make up for one twice
             records.append(record)
         if record.checkpoint is not None:
             known.add(record.checkpoint)
-    filled_in = [_record_of(manifest) for manifest in store.readable(it for it in store.listed() if it.id not in known)]
+    filled_in = [_record_of(manifest) for manifest in run.readable(it for it in run.listed() if it.id not in known)]
     attempts = [record.attempt for record in records]
     if not filled_in and attempts == sorted(attempts):
         return records
@@ -157,7 +157,7 @@ def newest_metrics(history: Sequence[MetricRecord]) -> Metrics:
     return metrics
 
 
-def lost_records(store: CheckpointStore, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:
+def lost_records(run: Run, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:
     """Return the reports of `listed` checkpoints that leaders before `attempt` were killed too early to store.
 
     Who leads `attempt` stores them before anything is pruned: then a manifest is all that remembers them. Costs a small read
@@ -167,18 +167,18 @@ def lost_records(store: CheckpointStore, listed: Sequence[ListedCheckpoint], att
     before = sorted({number for it in listed if (number := attempt_of(it.id)) < attempt})
 
     def newest_of_killed(number: int) -> str | None:
-        return newest_recorded(store, number) if read_outcome(store, number) is None else None
+        return newest_recorded(run, number) if read_outcome(run, number) is None else None
 
     recorded = dict(zip(before, read_all(before, newest_of_killed), strict=True))
     lost = [it for it in listed if (newest := recorded.get(attempt_of(it.id))) is not None and it.id > newest]
-    return [_record_of(manifest) for manifest in store.readable(lost)]
+    return [_record_of(manifest) for manifest in run.readable(lost)]
 
 
-def newest_recorded(store: CheckpointStore, attempt: int | None = None) -> str:
+def newest_recorded(run: Run, attempt: int | None = None) -> str:
     """Return the newest checkpoint whose report is stored, of one attempt or of all; empty if none is."""
     newest = ""
-    for chunk in reversed(list_chunks(store.storage, store.layout, attempt)):
-        records = read_chunk(store.storage, chunk, MetricRecord) or {}  # empty: it was put together with older ones
+    for chunk in reversed(list_chunks(run.storage, run.layout, attempt)):
+        records = read_chunk(run.storage, chunk, MetricRecord) or {}  # empty: it was put together with older ones
         known = (record.checkpoint for record in records.values() if attempt in (None, record.attempt))
         newest = max([newest, *(checkpoint for checkpoint in known if checkpoint)])
         if newest and (len(records) == chunk.count or not chunk.proves_itself):  # else others may hold what is missing in it

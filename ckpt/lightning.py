@@ -27,6 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from .arguments import Upload, check_upload
+from .context import context_or_none
 from .lightning_logger import ReportLogger
 from .lightning_random import read_random_state, save_random_state, set_random_state
 from .lightning_ranks import (
@@ -37,7 +38,7 @@ from .lightning_ranks import (
     prepare_trainer,
 )
 from .rank_parts import folder_of_all_ranks, part_of_rank
-from .reporting import context_or_none, get_checkpoint, report
+from .reporting import get_checkpoint, report
 from .restored_part import restored_part
 
 if TYPE_CHECKING:

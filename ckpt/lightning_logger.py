@@ -10,7 +10,8 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from .reporting import context_or_none, log_metrics
+from .context import context_or_none
+from .reporting import log_metrics
 
 
 class ReportLogger(Logger):

@@ -11,8 +11,8 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from .context import TrainContext
-from .reporting import context_or_none, get_context
+from .context import TrainContext, context_or_none
+from .reporting import get_context
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy as _Parallel

@@ -4,14 +4,12 @@ import logging
 import shutil
 import tempfile
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from .errors import CheckpointError
 from .manifest import Manifest
+from .run import Run
 from .transfer import cached_files
-
-if TYPE_CHECKING:
-    from .store import CheckpointStore, VerifyLevel
+from .verification import VerifyLevel, verify
 
 _ROOM = 2  # times the checkpoint's size must be free: the training wants some, and TMPDIR may be memory
 _logger = logging.getLogger(__name__)
@@ -23,7 +21,7 @@ class NodeCopy:
     def __init__(self) -> None:
         self._kept = ExitStack()
 
-    def verify(self, store: "CheckpointStore", manifest: Manifest, level: "VerifyLevel") -> None:
+    def verify(self, run: Run, manifest: Manifest, level: VerifyLevel) -> None:
         """Do what `CheckpointStore.verify` does; what is read from a bucket to prove it whole is kept, where there is room.
 
         Raises:
@@ -31,18 +29,18 @@ class NodeCopy:
             CheckpointNotFoundError: If the checkpoint is being pruned.
 
         """
-        is_in_place = store.storage.local_path(store.layout.data(manifest.id)) is not None
+        is_in_place = run.storage.local_path(run.layout.data(manifest.id)) is not None
         if level != "digest" or is_in_place or not _has_room(manifest.total_bytes):
-            store.verify(manifest, level)
+            verify(run, manifest, level)
             return
-        store.verify(manifest, "size")
+        verify(run, manifest, "size")
         try:
-            self._kept.enter_context(cached_files(store, manifest, manifest.files))
+            self._kept.enter_context(cached_files(run, manifest, manifest.files))
         except CheckpointError:
             raise
         except OSError as exc:  # of this machine's disk, which a proof does not need
             _logger.warning("checkpoint %s is not kept on this node, so each reader reads it again: %s", manifest.id, exc)
-            store.verify(manifest, level)
+            verify(run, manifest, level)
 
     def release(self) -> None:
         """Let the files go as soon as nobody else on this node reads them; harmless when there are none."""

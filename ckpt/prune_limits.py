@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from .attempts import Attempt, read_outcome
 from .history import newest_recorded
-from .store import CheckpointStore
+from .run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class PruneLimits:
     up_to: str | None = None
 
 
-def prune_limits(store: CheckpointStore, attempt: Attempt | None) -> PruneLimits:
+def prune_limits(run: Run, attempt: Attempt | None) -> PruneLimits:
     """Return the limits of a prune by somebody other than the leader of `attempt`, the newest of the run.
 
     An attempt without an outcome is running, or its leader was killed, and then the next one stores the reports that it left
     unstored. Costs a small read; without an outcome, a listing and a read of the metric history too.
     """
-    if attempt is None or read_outcome(store, attempt.number) is not None:
+    if attempt is None or read_outcome(run, attempt.number) is not None:
         return PruneLimits()
-    return PruneLimits(() if attempt.restored_id is None else (attempt.restored_id,), newest_recorded(store))
+    return PruneLimits(() if attempt.restored_id is None else (attempt.restored_id,), newest_recorded(run))

@@ -4,7 +4,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
 
 from .deletion_marks import DeletionMark, marked, remove_stale_marks
 from .errors import StorageError
@@ -13,48 +12,42 @@ from .folder_readers import is_read
 from .layout import attempt_number, stem
 from .manifest import Manifest, attempt_of, is_id
 from .retention import Plan, RetentionPolicy, overdue_evaluations, plan
-
-if TYPE_CHECKING:
-    from .store import CheckpointStore
+from .run import Run
 
 GARBAGE_GRACE_S = 3600.0
 _DAY_S = 24 * 3600.0
 _logger = logging.getLogger(__name__)
 
 
-def prune(
-    store: "CheckpointStore", policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str, ...], up_to: str | None
-) -> Plan[Manifest]:
+def prune(run: Run, policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str, ...], up_to: str | None) -> Plan[Manifest]:
     """Delete what `policy` drops; see `CheckpointStore.prune`."""
-    listed = store.listed()
-    if store.memory is not None:
-        store.memory.forget_all_but([it.id for it in listed])
-    manifests = store.readable(listed)
+    listed = run.listed()
+    if run.memory is not None:
+        run.memory.forget_all_but([it.id for it in listed])
+    manifests = run.readable(listed)
     overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))
-    kept = (*in_use, *_newer_evaluated(store, manifests, {it.id: it.evaluations for it in listed}))
-    decided = plan(manifests, policy, pinned=store.pinned(), in_use=kept, up_to=up_to, overdue=overdue)
+    kept = (*in_use, *_newer_evaluated(run, manifests, {it.id: it.evaluations for it in listed}))
+    decided = plan(manifests, policy, pinned=run.pinned(), in_use=kept, up_to=up_to, overdue=overdue)
     if dry_run or not decided.drop:
         return decided
-    with marked(store, (manifest.id for manifest in decided.drop)) as mark:
-        pinned = _delete_all(store, decided.drop, {it.id: it.evaluations for it in listed}, mark)
+    with marked(run, (manifest.id for manifest in decided.drop)) as mark:
+        pinned = _delete_all(run, decided.drop, {it.id: it.evaluations for it in listed}, mark)
     return Plan(
         keep={**decided.keep, **dict.fromkeys(pinned, ("pinned",))},
         drop=tuple(manifest for manifest in decided.drop if manifest.id not in pinned),
     )
 
 
-def _newer_evaluated(
-    store: "CheckpointStore", manifests: Iterable[Manifest], attached: dict[str, tuple[str, ...]]
-) -> Iterator[str]:
+def _newer_evaluated(run: Run, manifests: Iterable[Manifest], attached: dict[str, tuple[str, ...]]) -> Iterator[str]:
     """Yield the ids of checkpoints with an evaluation of a newer version, which may have found them the best of all."""
     for manifest in manifests:
         unread = set(attached[manifest.id]) - set(manifest.evaluations)
-        if has_newer(store, manifest.id, unread):
+        if has_newer(run.storage, run.layout, manifest.id, unread):
             yield manifest.id
 
 
 def _delete_all(
-    store: "CheckpointStore", dropped: tuple[Manifest, ...], evaluations: dict[str, tuple[str, ...]], mark: DeletionMark
+    run: Run, dropped: tuple[Manifest, ...], evaluations: dict[str, tuple[str, ...]], mark: DeletionMark
 ) -> set[str]:
     """Delete what nobody has pinned meanwhile, and return the ids of what somebody has."""
     failures: list[tuple[Manifest, Exception]] = []
@@ -66,43 +59,41 @@ def _delete_all(
                 pinned = None
                 mark.renew()
             if pinned is None:
-                pinned = store.pinned()
+                pinned = run.pinned()
             if manifest.id in pinned:
                 spared.add(manifest.id)
             else:
-                _delete(store, manifest, evaluations[manifest.id])
+                _delete(run, manifest, evaluations[manifest.id])
         except (StorageError, OSError) as exc:
             failures.append((manifest, exc))
     if failures:
         manifest, first = failures[0]
         raise StorageError(
-            f"{len(failures)} of {len(dropped)} checkpoints of run {store.run!r} could not be deleted, "
+            f"{len(failures)} of {len(dropped)} checkpoints of run {run.name!r} could not be deleted, "
             f"{manifest.id} first: {first}; the next prune tries again"
         ) from first
     return spared
 
 
-def _delete(store: "CheckpointStore", manifest: Manifest, evaluations: tuple[str, ...]) -> None:
+def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:
     """Delete the manifest, then the data, which garbage collection does later where somebody reads them in place."""
-    layout = store.layout
-    store.storage.delete([layout.manifest(manifest.id)])
-    if store.memory is not None:  # a listing that still shows it must not bring it back
-        store.memory.forget(manifest.id)
+    layout = run.layout
+    run.storage.delete([layout.manifest(manifest.id)])
+    if run.memory is not None:  # a listing that still shows it must not bring it back
+        run.memory.forget(manifest.id)
     data = [layout.data(manifest.id, entry.path) for entry in manifest.files]
     attached = [layout.evaluation(manifest.id, name) for name in evaluations]
-    store.storage.delete([*([] if is_read(store.storage, data) else data), *attached, layout.metadata(manifest.id)])
+    run.storage.delete([*([] if is_read(run.storage, data) else data), *attached, layout.metadata(manifest.id)])
 
 
-def collect_garbage(
-    store: "CheckpointStore", *, grace_s: float = GARBAGE_GRACE_S, keep_quarantined_days: float | None = None
-) -> list[str]:
+def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quarantined_days: float | None = None) -> list[str]:
     """Delete data that no manifest names and nobody can still be writing or reading in place; return the ids it belonged to.
 
     An id is garbage when its attempt has committed a later one (an attempt uploads in order, so this one was given up or
     pruned), or when a newer attempt began and the data is older than `grace_s`. Evaluations go with the data, or after it.
 
     Args:
-        store: The run.
+        run: The run.
         grace_s: For how many seconds data of an older attempt stay, by the storage's clock.
         keep_quarantined_days: For how many days the data of a checkpoint in quarantine stay, by the same clock, if nobody has
             pinned it; None keeps them for good. The note stays in any case.
@@ -110,18 +101,18 @@ def collect_garbage(
     """
     data: dict[str, set[str]] = defaultdict(set)
     modified_s: dict[str, float] = defaultdict(float)
-    for info in store.storage.list(store.layout.checkpoints):
-        checkpoint_id = info.key.removeprefix(store.layout.checkpoints).partition("/")[0]
+    for info in run.storage.list(run.layout.checkpoints):
+        checkpoint_id = info.key.removeprefix(run.layout.checkpoints).partition("/")[0]
         data[checkpoint_id].add(info.key)
         modified_s[checkpoint_id] = max(modified_s[checkpoint_id], info.modified_s)
     # Before and after the manifests: a restore puts the manifest, then removes the note, and a quarantine does the opposite.
-    quarantined = _quarantined(store)
+    quarantined = _quarantined(run)
     # Listed after the data: a checkpoint committed in between is then seen as committed, not as garbage.
-    manifests = store.keys(store.layout.manifests)
-    committed = {it for key in manifests if (it := committed_id(store.layout, key)) is not None}
-    attempts = list(store.storage.list(store.layout.attempts))
+    manifests = run.keys(run.layout.manifests)
+    committed = {it for key in manifests if (it := committed_id(run.layout, key)) is not None}
+    attempts = list(run.storage.list(run.layout.attempts))
     newest_attempt = max((attempt_number(info.key) for info in attempts), default=0)
-    quarantined |= _quarantined(store)
+    quarantined |= _quarantined(run)
     # The storage's own clock, read off its newest object: this machine's may be hours away.
     now_s = max([*modified_s.values(), *quarantined.values(), *(info.modified_s for info in attempts)], default=0.0)
 
@@ -134,45 +125,45 @@ def collect_garbage(
         return attempt < newest_attempt and modified_s[checkpoint_id] < now_s - grace_s
 
     # Asked for by name: a listing may have missed a manifest, and what is deleted is gone for good.
-    garbage = [it for it in sorted(data) if is_garbage(it) and not store.exists(it) and not is_read(store.storage, data[it])]
+    garbage = [it for it in sorted(data) if is_garbage(it) and not run.exists(it) and not is_read(run.storage, data[it])]
     for checkpoint_id in garbage:
-        store.storage.delete(data[checkpoint_id])
-        _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, store.run)
+        run.storage.delete(data[checkpoint_id])
+        _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
     if keep_quarantined_days is not None:
         expired_s = now_s - keep_quarantined_days * _DAY_S
         expired = [it for it, since_s in quarantined.items() if it in data and it not in committed and since_s <= expired_s]
-        garbage += _delete_quarantined(store, expired, data)
-    _delete_left_evaluations(store, manifests, kept=committed | (quarantined.keys() & (data.keys() - set(garbage))))
-    remove_stale_marks(store, now_s)
-    store.storage.remove_interrupted(f"{store.run}/", grace_s)
+        garbage += _delete_quarantined(run, expired, data)
+    _delete_left_evaluations(run, manifests, kept=committed | (quarantined.keys() & (data.keys() - set(garbage))))
+    remove_stale_marks(run, now_s)
+    run.storage.remove_interrupted(f"{run.name}/", grace_s)
     return garbage
 
 
-def _quarantined(store: "CheckpointStore") -> dict[str, float]:
+def _quarantined(run: Run) -> dict[str, float]:
     """Return since when, by the storage's clock, each checkpoint in quarantine is there."""
-    return {stem(info.key): info.modified_s for info in store.storage.list(store.layout.quarantined)}
+    return {stem(info.key): info.modified_s for info in run.storage.list(run.layout.quarantined)}
 
 
-def _delete_quarantined(store: "CheckpointStore", expired: Iterable[str], data: Mapping[str, Collection[str]]) -> list[str]:
+def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Collection[str]]) -> list[str]:
     """Delete the data of those that nobody has pinned or restored, and return their ids."""
     deleted = []
     for checkpoint_id in sorted(expired):
-        with marked(store, [checkpoint_id]) as mark:
+        with marked(run, [checkpoint_id]) as mark:
             mark.renew()
-            if checkpoint_id in store.pinned() or store.exists(checkpoint_id):
+            if checkpoint_id in run.pinned() or run.exists(checkpoint_id):
                 continue
-            store.storage.delete(data[checkpoint_id])
+            run.storage.delete(data[checkpoint_id])
         deleted.append(checkpoint_id)
-        _logger.info("removed the data of checkpoint %s of run %r: its time in quarantine is over", checkpoint_id, store.run)
+        _logger.info("removed the data of checkpoint %s of run %r: its time in quarantine is over", checkpoint_id, run.name)
     return deleted
 
 
-def _delete_left_evaluations(store: "CheckpointStore", keys: Iterable[str], *, kept: Collection[str]) -> None:
+def _delete_left_evaluations(run: Run, keys: Iterable[str], *, kept: Collection[str]) -> None:
     """Delete those evaluations among `keys` whose checkpoint is gone: it was pruned while they were written, say."""
     left: dict[str, list[str]] = defaultdict(list)
     for key in keys:
-        if (evaluation := evaluation_of(store.layout, key)) is not None and evaluation[0] not in kept:
+        if (evaluation := evaluation_of(run.layout, key)) is not None and evaluation[0] not in kept:
             left[evaluation[0]].append(key)
     for checkpoint_id, attached in left.items():
-        if not store.exists(checkpoint_id):  # it may have been committed during the listing
-            store.storage.delete(attached)
+        if not run.exists(checkpoint_id):  # it may have been committed during the listing
+            run.storage.delete(attached)

@@ -3,40 +3,37 @@
 import logging
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .clock import utc_now
 from .deletion_marks import is_marked
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
 from .layout import stem
 from .manifest import Manifest, attempt_of, is_id
+from .run import Run
 from .verification import verify_uncommitted
-
-if TYPE_CHECKING:
-    from .store import CheckpointStore
 
 _logger = logging.getLogger(__name__)
 
 
-def quarantine(store: "CheckpointStore", checkpoint_id: str, reason: str) -> None:
+def quarantine(run: Run, checkpoint_id: str, reason: str) -> None:
     """Take a damaged checkpoint out of the run, keeping its data, its manifest and the reason for whoever looks into it.
 
     Raises:
         CheckpointNotFoundError: If it is not damaged but gone: who prunes deletes the manifest first.
 
     """
-    manifest_key = store.layout.manifest(checkpoint_id)
+    manifest_key = run.layout.manifest(checkpoint_id)
     try:
-        manifest = store.storage.reopened().get_bytes(manifest_key).decode(errors="replace")
+        manifest = run.storage.reopened().get_bytes(manifest_key).decode(errors="replace")
     except FileNotFoundError as exc:
-        raise CheckpointNotFoundError(f"checkpoint {checkpoint_id} of run {store.run!r} was pruned meanwhile") from exc
-    _logger.warning("checkpoint %s of run %r is damaged and set aside: %s", checkpoint_id, store.run, reason)
-    key = store.layout.quarantine(checkpoint_id)
-    before = str((store.get_json(key) or {}).get("manifest"))  # a restore that was killed may have torn what it put
+        raise CheckpointNotFoundError(f"checkpoint {checkpoint_id} of run {run.name!r} was pruned meanwhile") from exc
+    _logger.warning("checkpoint %s of run %r is damaged and set aside: %s", checkpoint_id, run.name, reason)
+    key = run.layout.quarantine(checkpoint_id)
+    before = str((run.get_json(key) or {}).get("manifest"))  # a restore that was killed may have torn what it put
     if not _is_intact(manifest) and _is_intact(before):
         manifest = before
-    store.put_json(key, {"reason": reason, "manifest": manifest, "quarantined_at": utc_now()})
-    store.storage.delete([manifest_key])
+    run.put_json(key, {"reason": reason, "manifest": manifest, "quarantined_at": utc_now()})
+    run.storage.delete([manifest_key])
 
 
 def _is_intact(manifest: str) -> bool:
@@ -47,48 +44,48 @@ def _is_intact(manifest: str) -> bool:
     return True
 
 
-def restore(store: "CheckpointStore", checkpoint_id: str) -> Manifest:
+def restore(run: Run, checkpoint_id: str) -> Manifest:
     """Bring a quarantined checkpoint back; see `CheckpointStore.restore`."""
-    key = store.layout.quarantine(checkpoint_id)
-    note = store.get_json(key)
+    key = run.layout.quarantine(checkpoint_id)
+    note = run.get_json(key)
     if note is None:
         raise CheckpointNotFoundError(
-            f"run {store.run!r} in {store.storage.url} has no checkpoint {checkpoint_id} in quarantine; "
-            f"prefect-torch show {shlex.join([store.storage.url, store.run])} lists those that it has"
+            f"run {run.name!r} in {run.storage.url} has no checkpoint {checkpoint_id} in quarantine; "
+            f"prefect-torch show {shlex.join([run.storage.url, run.name])} lists those that it has"
         )
     try:
-        manifest = _commit_again(store, checkpoint_id, str(note.get("manifest")).encode())
+        manifest = _commit_again(run, checkpoint_id, str(note.get("manifest")).encode())
     except CheckpointCorruptError as exc:
         raise CheckpointCorruptError(f"checkpoint {checkpoint_id} stays in quarantine, since it is damaged: {exc}") from exc
-    store.storage.delete([key])
+    run.storage.delete([key])
     return manifest
 
 
-def _commit_again(store: "CheckpointStore", checkpoint_id: str, data: bytes) -> Manifest:
+def _commit_again(run: Run, checkpoint_id: str, data: bytes) -> Manifest:
     manifest = Manifest.decode(data, "the manifest in its quarantine note")
     if manifest.id != checkpoint_id:
         raise CheckpointCorruptError(f"its quarantine note holds the manifest of {manifest.id}")
-    verify_uncommitted(store, manifest, "digest")
-    manifest_key = store.layout.manifest(checkpoint_id)
-    store.storage.put_bytes(manifest_key, data)
+    verify_uncommitted(run, manifest, "digest")
+    manifest_key = run.layout.manifest(checkpoint_id)
+    run.storage.put_bytes(manifest_key, data)
     try:
-        _check_stays(store, manifest, manifest_key)
+        _check_stays(run, manifest, manifest_key)
     except BaseException:
-        store.storage.delete([manifest_key])
+        run.storage.delete([manifest_key])
         raise
     return manifest
 
 
-def _check_stays(store: "CheckpointStore", manifest: Manifest, manifest_key: str) -> None:
-    if is_marked(store, manifest.id, witness=manifest_key):
+def _check_stays(run: Run, manifest: Manifest, manifest_key: str) -> None:
+    if is_marked(run, manifest.id, witness=manifest_key):
         raise CheckpointCorruptError("its time in quarantine is over, and its data are being removed")
-    verify_uncommitted(store, manifest, "size")  # last: who removed its mark before has removed the data
+    verify_uncommitted(run, manifest, "size")  # last: who removed its mark before has removed the data
 
 
-def why_quarantined(store: "CheckpointStore", lineage: int = 1) -> dict[str, str]:
+def why_quarantined(run: Run, lineage: int = 1) -> dict[str, str]:
     """Return the ids in quarantine that attempts from `lineage` on wrote, and for each what was wrong with it."""
-    ids = sorted(map(stem, store.keys(store.layout.quarantined)))
-    return {it: _reason(store, it) for it in ids if is_id(it) and attempt_of(it) >= lineage}
+    ids = sorted(map(stem, run.keys(run.layout.quarantined)))
+    return {it: _reason(run, it) for it in ids if is_id(it) and attempt_of(it) >= lineage}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ class _Note:
     reason: str
 
 
-def _reason(store: "CheckpointStore", checkpoint_id: str) -> str:
-    key = store.layout.quarantine(checkpoint_id)
-    note = store.leave_out_newer(lambda: store.get_record(_Note, key, "the note of a quarantine"))
+def _reason(run: Run, checkpoint_id: str) -> str:
+    key = run.layout.quarantine(checkpoint_id)
+    note = run.leave_out_newer(lambda: run.get_record(_Note, key, "the note of a quarantine"))
     return "unknown" if note is None else note.reason

@@ -10,16 +10,16 @@ from .errors import CheckpointError
 from .events import CommitEvent, EventSender
 from .pace import CheckpointPace
 from .peers import Peers
+from .run import Run
 from .scratch import remove_scratch
 from .staging import take_over
-from .store import CheckpointStore
 
 
 class RankCommits:
     """What a rank commits in one attempt.
 
     Args:
-        store: The run.
+        run: The run.
         peers: The ranks.
         events: Where commits are told.
         pace: What measures them.
@@ -33,21 +33,21 @@ class RankCommits:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        run: Run,
         peers: Peers,
         events: EventSender,
         pace: CheckpointPace,
         max_in_flight: int,
         restored: Checkpoint | None,
     ) -> None:
-        self._store = store
+        self._run = run
         self._peers = peers
         self._events = events
         self._pace = pace
         self._max_in_flight = max_in_flight
         self._background = BackgroundCommits()
         self._decided: list[str] = []  # on rank 0, the topics of the commit before
-        self._parent = None if restored is None else _name_from(store, restored)
+        self._parent = None if restored is None else _name_from(run, restored)
         self.newest_step = self._committed_step = -1 if restored is None else restored.step
 
     def make_room(self, *, for_another: bool) -> None:
@@ -101,7 +101,7 @@ class RankCommits:
         started_s = time.monotonic()
         stall_s: float | None = None
         try:
-            manifest = commit(self._store, self._peers, replace(job, parent=self._parent))
+            manifest = commit(self._run, self._peers, replace(job, parent=self._parent))
             stall_s = None if manifest is None else manifest.timings["stall_s"]
         finally:
             self._pace.end(stall_s)
@@ -122,7 +122,7 @@ class RankCommits:
         self.newest_step = max(self._committed_step, self._background.newest_step)
 
 
-def _name_from(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
+def _name_from(run: Run, checkpoint: Checkpoint) -> str | None:
     """Return the checkpoint's id, or its path where that alone tells which run it belongs to."""
-    own = checkpoint.store is not None and checkpoint.store.path == store.path
+    own = checkpoint.store is not None and checkpoint.store.path == run.path
     return checkpoint.id if own else checkpoint.path

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from .arguments import Upload
 from .checkpoint import Checkpoint
-from .context import TrainContext
+from .context import TrainContext, set_context
 
 if TYPE_CHECKING:
     from .session import RankSession  # half of what an import of this package would cost, and only ranks need it
@@ -17,6 +17,7 @@ def start_session(session: "RankSession | None") -> None:
     """Make `session` the one that this process reports to; None ends it."""
     global _session  # noqa: PLW0603 - a rank is a process, and user code calls report() from any of its threads
     _session = session
+    set_context(None if session is None else session.context)
 
 
 def report(
@@ -108,16 +109,6 @@ def get_context() -> TrainContext:
 
     """
     return _require_session("get_context").context
-
-
-def context_or_none() -> TrainContext | None:
-    """Return this rank's place; None outside of a training function."""
-    return None if _session is None else _session.context
-
-
-def place_of_this_rank() -> tuple[int, int]:
-    """Return this rank and the number of ranks; outside of a training, a process on its own."""
-    return (0, 1) if _session is None else (_session.context.world_rank, _session.context.world_size)
 
 
 def _require_session(name: str) -> "RankSession":

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .context import context_or_none
 from .errors import CheckpointNotFoundError
-from .reporting import context_or_none, get_checkpoint
+from .reporting import get_checkpoint
 
 
 @contextmanager

@@ -4,18 +4,20 @@ import logging
 import shlex
 from collections.abc import Callable
 
+from . import verification
 from .errors import CheckpointCorruptError, MalformedRecordError
 from .evaluations import ListedCheckpoint
 from .manifest import Manifest
 from .node_copy import NodeCopy
 from .quarantining import quarantine, why_quarantined
-from .store import CheckpointStore, VerifyLevel
+from .run import Run
+from .verification import VerifyLevel
 
 _logger = logging.getLogger(__name__)
 
 
 def choose_checkpoint(
-    store: CheckpointStore,
+    run: Run,
     *,
     lineage: int,
     verify: VerifyLevel,
@@ -28,7 +30,7 @@ def choose_checkpoint(
     place of a manifest, which stays as it is.
 
     Args:
-        store: The run.
+        run: The run.
         lineage: The first attempt whose checkpoints count.
         verify: How a checkpoint is proven whole.
         node_copy: Keeps what is read to prove it; None keeps nothing.
@@ -43,35 +45,35 @@ def choose_checkpoint(
 
     def prove(listed: ListedCheckpoint) -> Manifest | None:
         try:
-            manifest = store.committed(listed.id)
+            manifest = run.committed(listed.id)
             if node_copy is None:
-                store.verify(manifest, verify)
+                verification.verify(run, manifest, verify)
             else:
-                node_copy.verify(store, manifest, verify)
+                node_copy.verify(run, manifest, verify)
         except MalformedRecordError as exc:
-            _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, store.run, exc)
+            _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, run.name, exc)
             unreadable[listed.id] = str(exc)
             return None
         except CheckpointCorruptError as exc:
-            quarantine(store, listed.id, str(exc))
+            quarantine(run, listed.id, str(exc))
             if on_quarantine is not None:
                 on_quarantine(listed.id, str(exc))
             return None
         return manifest
 
-    chosen = store.find_newest(prove, oldest_attempt=lineage)
+    chosen = run.find_newest(prove, oldest_attempt=lineage)
     if chosen is None:
-        _refuse_if_damaged(store, lineage, unreadable)
+        _refuse_if_damaged(run, lineage, unreadable)
     return chosen
 
 
-def _refuse_if_damaged(store: CheckpointStore, lineage: int, unreadable: dict[str, str]) -> None:
-    quarantined = why_quarantined(store, lineage)
+def _refuse_if_damaged(run: Run, lineage: int, unreadable: dict[str, str]) -> None:
+    quarantined = why_quarantined(run, lineage)
     damaged = quarantined | unreadable
     if damaged:
         tried = "\n  ".join(f"{checkpoint_id}: {reason}" for checkpoint_id, reason in sorted(damaged.items()))
-        restore = shlex.join(["prefect-torch", "restore", store.storage.url, store.run, max(quarantined, default="ID")])
+        restore = shlex.join(["prefect-torch", "restore", run.storage.url, run.name, max(quarantined, default="ID")])
         raise CheckpointCorruptError(
-            f"run {store.run!r} in {store.storage.url} has no whole checkpoint left, and does not start from zero unasked "
+            f"run {run.name!r} in {run.storage.url} has no whole checkpoint left, and does not start from zero unasked "
             f"(resume='never' does); `{restore}` brings one back whose damage is mended; damaged are\n  {tried}"
         )

@@ -25,9 +25,9 @@ from .peers import Peers, RankEnd
 from .prompts import CheckpointPrompts
 from .rank_commits import RankCommits
 from .refusal import Refusal
+from .run import Run
 from .scratch import scratch_folder
 from .staging import check_apart, scan_files
-from .store import CheckpointStore
 
 if TYPE_CHECKING:
     from .state_reports import StateReports
@@ -58,7 +58,7 @@ class RankSession:
 
     Args:
         context: The rank's place.
-        store: The run.
+        run: The run.
         key_value: What the ranks and the leader share.
         restored: The checkpoint that this attempt begins from.
         settings: How the training checkpoints.
@@ -69,13 +69,13 @@ class RankSession:
     def __init__(
         self,
         context: TrainContext,
-        store: CheckpointStore,
+        run: Run,
         key_value: KeyValue,
         restored: Checkpoint | None = None,
         settings: ReportSettings = ReportSettings(),
         ends_soon: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        self.store = store
+        self.run = run
         self.restored = restored
         self._peers = Peers(key_value, context.world_rank, context.world_size)
         self._events = EventSender(key_value)
@@ -85,7 +85,7 @@ class RankSession:
         self._one_report = threading.Lock()
         self._score_attribute = settings.checkpoint_score_attribute
         pace = CheckpointPace(settings.target_overhead)
-        self._commits = RankCommits(store, self._peers, self._events, pace, settings.max_in_flight, restored)
+        self._commits = RankCommits(run, self._peers, self._events, pace, settings.max_in_flight, restored)
         self._prompts = CheckpointPrompts(self._peers, pace, ends_soon)
         self.context = replace(context, _decide=self._prompts.ask, _has_told_end=lambda: self._prompts.has_told_end)
         self._parted: CheckpointError | None = None
@@ -191,7 +191,7 @@ class RankSession:
             raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(folder)")  # noqa: TRY004 - as above
         directory = checkpoint.directory
         if directory is not None:
-            check_apart(directory, self.store.storage.local_path(self.store.run))
+            check_apart(directory, self.run.storage.local_path(self.run.name))
         if directory is None or lies_in_checkpoint(directory.resolve()):
             # A committed checkpoint is never taken apart: what is moved or stored again is a copy.
             directory = cleanup.enter_context(scratch_folder())

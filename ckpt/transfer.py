@@ -5,21 +5,18 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .confirmed_reads import confirm_damage
 from .folder_readers import reading
 from .keys import check_key, temporary_name
 from .manifest import FileEntry, Manifest
 from .parallel_reads import for_each
+from .run import Run
 from .storage import Storage
-from .verification import check_entry, missing
-
-if TYPE_CHECKING:
-    from .store import CheckpointStore
+from .verification import check_entry, missing, verify
 
 
-def download(store: "CheckpointStore", manifest: Manifest, entries: Iterable[FileEntry], target: Path) -> None:
+def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target: Path) -> None:
     """Write files of a checkpoint below `target`; returns only if all are what was committed.
 
     Raises:
@@ -32,14 +29,14 @@ def download(store: "CheckpointStore", manifest: Manifest, entries: Iterable[Fil
         path = target / check_key(entry.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(temporary_name())
-        download_file(store, manifest, entry, partial)
+        download_file(run, manifest, entry, partial)
         partial.replace(path)
 
     for_each(entries, fetch)
 
 
 @contextmanager
-def readable_files(store: "CheckpointStore", manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path]:
+def readable_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path]:
     """Yield a folder of this machine with `files` of a checkpoint, verified: in place where it sees them, else downloaded.
 
     Raises:
@@ -47,18 +44,18 @@ def readable_files(store: "CheckpointStore", manifest: Manifest, files: Collecti
         CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
 
     """
-    local = store.storage.local_path(store.layout.data(manifest.id))
+    local = run.storage.local_path(run.layout.data(manifest.id))
     if local is not None and manifest.files:  # without any there may be no folder
-        with in_place(store, manifest, files):
-            store.verify(replace(manifest, files=tuple(files)))
+        with in_place(run, manifest, files):
+            verify(run, replace(manifest, files=tuple(files)), "digest")
             yield local
         return
-    with cached_files(store, manifest, files) as folder:
+    with cached_files(run, manifest, files) as folder:
         yield folder
 
 
 @contextmanager
-def cached_files(store: "CheckpointStore", manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path]:
+def cached_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path]:
     """Yield a folder with `files` of a checkpoint, verified, among the downloads that this node's readers share.
 
     Raises:
@@ -71,52 +68,52 @@ def cached_files(store: "CheckpointStore", manifest: Manifest, files: Collection
     entries = {entry.path: entry for entry in files}
 
     def fetch(path: str, target: Path) -> None:
-        download_file(store, manifest, entries[path], target)
+        download_file(run, manifest, entries[path], target)
 
-    with downloaded(_cache_name(store, manifest), entries, fetch) as folder:
+    with downloaded(_cache_name(run, manifest), entries, fetch) as folder:
         yield folder
 
 
 @contextmanager
-def found_files(store: "CheckpointStore", manifest: Manifest) -> Iterator[Path | None]:
+def found_files(run: Run, manifest: Manifest) -> Iterator[Path | None]:
     """Yield the folder with all files of a checkpoint where some process on this node has downloaded them, else None.
 
     It downloads and verifies nothing.
     """
     from .cache import found  # noqa: PLC0415 - as above
 
-    with found(_cache_name(store, manifest), [entry.path for entry in manifest.files]) as folder:
+    with found(_cache_name(run, manifest), [entry.path for entry in manifest.files]) as folder:
         yield folder
 
 
-def _cache_name(store: "CheckpointStore", manifest: Manifest) -> str:
+def _cache_name(run: Run, manifest: Manifest) -> str:
     # The manifest holds every digest: equal names are equal bytes, wherever they come from.
-    return f"{store.path_of(manifest.id)} {manifest.encode().decode()}"
+    return f"{run.path_of(manifest.id)} {manifest.encode().decode()}"
 
 
 @contextmanager
-def in_place(store: "CheckpointStore", manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[None]:
+def in_place(run: Run, manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[None]:
     """Keep `files` of a checkpoint where they are while they are read in place, whoever prunes; does nothing for a bucket.
 
     Raises:
         CheckpointNotFoundError: If the checkpoint was pruned, or is under the reader where the filesystem has no locks.
 
     """
-    folder = store.storage.local_path(store.layout.data(manifest.id))
+    folder = run.storage.local_path(run.layout.data(manifest.id))
     if folder is None:
         yield
         return
-    with reading(store.storage, [store.layout.data(manifest.id, entry.path) for entry in files]):
-        store.check_exists(manifest.id)
+    with reading(run.storage, [run.layout.data(manifest.id, entry.path) for entry in files]):
+        run.check_exists(manifest.id)
         try:
             yield
         except FileNotFoundError as exc:
             if exc.filename is not None and Path(str(exc.filename)).is_relative_to(folder):
-                store.check_exists(manifest.id)
+                run.check_exists(manifest.id)
             raise
 
 
-def download_file(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, path: Path) -> None:
+def download_file(run: Run, manifest: Manifest, entry: FileEntry, path: Path) -> None:
     """Write one file of a checkpoint to `path`; what is there after an error is no file of it.
 
     Raises:
@@ -128,13 +125,13 @@ def download_file(store: "CheckpointStore", manifest: Manifest, entry: FileEntry
 
     def read(storage: Storage) -> None:
         try:
-            moved = storage.get_file(store.layout.data(manifest.id, entry.path), path)
+            moved = storage.get_file(run.layout.data(manifest.id, entry.path), path)
         except FileNotFoundError as exc:
-            raise missing(store, manifest, entry) from exc
-        check_entry(store, manifest, entry, moved)
+            raise missing(run, manifest, entry) from exc
+        check_entry(run, manifest, entry, moved)
 
     try:
-        confirm_damage(store.storage, read)
+        confirm_damage(run.storage, read)
     except OSError as exc:
         if exc.errno is not None and exc.filename is None:  # a write tells of a full disk, but not of which
             exc.filename = str(path)

@@ -23,10 +23,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .arguments import Upload, check_upload
-from .context import TrainContext
+from .context import TrainContext, context_or_none
 from .errors import CheckpointNotFoundError
 from .rank_parts import CHECKPOINT_NAME, check_world_size, part_of_rank
-from .reporting import context_or_none, get_checkpoint, log_metrics, report
+from .reporting import get_checkpoint, log_metrics, report
 from .restored_part import restored_part
 from .transformers_weights import load_renamed_weights
 

@@ -1,19 +1,19 @@
 """Whether what is stored is what was committed."""
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Literal, TypeAlias
 
 from .confirmed_reads import confirm_damage
 from .errors import CheckpointCorruptError
 from .manifest import FileEntry, Manifest
 from .parallel_reads import for_each
+from .run import Run
 from .storage import Storage, Transfer
 
-if TYPE_CHECKING:
-    from .store import CheckpointStore, VerifyLevel
+VerifyLevel: TypeAlias = Literal["none", "size", "digest"]
 
 
-def verify(store: "CheckpointStore", manifest: Manifest, level: "VerifyLevel") -> None:
+def verify(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
     """Return only if every file is there with the size, and at level "digest" the content, of the manifest.
 
     Raises:
@@ -22,13 +22,13 @@ def verify(store: "CheckpointStore", manifest: Manifest, level: "VerifyLevel") -
 
     """
     try:
-        verify_uncommitted(store, manifest, level)
+        verify_uncommitted(run, manifest, level)
     except CheckpointCorruptError:
-        store.committed(manifest.id)  # who prunes deletes the manifest first: what is missing then is no damage
+        run.committed(manifest.id)  # who prunes deletes the manifest first: what is missing then is no damage
         raise
 
 
-def verify_uncommitted(store: "CheckpointStore", manifest: Manifest, level: "VerifyLevel") -> None:
+def verify_uncommitted(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
     """Do what `verify` does for a checkpoint whose manifest is not in the run.
 
     Raises:
@@ -37,12 +37,12 @@ def verify_uncommitted(store: "CheckpointStore", manifest: Manifest, level: "Ver
     """
     if level == "none":
         return
-    confirm_damage(store.storage, partial(_verify_sizes, store, manifest))
+    confirm_damage(run.storage, partial(_verify_sizes, run, manifest))
     if level == "digest":
-        for_each(manifest.files, lambda entry: confirm_damage(store.storage, partial(_verify_digest, store, manifest, entry)))
+        for_each(manifest.files, lambda entry: confirm_damage(run.storage, partial(_verify_digest, run, manifest, entry)))
 
 
-def check_entry(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, got: Transfer) -> None:
+def check_entry(run: Run, manifest: Manifest, entry: FileEntry, got: Transfer) -> None:
     """Compare what was read with what was committed.
 
     Raises:
@@ -51,40 +51,40 @@ def check_entry(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, 
     """
     if (got.bytes, got.digest) != (entry.bytes, entry.digest):
         raise CheckpointCorruptError(
-            f"{store.path_of(manifest.id)}/{entry.path} differs from what rank {entry.rank} committed: "
+            f"{run.path_of(manifest.id)}/{entry.path} differs from what rank {entry.rank} committed: "
             f"{got.bytes} bytes with xxh3-128 {got.digest} instead of {entry.bytes} bytes with {entry.digest}"
         )
 
 
-def missing(store: "CheckpointStore", manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
+def missing(run: Run, manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
     """Return the error for a file that is not there although its checkpoint is.
 
     Raises:
         CheckpointNotFoundError: If the checkpoint is not there either; who prunes deletes its manifest first.
 
     """
-    store.committed(manifest.id)
-    return _missing(store, manifest, entry)
+    run.committed(manifest.id)
+    return _missing(run, manifest, entry)
 
 
-def _missing(store: "CheckpointStore", manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"{store.path_of(manifest.id)}/{entry.path} is missing")
+def _missing(run: Run, manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"{run.path_of(manifest.id)}/{entry.path} is missing")
 
 
-def _verify_sizes(store: "CheckpointStore", manifest: Manifest, storage: Storage) -> None:
-    prefix = store.layout.data(manifest.id)
+def _verify_sizes(run: Run, manifest: Manifest, storage: Storage) -> None:
+    prefix = run.layout.data(manifest.id)
     sizes = {info.key.removeprefix(prefix): info.bytes for info in storage.list(prefix)}
     for entry in manifest.files:
         size = sizes.get(entry.path)
         if size is None:
-            raise _missing(store, manifest, entry)
+            raise _missing(run, manifest, entry)
         if size != entry.bytes:
-            raise CheckpointCorruptError(f"{store.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}")
+            raise CheckpointCorruptError(f"{run.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}")
 
 
-def _verify_digest(store: "CheckpointStore", manifest: Manifest, entry: FileEntry, storage: Storage) -> None:
+def _verify_digest(run: Run, manifest: Manifest, entry: FileEntry, storage: Storage) -> None:
     try:
-        found = storage.digest(store.layout.data(manifest.id, entry.path))
+        found = storage.digest(run.layout.data(manifest.id, entry.path))
     except FileNotFoundError as exc:
-        raise _missing(store, manifest, entry) from exc
-    check_entry(store, manifest, entry, found)
+        raise _missing(run, manifest, entry) from exc
+    check_entry(run, manifest, entry, found)

@@ -32,7 +32,7 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
     if named.store is None or named.id is None:
         raise ValueError(f"checkpoint {checkpoint!r}: give a committed checkpoint's id, its path or URL, or 'run/id'")
     is_here = named.store.spec.url == storage.url
-    return CheckpointRef(storage if is_here else configured_storage(named.store.spec.url), named.store.run, named.id)
+    return CheckpointRef(storage if is_here else configured_storage(named.store.spec.url), named.store.name, named.id)
 
 
 class Unevaluated:

@@ -183,4 +183,4 @@ def _seed(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:
         return find_named(resume_from, storage)
     if resume_from.store is None or resume_from.id is None:
         raise ValueError(f"resume_from={resume_from!r}: give a committed checkpoint, its path or URL, or 'run/id'")
-    return CheckpointRef(resume_from.store.spec, resume_from.store.run, resume_from.id)
+    return CheckpointRef(resume_from.store.spec, resume_from.store.name, resume_from.id)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.opening import is_block_slug, open_storage, parse_storage
+from prefect_torch.ckpt.location import is_block_slug
+from prefect_torch.ckpt.opening import open_storage, parse_storage
 from prefect_torch.ckpt.retry import RetryingStorage
 
 
