@@ -1,5 +1,7 @@
 """Checkpoints of a distributed training: report, store, commit, retain. Imports neither prefect nor torch."""
 
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage, StorageSpec, Transfer
+
 from .checkpoint import Checkpoint
 from .context import TrainContext
 from .errors import (
@@ -21,7 +23,6 @@ from .manifest import FileEntry, Manifest
 from .rank_local import RankLocal
 from .reporting import get_checkpoint, get_context, log_metrics, report
 from .retention import Plan, RetentionPolicy
-from .storage import ObjectInfo, Storage, StorageSpec, Transfer
 from .store import CheckpointStore
 
 __all__ = [

@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
+from prefect_torch.ckpt.storage.parallel import read_all
+
 from .clock import utc_now
 from .errors import CheckpointError, FencedError, MalformedRecordError, StorageError
 from .layout import attempt_number
 from .manifest import MAX_ATTEMPT, AttemptNumber, is_id
 from .metrics import to_json
-from .parallel_reads import read_all
 from .record_fields import Count, Within
 from .records import FORMAT_VERSION, decode
 from .retention import RetentionPolicy

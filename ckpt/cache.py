@@ -13,12 +13,12 @@ from pathlib import Path
 
 import xxhash
 from filelock import FileLock, Timeout
+from prefect_torch.ckpt.storage.digest import digest_file
+from prefect_torch.ckpt.storage.keys import check_key
+from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.protocol import Transfer
 
-from .digest import digest_file
-from .keys import check_key
 from .manifest import FileEntry
-from .parallel_reads import for_each
-from .storage import Transfer
 
 _logger = logging.getLogger(__name__)
 

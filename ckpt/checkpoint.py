@@ -270,7 +270,8 @@ class Checkpoint:
     @contextmanager
     def _copied_state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]] | None]":
         """Yield the files as a process of this node has downloaded them from a bucket, else None."""
-        from .local_storage import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
+        from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
+
         from .state_read import StateReader  # noqa: PLC0415 - torch, for states only
 
         if self._run is None or self._run.storage.local_path(self._run.name) is not None:
@@ -287,7 +288,7 @@ class Checkpoint:
         from .state_read import StateReader  # noqa: PLC0415 - as above
 
         if self._run is None:
-            from .local_storage import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
+            from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
             assert self.directory is not None
             storage = LocalStorage(self.directory)

@@ -10,9 +10,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefect_torch.ckpt.storage.digest import digest_file
+from prefect_torch.ckpt.storage.protocol import Transfer
+
 from .agreement import Agreement, merge_files
 from .attempts import check_fence
-from .digest import digest_file
 from .errors import CheckpointError, CommitFailedError, StorageFullError
 from .manifest import FileEntry, Manifest, attempt_of
 from .metrics import Metrics
@@ -20,7 +22,6 @@ from .peers import Peers
 from .pruning import collect_garbage
 from .refusal import Refusal
 from .run import Run
-from .storage import Transfer
 
 if TYPE_CHECKING:
     from .state_save import StagedState

@@ -10,14 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
+
 from .clock import utc_now
-from .confirmed_reads import confirm_damage
 from .errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
 from .layout import Layout, stem
 from .manifest import Manifest, is_id
 from .metrics import Metrics, to_json
 from .records import FORMAT_VERSION, decode, seal, unseal
-from .storage import ObjectInfo, Storage
 
 _WHAT = "an evaluation"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, TypeAlias
 
-from .keys import check_key
+from prefect_torch.ckpt.storage.keys import check_key
+
 from .metrics import Metrics, to_json
 from .record_fields import Count, Within
 from .records import FORMAT_VERSION, decode, seal, unseal

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.protocol import Storage
+
 from .errors import CheckpointCorruptError, UnsupportedFormatError
 from .layout import Layout
 from .metrics import to_json
-from .parallel_reads import read_all
 from .record_fields import Count
 from .records import FORMAT_VERSION, decode, parse, seal, unseal
-from .storage import Storage
 
 CHUNK_RECORDS = 1000
 _WHAT = "a metric record"

@@ -3,6 +3,8 @@
 import time
 from dataclasses import replace
 
+from prefect_torch.ckpt.storage.scratch import remove_scratch
+
 from .background import BackgroundCommits
 from .checkpoint import Checkpoint
 from .commit import CommitJob, commit
@@ -11,7 +13,6 @@ from .events import CommitEvent, EventSender
 from .pace import CheckpointPace
 from .peers import Peers
 from .run import Run
-from .scratch import remove_scratch
 from .staging import take_over
 
 

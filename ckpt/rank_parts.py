@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
+
 from .checkpoint import Checkpoint
 from .context import TrainContext
-from .scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 from .staging import scan_files
 
 CHECKPOINT_NAME = "checkpoint"

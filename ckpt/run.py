@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
+from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
+
 from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError, UnsupportedFormatError
 from .evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
 from .layout import Layout, check_run_name, stem
 from .manifest import Manifest, attempt_of, is_id
 from .manifest_memory import ManifestMemory
-from .opening import StorageLike, is_open, open_storage, parse_storage
-from .parallel_reads import read_all
 from .records import decode, parse
-from .storage import RetryPolicy, Storage, StorageSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self

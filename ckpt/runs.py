@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from contextlib import suppress
 
+from prefect_torch.ckpt.storage.opening import StorageLike, open_storage
+
 from .layout import Layout, check_run_name
-from .opening import StorageLike, open_storage
 
 
 def list_runs(storage: StorageLike) -> Iterator[str]:

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from prefect_torch.ckpt.storage.scratch import scratch_folder
+
 from .agreement import Agreement, Intent, agree
 from .arguments import Upload, check_progress, check_step, check_upload
 from .checkpoint import Checkpoint
@@ -26,7 +28,6 @@ from .prompts import CheckpointPrompts
 from .rank_commits import RankCommits
 from .refusal import Refusal
 from .run import Run
-from .scratch import scratch_folder
 from .staging import check_apart, scan_files
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from .keys import is_temporary
-from .scratch import make_scratch
+from prefect_torch.ckpt.storage.keys import is_temporary
+from prefect_torch.ckpt.storage.scratch import make_scratch
 
 METADATA_FILE = ".metadata.json"
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing end, a way through a file, links in a circle

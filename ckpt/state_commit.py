@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from prefect_torch.ckpt.storage.protocol import Transfer
+
 from .manifest import FileEntry
 from .state_dcp import dcp_metadata
 from .state_index import INDEX_FILE, METADATA_FILE, StateIndex
 from .state_save import BLOCK_BYTES
-from .storage import Transfer
 
 Put = Callable[[str, Sequence[memoryview]], Transfer]
 

@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .keys import temporary_name
+from prefect_torch.ckpt.storage.keys import temporary_name
+
 from .state_image import memory_of
 from .state_index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
 from .state_read import Block, StateReader, Take, value_block

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
+from prefect_torch.ckpt.storage.keys import check_key
+
 from .errors import CheckpointCorruptError
-from .keys import check_key
 from .record_fields import Count
 from .records import FORMAT_VERSION, decode, parse
 from .state_plan import Step

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import xxhash
+from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .manifest import FileEntry
 from .state_agreement import StateDecision
@@ -15,7 +16,6 @@ from .state_image import Image
 from .state_index import Chunk, ValueEntry, fields_of, rank_name, rank_of, tensors_file, values_file
 from .state_plan import Piece, Write
 from .state_values import Value, digest_tensor, hold_value
-from .storage import Transfer
 
 BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: what a load must read to trust any byte of it
 

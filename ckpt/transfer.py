@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from .confirmed_reads import confirm_damage
-from .folder_readers import reading
-from .keys import check_key, temporary_name
+from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.folder_readers import reading
+from prefect_torch.ckpt.storage.keys import check_key, temporary_name
+from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.protocol import Storage
+
 from .manifest import FileEntry, Manifest
-from .parallel_reads import for_each
 from .run import Run
-from .storage import Storage
 from .verification import check_entry, missing, verify
 
 

@@ -3,12 +3,13 @@
 from functools import partial
 from typing import Literal, TypeAlias
 
-from .confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.protocol import Storage, Transfer
+
 from .errors import CheckpointCorruptError
 from .manifest import FileEntry, Manifest
-from .parallel_reads import for_each
 from .run import Run
-from .storage import Storage, Transfer
 
 VerifyLevel: TypeAlias = Literal["none", "size", "digest"]
 

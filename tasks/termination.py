@@ -10,7 +10,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prefect.exceptions import TerminationSignal
-from prefect_torch.ckpt.retry import retries_ended_by
+from prefect_torch.ckpt.storage.retry import retries_ended_by
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.attempts import Outcome

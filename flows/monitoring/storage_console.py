@@ -47,7 +47,7 @@ class StorageConsole:
 
 def _is_on_aws(spec: StorageSpec) -> bool:
     """Say whether the storage's own client would ask AWS: an endpoint may come from options, variables or a profile."""
-    from prefect_torch.ckpt.object_store_opening import open_object_store  # noqa: PLC0415 - obstore, for buckets only
+    from prefect_torch.ckpt.storage.object_store_config import open_object_store  # noqa: PLC0415 - obstore, for buckets only
 
     opened: Any = open_object_store(spec.url, spec.options)  # an S3Store; not all of its kind tell their configuration
     endpoint = opened.config.get("endpoint")

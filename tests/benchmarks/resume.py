@@ -60,7 +60,7 @@ def resume(kind, options):
     import obstore
     import prefect_torch.ckpt.state_load  # noqa: F401
     import torch
-    from prefect_torch.ckpt.obstore_storage import ObstoreStorage
+    from prefect_torch.ckpt.storage.object_store import ObstoreStorage
 
     torch.set_num_threads(1)
     store = open_run(options, "state" if kind == "state" else "folder")

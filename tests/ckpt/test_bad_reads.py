@@ -9,11 +9,11 @@ import torch
 from flipping_storage import FlippingStorage
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore
 from prefect_torch.ckpt.layout import Layout
-from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.opening import open_storage
 from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.retry import RetryingStorage
-from prefect_torch.ckpt.storage import StorageSpec
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.protocol import StorageSpec
+from prefect_torch.ckpt.storage.retry import RetryingStorage
 from ranks import Attempt, folder, read_files
 
 LARGE = 100_000  # bytes, more than everything small together

@@ -4,7 +4,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.ckpt.digest import CHUNK_BYTES, copy_and_digest, digest_file, write_all
+from prefect_torch.ckpt.storage.digest import CHUNK_BYTES, copy_and_digest, digest_file, write_all
 
 
 class ShortWriter(io.BytesIO):

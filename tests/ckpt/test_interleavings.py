@@ -22,11 +22,11 @@ from prefect_torch.ckpt import (
     StorageSpec,
 )
 from prefect_torch.ckpt.attempts import Owner, check_fence, claim_attempt, claim_unless_led, list_attempts
-from prefect_torch.ckpt.fsspec_storage import FsspecStorage
 from prefect_torch.ckpt.layout import Layout
 from prefect_torch.ckpt.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.pruning import collect_garbage
 from prefect_torch.ckpt.quarantining import quarantine
+from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
 from ranks import Attempt, folder
 
 POLICY = RetentionPolicy(num_to_keep=1)

@@ -19,13 +19,13 @@ from prefect_torch.ckpt.attempts import (
 )
 from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.manifest_memory import ManifestMemory
-from prefect_torch.ckpt.object_store_listing import BucketListing
-from prefect_torch.ckpt.obstore_storage import ObstoreStorage
 from prefect_torch.ckpt.pruning import collect_garbage
 from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.retry import RetryingStorage
 from prefect_torch.ckpt.runs import list_runs
-from prefect_torch.ckpt.storage import RetryPolicy
+from prefect_torch.ckpt.storage.object_store import ObstoreStorage
+from prefect_torch.ckpt.storage.object_store_listing import BucketListing
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.deployments.command_line.run_summaries import summarize_runs
 
 BY_ACCURACY = RetentionPolicy(2, "eval/accuracy")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.location import is_block_slug
-from prefect_torch.ckpt.opening import open_storage, parse_storage
-from prefect_torch.ckpt.retry import RetryingStorage
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.location import is_block_slug
+from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
+from prefect_torch.ckpt.storage.retry import RetryingStorage
 
 
 @pytest.mark.parametrize("storage", ["./ck", "ck", Path("ck"), "ck/"])
@@ -122,7 +122,7 @@ def test_a_path_object_is_never_a_block(tmp_path, monkeypatch):
 
 def test_a_local_storage_that_answers_loads_no_other_backend_and_no_retries(tmp_path):
     code = (
-        "import sys; from prefect_torch.ckpt.opening import open_storage; storage = open_storage(sys.argv[1]);"
+        "import sys; from prefect_torch.ckpt.storage.opening import open_storage; storage = open_storage(sys.argv[1]);"
         "storage.put_bytes('x', b'1'); storage.get_bytes('x');"
         "print({'fsspec', 'obstore', 'tenacity', 'boto3', 'prefect', 'torch'} & set(sys.modules))"
     )

@@ -5,12 +5,13 @@ from itertools import islice
 
 import pytest
 from odd_listings import Shuffled
-from prefect_torch.ckpt import StorageSpec, probe
+from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
-from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.opening import open_storage
-from prefect_torch.ckpt.probe import StorageUnfitError, probe_storage
-from prefect_torch.ckpt.storage import RetryPolicy
+from prefect_torch.ckpt.storage import probe
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from servers import S3Server, free_port
 
 

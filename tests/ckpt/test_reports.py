@@ -22,7 +22,7 @@ from prefect_torch.ckpt import (
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.errors import FencedError, StorageFullError
 from prefect_torch.ckpt.events import CommitEvent
-from prefect_torch.ckpt.local_storage import LocalStorage
+from prefect_torch.ckpt.storage.local import LocalStorage
 from ranks import Attempt, folder, read_files
 
 

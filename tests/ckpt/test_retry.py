@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faulty_storage import FaultyStorage
-from prefect_torch.ckpt import StorageError, StorageSpec, retry
-from prefect_torch.ckpt.fsspec_storage import FsspecStorage
-from prefect_torch.ckpt.opening import open_storage
-from prefect_torch.ckpt.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify, retries_ended_by
+from prefect_torch.ckpt import StorageError, StorageSpec
+from prefect_torch.ckpt.storage import retry
+from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
+from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify, retries_ended_by
 
 AT_ONCE = RetryPolicy(deadline_s=30, first_wait_s=0, longest_wait_s=0)
 

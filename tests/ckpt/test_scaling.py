@@ -17,10 +17,10 @@ from prefect_torch.ckpt.errors import PeerGoneError
 from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records, read_history
 from prefect_torch.ckpt.key_value import MemoryKeyValue
 from prefect_torch.ckpt.manifest_memory import ManifestMemory
-from prefect_torch.ckpt.parallel_reads import read_all
 from prefect_torch.ckpt.peers import Peers, RankEnd, announce_end, has_failure, read_ends
 from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.session import RankSession
+from prefect_torch.ckpt.storage.parallel import read_all
 from ranks import folder
 from storage_contract import StorageContract
 

@@ -4,13 +4,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from prefect_torch.ckpt import host, scratch
-from prefect_torch.ckpt.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
+from prefect_torch.ckpt.storage import host, scratch
+from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 MAKE = """
 import sys
 from pathlib import Path
-from prefect_torch.ckpt.scratch import make_scratch
+from prefect_torch.ckpt.storage.scratch import make_scratch
 print(make_scratch(Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """

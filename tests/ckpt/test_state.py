@@ -25,12 +25,12 @@ from prefect_torch.ckpt.agreement import Agreement
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.commit import Brought, CommitJob, Part, write_manifest
 from prefect_torch.ckpt.key_value import MemoryKeyValue
-from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.manifest import new_id
 from prefect_torch.ckpt.peers import Peers
 from prefect_torch.ckpt.state_flatten import flatten
 from prefect_torch.ckpt.state_image import Image
 from prefect_torch.ckpt.state_index import DTYPE_BYTES
+from prefect_torch.ckpt.storage.local import LocalStorage
 from ranks import Attempt, folder, read_files
 from states import check_equal, make_state, make_training, take_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

@@ -7,8 +7,8 @@ import torch
 from faulty_storage import Crash, FaultyStorage
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, CommitFailedError, StorageError
 from prefect_torch.ckpt.layout import Layout
-from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.storage import StorageSpec
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.protocol import StorageSpec
 from ranks import Attempt
 
 

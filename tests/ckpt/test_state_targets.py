@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from faulty_storage import FaultyStorage
-from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError, parallel_reads, state_read
+from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError, state_read
 from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.storage import parallel
 from ranks import Attempt
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -169,7 +170,7 @@ def test_what_cannot_be_read_into_place_waits_for_it_in_little_memory(store, mon
         return memory_of(tensor)
 
     monkeypatch.setattr(state_read, "memory_of", count)
-    monkeypatch.setattr(parallel_reads, "_LARGE_AT_ONCE", 1)
+    monkeypatch.setattr(parallel, "_LARGE_AT_ONCE", 1)
     targets = {name: torch.zeros(1000, 300).t() for name in tensors}
     checkpoint.load_state({"it": targets})
     assert all(torch.equal(targets[name], tensor) for name, tensor in tensors.items())

@@ -16,12 +16,13 @@ import paramiko
 import pytest
 from fsspec.implementations import memory
 from obstore.store import LocalStore
-from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError, object_store_opening, obstore_storage
-from prefect_torch.ckpt.fsspec_storage import FsspecStorage
-from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.obstore_storage import ObstoreStorage
-from prefect_torch.ckpt.probe import StorageUnfitError, probe_storage
-from prefect_torch.ckpt.retry import RetryingStorage, RetryPolicy, classify
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError
+from prefect_torch.ckpt.storage import object_store, object_store_config
+from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.object_store import ObstoreStorage
+from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
+from prefect_torch.ckpt.storage.retry import RetryingStorage, RetryPolicy, classify
 from ranks import Attempt, folder, read_files
 from servers import ACCESS_KEY, SECRET_KEY, S3Server, ScriptedServer, free_port
 from storage_contract import PartialWrites, StorageContract, WholeWritesContract
@@ -92,7 +93,7 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         program = """if True:
             import resource, sys
             from pathlib import Path
-            from prefect_torch.ckpt.local_storage import LocalStorage
+            from prefect_torch.ckpt.storage.local import LocalStorage
             storage, source = LocalStorage(Path(sys.argv[1])), Path(sys.argv[2])
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
             puts = (
@@ -555,12 +556,12 @@ class UploadsContract(S3Contract):
     def test_a_put_that_breaks_off_leaves_no_parts_behind(self, server, bucket, storage, tmp_path, monkeypatch):
         (tmp_path / "in").write_bytes(bytes(20 * 2**20))
 
-        class Unreadable(obstore_storage._DigestedParts):
+        class Unreadable(object_store._DigestedParts):
             def __iter__(self):
                 yield from list(super().__iter__())[:2]
                 raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(obstore_storage, "_DigestedParts", Unreadable)
+        monkeypatch.setattr(object_store, "_DigestedParts", Unreadable)
         with pytest.raises(OSError, match="Input/output error"):
             storage.put_file("run/x", tmp_path / "in")
         assert "Uploads" not in server.client().list_multipart_uploads(Bucket=bucket)
@@ -604,7 +605,7 @@ class TestS3OnRclone(UploadsContract):
             assert into[:count] == (bytes(range(256)) * 1000)[start : start + 300]
 
     def test_where_a_range_cannot_be_asked_for_what_is_before_it_is_read(self, storage, monkeypatch):
-        monkeypatch.setattr(obstore_storage, "read_unsaid_range", lambda *_: None)
+        monkeypatch.setattr(object_store, "read_unsaid_range", lambda *_: None)
         storage.put_bytes("run/x", bytes(range(256)))
         into = bytearray(10)
         assert storage.get_range("run/x", 100, memoryview(into)) == 10
@@ -645,7 +646,7 @@ class TestS3OnS3rver(S3Contract):
 
 @pytest.fixture
 def once(monkeypatch):
-    monkeypatch.setattr(object_store_opening, "_REQUEST_RETRIES", {"max_retries": 0})
+    monkeypatch.setattr(object_store_config, "_REQUEST_RETRIES", {"max_retries": 0})
 
 
 @pytest.mark.parametrize(

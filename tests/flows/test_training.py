@@ -21,7 +21,7 @@ from prefect_torch.ckpt import (
     report,
 )
 from prefect_torch.ckpt.attempts import read_outcomes
-from prefect_torch.ckpt.local_storage import LocalStorage
+from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,

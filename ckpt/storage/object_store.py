@@ -10,15 +10,15 @@ import obstore
 import obstore.exceptions
 import xxhash
 from obstore.store import S3Store
+from prefect_torch.ckpt.errors import StorageError
 
 from .digest import split, write_all
-from .errors import StorageError
 from .keys import check_key
+from .object_store_config import open_object_store, promises_key_order
 from .object_store_errors import first_reason, translate
 from .object_store_listing import LISTED_AT_ONCE, BucketListing
-from .object_store_opening import open_object_store, promises_key_order
+from .protocol import ObjectInfo, Transfer
 from .ranged_reads import read_in_order
-from .storage import ObjectInfo, Transfer
 from .unsaid_range import read_unsaid_range
 
 T = TypeVar("T")

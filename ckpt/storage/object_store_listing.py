@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from .storage import ObjectInfo
+from .protocol import ObjectInfo
 
 LISTED_AT_ONCE = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
 

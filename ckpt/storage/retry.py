@@ -12,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from .errors import StorageError
-from .storage import ObjectInfo, RetryPolicy, Storage, Transfer
+from prefect_torch.ckpt.errors import StorageError
+
+from .protocol import ObjectInfo, RetryPolicy, Storage, Transfer
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState

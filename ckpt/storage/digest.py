@@ -10,7 +10,7 @@ from typing import BinaryIO
 import xxhash
 
 from .direct_io import write_direct
-from .storage import Transfer
+from .protocol import Transfer
 
 CHUNK_BYTES = 2**20  # fits the L2 cache, so that hashing reads what the copy has just touched
 

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from .errors import CheckpointCorruptError
-from .storage import Storage
+from prefect_torch.ckpt.errors import CheckpointCorruptError
+
+from .protocol import Storage
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from .errors import CheckpointError, StorageError
+from prefect_torch.ckpt.errors import CheckpointError, StorageError
+
 from .object_store_listing import ServerOrder
+from .protocol import RetryPolicy, Storage
 from .retry import ClockSkewError
-from .storage import RetryPolicy, Storage
 
 Step: TypeAlias = Literal["write", "list", "read", "delete", "forget"]
 ListingOrder: TypeAlias = Literal["keys", "folders", "none"]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from .location import OBJECT_STORES, URL
-from .storage import Storage, StorageSpec
+from .protocol import Storage, StorageSpec
 
 Renew = Callable[[bytes], Mapping[str, str]]
 
@@ -24,15 +24,15 @@ def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
     from .retry import RetryingStorage  # noqa: PLC0415 - each backend loads only what it needs
 
     if match is None:
-        from .local_storage import LocalStorage  # noqa: PLC0415 - as above
+        from .local import LocalStorage  # noqa: PLC0415 - as above
 
         return RetryingStorage(lambda: LocalStorage(Path(spec.url)), spec.retry)
     options = _options(spec, renew)
     if match["scheme"] in OBJECT_STORES:
-        from .obstore_storage import ObstoreStorage  # noqa: PLC0415 - as above
+        from .object_store import ObstoreStorage  # noqa: PLC0415 - as above
 
         return RetryingStorage(lambda: ObstoreStorage(spec.url, next(options)), spec.retry)
-    from .fsspec_storage import FsspecStorage  # noqa: PLC0415 - as above
+    from .fsspec_backend import FsspecStorage  # noqa: PLC0415 - as above
 
     return RetryingStorage(lambda: FsspecStorage(spec.url, next(options)), spec.retry)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 from .backends import open_spec
 from .location import normalized, parse_location
-from .storage import Storage, StorageSpec
+from .protocol import Storage, StorageSpec
 
 StorageLike: TypeAlias = "str | PathLike[str] | StorageSpec | Storage | Any"
 

@@ -6,10 +6,10 @@ import re
 from datetime import datetime, timezone
 
 import obstore.exceptions
+from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.wording import show_age
 
-from .errors import StorageError
 from .retry import ClockSkewError, CredentialsExpiredError, classify
-from .wording import show_age
 
 _PASSING = {408, 409, 425, 429}  # what HTTP says of a moment, not of the request
 _METADATA_HOST = "169.254.169.254"  # where clouds tell machines their role: the last place that is asked for credentials

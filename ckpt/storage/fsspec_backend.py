@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import fsspec
 import xxhash
+from prefect_torch.ckpt.errors import StorageError
 
 from .connections import Connections
 from .digest import copy_and_digest, digest_stream, write_all
-from .errors import StorageError
 from .fsspec_files import (
     can_replace,
     create,
@@ -28,7 +28,7 @@ from .fsspec_files import (
     require_whole,
 )
 from .keys import check_key, is_temporary, temporary_name
-from .storage import ObjectInfo, Transfer
+from .protocol import ObjectInfo, Transfer
 
 FileSystem: TypeAlias = Any  # fsspec ships no types
 _LOGIN_REFUSED = re.compile(r"\w*(?:Authentication|Logon|Login)|\w+: 530 ")  # a class's name, or FTP's code

@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
+from prefect_torch.ckpt.errors import StorageError
 
 from .digest import write_all
-from .errors import StorageError
 from .keys import temporary_name
 
 FileSystem: TypeAlias = Any  # fsspec ships no types

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from .storage import Storage
+from .protocol import Storage
 
 
 @contextmanager

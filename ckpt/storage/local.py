@@ -12,8 +12,8 @@ from pathlib import Path
 
 from .digest import copy_and_digest, digest_stream, write_all, write_and_digest
 from .keys import check_key, is_temporary, temporary_name
+from .protocol import ObjectInfo, Transfer
 from .root_folder import RootFolder, Way
-from .storage import ObjectInfo, Transfer
 
 _MANY_DELETES = 100  # more do not hit one put; where no folder can ever be made, as in /proc, it must end
 
