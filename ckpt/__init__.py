@@ -1,5 +1,7 @@
 """Checkpoints of a distributed training: report, store, commit, retain. Imports neither prefect nor torch."""
 
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage, StorageSpec, Transfer
 
 from .checkpoint import Checkpoint
@@ -19,10 +21,8 @@ from .errors import (
     StorageFullError,
     UnsupportedFormatError,
 )
-from .manifest import FileEntry, Manifest
 from .rank_local import RankLocal
 from .reporting import get_checkpoint, get_context, log_metrics, report
-from .retention import Plan, RetentionPolicy
 from .store import CheckpointStore
 
 __all__ = [

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from prefect_torch.ckpt.runs.manifest import FileEntry, new_id
+
 from .arguments import Upload
 from .errors import ReportMismatchError, ReportWithdrawnError
-from .manifest import FileEntry, new_id
 from .refusal import Refusal
 
 

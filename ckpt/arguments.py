@@ -4,7 +4,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
-from .manifest import MAX_STEP
+from prefect_torch.ckpt.runs.manifest import MAX_STEP
 
 Upload: TypeAlias = Literal["sync", "async"]
 

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import xxhash
 from filelock import FileLock, Timeout
+from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
-
-from .manifest import FileEntry
 
 _logger = logging.getLogger(__name__)
 

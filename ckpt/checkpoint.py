@@ -9,17 +9,18 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.records import check_depth, parse
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
+
 from .context import place_of_this_rank
 from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError
 from .file_choice import Include, choose_files, choose_in_folder
-from .layout import is_checkpoint_folder
-from .manifest import FileEntry, Manifest
-from .metrics import Metrics
-from .records import check_depth, parse
-from .run import Run
 from .staging import METADATA_FILE
 from .transfer import copy_folder, download, found_files, in_place, readable_files
-from .verification import VerifyLevel, verify
 
 if TYPE_CHECKING:
     from .state_read import StateReader

@@ -10,18 +10,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefect_torch.ckpt.runs.attempts import check_fence
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of
+from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .agreement import Agreement, merge_files
-from .attempts import check_fence
 from .errors import CheckpointError, CommitFailedError, StorageFullError
-from .manifest import FileEntry, Manifest, attempt_of
-from .metrics import Metrics
 from .peers import Peers
-from .pruning import collect_garbage
 from .refusal import Refusal
-from .run import Run
 
 if TYPE_CHECKING:
     from .state_save import StagedState

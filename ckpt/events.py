@@ -5,9 +5,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from .history import MetricRecord
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.metrics import Metrics, from_json, to_json
+
 from .key_value import KeyValue
-from .metrics import Metrics, from_json, to_json
 
 
 @dataclass(frozen=True, slots=True)

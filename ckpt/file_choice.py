@@ -5,8 +5,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeAlias
 
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+
 from .errors import RankLocalStateError
-from .manifest import FileEntry, Manifest
 from .staging import scan_files
 from .wording import show_some
 

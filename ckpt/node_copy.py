@@ -5,11 +5,12 @@ import shutil
 import tempfile
 from contextlib import ExitStack
 
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
+
 from .errors import CheckpointError
-from .manifest import Manifest
-from .run import Run
 from .transfer import cached_files
-from .verification import VerifyLevel, verify
 
 _ROOM = 2  # times the checkpoint's size must be free: the training wants some, and TMPDIR may be memory
 _logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.scratch import remove_scratch
 
 from .background import BackgroundCommits
@@ -12,7 +13,6 @@ from .errors import CheckpointError
 from .events import CommitEvent, EventSender
 from .pace import CheckpointPace
 from .peers import Peers
-from .run import Run
 from .staging import take_over
 
 

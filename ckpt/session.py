@@ -8,6 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
+from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.scratch import scratch_folder
 
 from .agreement import Agreement, Intent, agree
@@ -18,16 +22,12 @@ from .commit import Brought, CommitJob
 from .context import TrainContext
 from .errors import CheckpointError, PeerGoneError, ReportMismatchError
 from .events import EventSender, ReportEvent
-from .history import MetricRecord
 from .key_value import KeyValue
-from .layout import lies_in_checkpoint
-from .metrics import Metrics, check_score, clean_metrics
 from .pace import CheckpointPace
 from .peers import Peers, RankEnd
 from .prompts import CheckpointPrompts
 from .rank_commits import RankCommits
 from .refusal import Refusal
-from .run import Run
 from .staging import check_apart, scan_files
 
 if TYPE_CHECKING:

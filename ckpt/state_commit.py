@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.protocol import Transfer
 
-from .manifest import FileEntry
 from .state_dcp import dcp_metadata
 from .state_index import INDEX_FILE, METADATA_FILE, StateIndex
 from .state_save import BLOCK_BYTES

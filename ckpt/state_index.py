@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
+from prefect_torch.ckpt.runs.record_fields import Count
+from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, parse
 from prefect_torch.ckpt.storage.keys import check_key
 
 from .errors import CheckpointCorruptError
-from .record_fields import Count
-from .records import FORMAT_VERSION, decode, parse
 from .state_plan import Step
 
 INDEX_FILE = ".state.json"

@@ -4,11 +4,11 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import xxhash
+from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.protocol import Storage
 
 from .errors import CheckpointCorruptError, CheckpointNotFoundError
-from .manifest import FileEntry
 from .state_index import INDEX_FILE, StateIndex
 from .state_read import StateReader
 from .state_restore import Redistribute, Restore

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import xxhash
+from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.protocol import Transfer
 
-from .manifest import FileEntry
 from .state_agreement import StateDecision
 from .state_flatten import Describer, flatten, is_loose, is_small
 from .state_image import Image

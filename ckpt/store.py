@@ -4,14 +4,15 @@ import builtins
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, encode_evaluation
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.metrics import clean_metrics
+from prefect_torch.ckpt.runs.retention import Order, Plan, RetentionPolicy, check_count, rank_best
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.verification import VerifyLevel
+
 from .checkpoint import Checkpoint
 from .errors import CheckpointNotFoundError
-from .evaluations import check_evaluation_name, check_free, encode_evaluation
-from .manifest import Manifest
-from .metrics import clean_metrics
-from .retention import Order, Plan, RetentionPolicy, check_count, rank_best
-from .run import Run
-from .verification import VerifyLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class CheckpointStore(Run):
             CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
 
         """
-        from .verification import verify  # noqa: PLC0415 - keeps temporary files out of the reading path
+        from prefect_torch.ckpt.runs.verification import verify  # noqa: PLC0415 - keeps temporary files out of the reading path
 
         verify(self, manifest, level)
 
@@ -96,7 +97,7 @@ class CheckpointStore(Run):
             StorageError: If some deletion failed; the others were done, and the next prune tries again.
 
         """
-        from .pruning import prune  # noqa: PLC0415 - deleting is apart from reading
+        from prefect_torch.ckpt.runs.pruning import prune  # noqa: PLC0415 - deleting is apart from reading
 
         return prune(self, policy, dry_run=dry_run, in_use=in_use, up_to=up_to)
 
@@ -137,13 +138,13 @@ class CheckpointStore(Run):
             CheckpointCorruptError: If its manifest is damaged.
 
         """
-        from .pinning import pin  # noqa: PLC0415 - as in prune
+        from prefect_torch.ckpt.runs.pinning import pin  # noqa: PLC0415 - as in prune
 
         pin(self, checkpoint_id)
 
     def unpin(self, checkpoint_id: str) -> None:
         """Leave `checkpoint_id` to the retention policy again; harmless when it was not pinned."""
-        from .pinning import unpin  # noqa: PLC0415 - as in prune
+        from prefect_torch.ckpt.runs.pinning import unpin  # noqa: PLC0415 - as in prune
 
         unpin(self, checkpoint_id)
 
@@ -158,7 +159,7 @@ class CheckpointStore(Run):
             CheckpointCorruptError: If it is damaged indeed, naming what is; it stays in quarantine.
 
         """
-        from .quarantining import restore  # noqa: PLC0415 - as in prune
+        from prefect_torch.ckpt.runs.quarantine import restore  # noqa: PLC0415 - as in prune
 
         return restore(self, checkpoint_id)
 

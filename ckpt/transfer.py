@@ -6,15 +6,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.verification import check_entry, missing, verify
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.folder_readers import reading
 from prefect_torch.ckpt.storage.keys import check_key, temporary_name
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
-
-from .manifest import FileEntry, Manifest
-from .run import Run
-from .verification import check_entry, missing, verify
 
 
 def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target: Path) -> None:

@@ -9,7 +9,7 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import TaskRunContext
-from prefect_torch.ckpt.layout import check_run_name
+from prefect_torch.ckpt.runs.layout import check_run_name
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _DIGITS = 12  # of a digest, enough for a million runs below one flow run

@@ -16,8 +16,8 @@ from typing import Any
 import cloudpickle
 from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.evaluation_session import EvaluationSession
-from prefect_torch.ckpt.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.session import RankSession
 
 from .failures import RankFailureKind, of_exception

@@ -12,9 +12,9 @@ from prefect_torch.ckpt import (
     StorageError,
     UnsupportedFormatError,
 )
-from prefect_torch.ckpt.evaluations import ListedCheckpoint
-from prefect_torch.ckpt.manifest import is_id
-from prefect_torch.ckpt.retention import Order
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.parallel import read_all

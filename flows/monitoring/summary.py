@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prefect_torch.ckpt.manifest import is_id
+from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.wording import show_bytes
 
 from .attempt_log import AttemptLog, frontiers, place_of

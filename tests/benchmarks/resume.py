@@ -44,7 +44,7 @@ def open_run(options, run):
 
 def choose(store, kept):
     """Choose as a leader does, keeping on this node what it reads, where the checkout can."""
-    from prefect_torch.ckpt.resume import choose_checkpoint
+    from prefect_torch.ckpt.runs.resume import choose_checkpoint
 
     try:
         from prefect_torch.ckpt.node_copy import NodeCopy

@@ -51,14 +51,14 @@ from counting_storage import CountingStorage  # noqa: E402 - here and below: fou
 from memory_storage import MemoryStorage  # noqa: E402
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext  # noqa: E402
 from prefect_torch.ckpt.agreement import Intent  # noqa: E402
-from prefect_torch.ckpt.attempts import Owner, claim_attempt, newest_attempt  # noqa: E402
 from prefect_torch.ckpt.clock import utc_now  # noqa: E402
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
-from prefect_torch.ckpt.manifest import FileEntry, Manifest, new_id  # noqa: E402
-from prefect_torch.ckpt.manifest_memory import ManifestMemory  # noqa: E402
 from prefect_torch.ckpt.peers import RankEnd, announce_end  # noqa: E402
-from prefect_torch.ckpt.pruning import collect_garbage  # noqa: E402
-from prefect_torch.ckpt.resume import choose_checkpoint  # noqa: E402
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt  # noqa: E402
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id  # noqa: E402
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory  # noqa: E402
+from prefect_torch.ckpt.runs.pruning import collect_garbage  # noqa: E402
+from prefect_torch.ckpt.runs.resume import choose_checkpoint  # noqa: E402
 from prefect_torch.ckpt.session import RankSession  # noqa: E402
 from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: E402
 

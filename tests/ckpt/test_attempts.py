@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError
-from prefect_torch.ckpt.attempts import (
+from prefect_torch.ckpt.runs.attempts import (
     Outcome,
     Owner,
     check_fence,
@@ -80,7 +80,7 @@ UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc"]
 TELL_OWNER = """
 import json
 from dataclasses import asdict
-from prefect_torch.ckpt.attempts import Owner
+from prefect_torch.ckpt.runs.attempts import Owner
 print(json.dumps(asdict(Owner.current())), flush=True)
 input()
 """

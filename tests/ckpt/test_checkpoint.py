@@ -23,9 +23,9 @@ from prefect_torch.ckpt import (
 )
 from prefect_torch.ckpt.cache import downloaded
 from prefect_torch.ckpt.file_choice import choose_in_folder
-from prefect_torch.ckpt.layout import Layout
-from prefect_torch.ckpt.manifest import FileEntry
 from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.transfer import download, download_file
 from ranks import Attempt, folder, read_files

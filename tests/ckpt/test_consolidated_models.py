@@ -8,7 +8,7 @@ import pytest
 import torch
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RankLocal
-from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.state_export import Runs
 from prefect_torch.ckpt.state_index import Chunk
 from prefect_torch.ckpt.state_safetensors import DTYPES

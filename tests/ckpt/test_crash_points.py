@@ -4,9 +4,9 @@ import pytest
 from crash_points import crash_points, open_run
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CommitFailedError, RetentionPolicy, StorageError
-from prefect_torch.ckpt.pruning import collect_garbage
-from prefect_torch.ckpt.quarantining import quarantine, why_quarantined
-from prefect_torch.ckpt.resume import choose_checkpoint
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.quarantine import quarantine, why_quarantined
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy

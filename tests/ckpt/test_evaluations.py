@@ -12,13 +12,13 @@ from faulty_storage import FaultyStorage
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RetentionPolicy, StorageSpec
-from prefect_torch.ckpt.history import lost_records, read_history
-from prefect_torch.ckpt.layout import Layout
-from prefect_torch.ckpt.manifest import Manifest, seal
-from prefect_torch.ckpt.pruning import collect_garbage
-from prefect_torch.ckpt.quarantining import quarantine
-from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.retention import overdue_evaluations, plan
+from prefect_torch.ckpt.runs.history import lost_records, read_history
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.manifest import Manifest, seal
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.quarantine import quarantine
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.object_store import ObstoreStorage
 from prefect_torch.flows import CheckpointConfig

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.attempts import Owner, claim_attempt, list_attempts, newest_attempt, read_outcomes
-from prefect_torch.ckpt.history import lost_records, newest_recorded, read_history
-from prefect_torch.ckpt.pruning import collect_garbage
-from prefect_torch.ckpt.records import seal
-from prefect_torch.ckpt.resume import choose_checkpoint
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts, newest_attempt, read_outcomes
+from prefect_torch.ckpt.runs.history import lost_records, newest_recorded, read_history
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.records import seal
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 

@@ -10,10 +10,10 @@ from crash_points import crash_points, open_run
 from faulty_storage import Crash, FaultyStorage
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, StorageError
-from prefect_torch.ckpt import history as history_module
-from prefect_torch.ckpt import metric_chunks as chunks_module
-from prefect_torch.ckpt.attempts import Owner, claim_attempt
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
+from prefect_torch.ckpt.runs import history as history_module
+from prefect_torch.ckpt.runs import metric_chunks as chunks_module
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 from ranks import Attempt, folder

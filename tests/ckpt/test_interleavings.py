@@ -21,11 +21,11 @@ from prefect_torch.ckpt import (
     RunBusyError,
     StorageSpec,
 )
-from prefect_torch.ckpt.attempts import Owner, check_fence, claim_attempt, claim_unless_led, list_attempts
-from prefect_torch.ckpt.layout import Layout
-from prefect_torch.ckpt.manifest import FileEntry, Manifest, new_id
-from prefect_torch.ckpt.pruning import collect_garbage
-from prefect_torch.ckpt.quarantining import quarantine
+from prefect_torch.ckpt.runs.attempts import Owner, check_fence, claim_attempt, claim_unless_led, list_attempts
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
 from ranks import Attempt, folder
 

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_models import BATCHES, Regression, make_trainer
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
-from prefect_torch.ckpt.history import newest_metrics
 from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, ReportLogger, prepare_trainer, resume_path
+from prefect_torch.ckpt.runs.history import newest_metrics
 from ranks import Attempt, as_rank, folder, in_training, read_files
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader

@@ -7,7 +7,7 @@ from commits import commit
 from memory_storage import MemoryStorage
 from odd_listings import FailingListings, Server, Shuffled, Stale
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
-from prefect_torch.ckpt.attempts import (
+from prefect_torch.ckpt.runs.attempts import (
     Outcome,
     Owner,
     check_fence,
@@ -17,11 +17,11 @@ from prefect_torch.ckpt.attempts import (
     read_outcomes,
     write_outcome,
 )
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
-from prefect_torch.ckpt.manifest_memory import ManifestMemory
-from prefect_torch.ckpt.pruning import collect_garbage
-from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.runs import list_runs
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
+from prefect_torch.ckpt.runs.listing import list_runs
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.object_store import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store_listing import BucketListing
 from prefect_torch.ckpt.storage.protocol import RetryPolicy

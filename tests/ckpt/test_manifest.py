@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointCorruptError, FileEntry, Manifest, UnsupportedFormatError
-from prefect_torch.ckpt import manifest as manifest_module
-from prefect_torch.ckpt.manifest import attempt_of, is_id, new_id
+from prefect_torch.ckpt.runs import manifest as manifest_module
+from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, new_id
 
 
 def make_manifest(**changes):

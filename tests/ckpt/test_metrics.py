@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.ckpt.metrics import clean_metrics, find_metric, flatten_metrics, from_json, to_json
+from prefect_torch.ckpt.runs.metrics import clean_metrics, find_metric, flatten_metrics, from_json, to_json
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 nested = st.recursive(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.layout import Layout
 from prefect_torch.ckpt.node_copy import NodeCopy
-from prefect_torch.ckpt.resume import choose_checkpoint
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.protocol import StorageSpec

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RankLocal, RetentionPolicy, UnsupportedFormatError
-from prefect_torch.ckpt.attempts import (
+from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.runs.attempts import (
     Owner,
     claim_attempt,
     list_attempts,
@@ -19,12 +20,11 @@ from prefect_torch.ckpt.attempts import (
     record_resumed_from,
     write_outcome,
 )
-from prefect_torch.ckpt.errors import MalformedRecordError
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, read_history
-from prefect_torch.ckpt.manifest import Manifest
-from prefect_torch.ckpt.pruning import collect_garbage
-from prefect_torch.ckpt.records import MAX_DEPTH, decode, parse, seal, unseal
-from prefect_torch.ckpt.resume import choose_checkpoint
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, read_history
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.records import MAX_DEPTH, decode, parse, seal, unseal
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.state_index import StateIndex
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result

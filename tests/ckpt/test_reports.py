@@ -19,9 +19,9 @@ from prefect_torch.ckpt import (
     get_context,
     report,
 )
-from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.errors import FencedError, StorageFullError
 from prefect_torch.ckpt.events import CommitEvent
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.storage.local import LocalStorage
 from ranks import Attempt, folder, read_files
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.ckpt.manifest import new_id
-from prefect_torch.ckpt.retention import RetentionPolicy, plan, rank_best, score
+from prefect_torch.ckpt.runs.manifest import new_id
+from prefect_torch.ckpt.runs.retention import RetentionPolicy, plan, rank_best, score
 
 
 @dataclass(frozen=True)

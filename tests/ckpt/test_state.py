@@ -22,11 +22,11 @@ from prefect_torch.ckpt import (
     state_image,
 )
 from prefect_torch.ckpt.agreement import Agreement
-from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.commit import Brought, CommitJob, Part, write_manifest
 from prefect_torch.ckpt.key_value import MemoryKeyValue
-from prefect_torch.ckpt.manifest import new_id
 from prefect_torch.ckpt.peers import Peers
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.state_flatten import flatten
 from prefect_torch.ckpt.state_image import Image
 from prefect_torch.ckpt.state_index import DTYPE_BYTES

@@ -6,7 +6,7 @@ import pytest
 import torch
 from faulty_storage import Crash, FaultyStorage
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, CommitFailedError, StorageError
-from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.protocol import StorageSpec
 from ranks import Attempt

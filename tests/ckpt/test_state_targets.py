@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError, state_read
-from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.storage import parallel
 from ranks import Attempt
 from torch.distributed.device_mesh import DeviceMesh

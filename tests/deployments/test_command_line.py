@@ -28,17 +28,10 @@ from prefect.settings import (
 )
 from prefect.testing.utilities import prefect_test_harness
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.attempts import (
-    Outcome,
-    Owner,
-    claim_attempt,
-    newest_attempt,
-    record_resumed_from,
-    write_outcome,
-)
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord
-from prefect_torch.ckpt.metrics import from_json
-from prefect_torch.ckpt.quarantining import quarantine
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.runs.metrics import from_json
+from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.deployments.command_line import machine_checks, software_checks, torch_checks
 from prefect_torch.deployments.command_line.program import run

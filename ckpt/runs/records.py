@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import xxhash
+from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
 
-from .errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
 from .record_fields import FieldError, reader_of
 
 FORMAT_VERSION = 1

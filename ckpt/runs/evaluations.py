@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from prefect_torch.ckpt.clock import utc_now
+from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 
-from .clock import utc_now
-from .errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
 from .layout import Layout, stem
 from .manifest import Manifest, is_id
 from .metrics import Metrics, to_json

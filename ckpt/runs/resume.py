@@ -4,12 +4,13 @@ import logging
 import shlex
 from collections.abc import Callable
 
+from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError
+from prefect_torch.ckpt.node_copy import NodeCopy
+
 from . import verification
-from .errors import CheckpointCorruptError, MalformedRecordError
 from .evaluations import ListedCheckpoint
 from .manifest import Manifest
-from .node_copy import NodeCopy
-from .quarantining import quarantine, why_quarantined
+from .quarantine import quarantine, why_quarantined
 from .run import Run
 from .verification import VerifyLevel
 

@@ -4,9 +4,10 @@ import logging
 import shlex
 from dataclasses import dataclass
 
-from .clock import utc_now
+from prefect_torch.ckpt.clock import utc_now
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+
 from .deletion_marks import is_marked
-from .errors import CheckpointCorruptError, CheckpointNotFoundError
 from .layout import stem
 from .manifest import Manifest, attempt_of, is_id
 from .run import Run

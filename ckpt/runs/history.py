@@ -5,10 +5,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.storage.parallel import read_all
 
 from .attempts import read_outcome
-from .errors import StorageError
 from .evaluations import ListedCheckpoint
 from .manifest import AttemptNumber, Manifest, StepNumber, attempt_of
 from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records

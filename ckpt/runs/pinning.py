@@ -2,9 +2,10 @@
 
 import secrets
 
-from .clock import utc_now
+from prefect_torch.ckpt.clock import utc_now
+from prefect_torch.ckpt.errors import CheckpointNotFoundError
+
 from .deletion_marks import is_marked
-from .errors import CheckpointNotFoundError
 from .layout import stem
 from .manifest import is_id
 from .run import Run

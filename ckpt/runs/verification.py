@@ -3,11 +3,11 @@
 from functools import partial
 from typing import Literal, TypeAlias
 
+from prefect_torch.ckpt.errors import CheckpointCorruptError
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage, Transfer
 
-from .errors import CheckpointCorruptError
 from .manifest import FileEntry, Manifest
 from .run import Run
 

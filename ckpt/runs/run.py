@@ -7,16 +7,21 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from prefect_torch.ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    MalformedRecordError,
+    UnsupportedFormatError,
+)
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
 
-from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError, UnsupportedFormatError
 from .evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
 from .layout import Layout, check_run_name, stem
 from .manifest import Manifest, attempt_of, is_id
-from .manifest_memory import ManifestMemory
+from .manifest_cache import ManifestMemory
 from .records import decode, parse
 
 if TYPE_CHECKING:

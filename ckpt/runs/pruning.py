@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 
+from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.storage.folder_readers import is_read
 
 from .deletion_marks import DeletionMark, marked, remove_stale_marks
-from .errors import StorageError
 from .evaluations import committed_id, evaluation_of, has_newer
 from .layout import attempt_number, stem
 from .manifest import Manifest, attempt_of, is_id

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from prefect_torch.ckpt.errors import CheckpointCorruptError, UnsupportedFormatError
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
 
-from .errors import CheckpointCorruptError, UnsupportedFormatError
 from .layout import Layout
 from .metrics import to_json
 from .record_fields import Count

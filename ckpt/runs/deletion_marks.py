@@ -10,7 +10,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-from .clock import utc_now
+from prefect_torch.ckpt.clock import utc_now
+
 from .run import Run
 
 STALE_S = 3600.0  # by the storage's clock: a mark so old is that of a process that was killed

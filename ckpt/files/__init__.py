@@ -1,1 +1,0 @@
-"""A checkpoint's files on this machine."""

@@ -1,1 +1,0 @@
-"""What the ranks of a training do together to make a checkpoint."""
