@@ -9,6 +9,9 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from prefect_torch.ckpt.files.download import copy_folder, download, found_files, in_place, readable_files
+from prefect_torch.ckpt.files.folder import METADATA_FILE
+from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_folder
 from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics
@@ -18,9 +21,6 @@ from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 
 from .context import place_of_this_rank
 from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError
-from .file_choice import Include, choose_files, choose_in_folder
-from .staging import METADATA_FILE
-from .transfer import copy_folder, download, found_files, in_place, readable_files
 
 if TYPE_CHECKING:
     from .state_read import StateReader

@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+from prefect_torch.ckpt.files.folder import take_over
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.scratch import remove_scratch
 
@@ -13,7 +14,6 @@ from .errors import CheckpointError
 from .events import CommitEvent, EventSender
 from .pace import CheckpointPace
 from .peers import Peers
-from .staging import take_over
 
 
 class RankCommits:

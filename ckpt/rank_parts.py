@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from prefect_torch.ckpt.files.folder import scan_files
 from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 from .checkpoint import Checkpoint
 from .context import TrainContext
-from .staging import scan_files
 
 CHECKPOINT_NAME = "checkpoint"
 # How Transformers, Accelerate, torch.distributed.checkpoint and DeepSpeed name what one rank wrote.

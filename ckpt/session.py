@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from prefect_torch.ckpt.files.folder import check_apart, scan_files
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
@@ -28,7 +29,6 @@ from .peers import Peers, RankEnd
 from .prompts import CheckpointPrompts
 from .rank_commits import RankCommits
 from .refusal import Refusal
-from .staging import check_apart, scan_files
 
 if TYPE_CHECKING:
     from .state_reports import StateReports

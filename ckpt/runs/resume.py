@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError
-from prefect_torch.ckpt.node_copy import NodeCopy
+from prefect_torch.ckpt.files.node_copy import NodeCopy
 
 from . import verification
 from .evaluations import ListedCheckpoint

@@ -47,7 +47,7 @@ def choose(store, kept):
     from prefect_torch.ckpt.runs.resume import choose_checkpoint
 
     try:
-        from prefect_torch.ckpt.node_copy import NodeCopy
+        from prefect_torch.ckpt.files.node_copy import NodeCopy
     except ImportError:
         return choose_checkpoint(store, lineage=1, verify="digest")
     copy = NodeCopy()

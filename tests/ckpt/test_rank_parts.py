@@ -4,8 +4,8 @@ import os
 
 import pytest
 from prefect_torch.ckpt import TrainContext
+from prefect_torch.ckpt.files.folder import scan_files
 from prefect_torch.ckpt.rank_parts import part_of_rank
-from prefect_torch.ckpt.staging import scan_files
 
 SHARED = {"model.safetensors", "trainer_state.json", "model-00001-of-00002.safetensors", "optimizer_0/.metadata"}
 OF_RANK = {

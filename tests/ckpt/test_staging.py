@@ -4,7 +4,7 @@ import shutil
 import tempfile
 
 import pytest
-from prefect_torch.ckpt.staging import scan_files, take_over
+from prefect_torch.ckpt.files.folder import scan_files, take_over
 
 
 def test_files_are_found_at_any_depth_and_metadata_is_not_one(tmp_path):

@@ -5,12 +5,12 @@ import shutil
 import tempfile
 from contextlib import ExitStack
 
+from prefect_torch.ckpt.errors import CheckpointError
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 
-from .errors import CheckpointError
-from .transfer import cached_files
+from .download import cached_files
 
 _ROOM = 2  # times the checkpoint's size must be free: the training wants some, and TMPDIR may be memory
 _logger = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeAlias
 
+from prefect_torch.ckpt.errors import RankLocalStateError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.wording import show_some
 
-from .errors import RankLocalStateError
-from .staging import scan_files
-from .wording import show_some
+from .folder import scan_files
 
 Include: TypeAlias = str | Sequence[str] | None
 
