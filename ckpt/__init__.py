@@ -2,6 +2,7 @@
 
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy
+from prefect_torch.ckpt.state.rank_local import RankLocal
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage, StorageSpec, Transfer
 
 from .checkpoint import Checkpoint
@@ -21,7 +22,6 @@ from .errors import (
     StorageFullError,
     UnsupportedFormatError,
 )
-from .rank_local import RankLocal
 from .reporting import get_checkpoint, get_context, log_metrics, report
 from .store import CheckpointStore
 

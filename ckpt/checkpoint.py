@@ -23,7 +23,7 @@ from .context import place_of_this_rank
 from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError
 
 if TYPE_CHECKING:
-    from .state_read import StateReader
+    from prefect_torch.ckpt.state.read import StateReader
 
 
 _logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class Checkpoint:
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 
         """
-        from .state_load import load_state  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.state.load import load_state  # noqa: PLC0415 - torch, for states only
 
         own_rank, own_world_size = place_of_this_rank()
         place = (own_rank if rank is None else rank, own_world_size if world_size is None else world_size)
@@ -257,8 +257,8 @@ class Checkpoint:
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 
         """
-        from .state_export import export_tensors  # noqa: PLC0415 - torch, for states only
-        from .state_load import read_index  # noqa: PLC0415 - as above
+        from prefect_torch.ckpt.state.export import export_tensors  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.state.load import read_index  # noqa: PLC0415 - as above
 
         target = Path(path)
         if target.is_dir():
@@ -271,9 +271,8 @@ class Checkpoint:
     @contextmanager
     def _copied_state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]] | None]":
         """Yield the files as a process of this node has downloaded them from a bucket, else None."""
+        from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - torch, for states only
         from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
-
-        from .state_read import StateReader  # noqa: PLC0415 - torch, for states only
 
         if self._run is None or self._run.storage.local_path(self._run.name) is not None:
             yield None
@@ -285,8 +284,8 @@ class Checkpoint:
 
     @contextmanager
     def _state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]]]":
-        from .state_load import files_in  # noqa: PLC0415 - torch, for states only
-        from .state_read import StateReader  # noqa: PLC0415 - as above
+        from prefect_torch.ckpt.state.load import files_in  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - as above
 
         if self._run is None:
             from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs

@@ -31,8 +31,9 @@ from .rank_commits import RankCommits
 from .refusal import Refusal
 
 if TYPE_CHECKING:
+    from prefect_torch.ckpt.state.save import HeldState
+
     from .state_reports import StateReports
-    from .state_save import HeldState
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +289,7 @@ class RankSession:
 
 
 def _without_files_of_ours(state: Mapping[str, Any], brought: Brought) -> Mapping[str, Any]:
-    from .state_index import is_own_file  # noqa: PLC0415 - for states only
+    from prefect_torch.ckpt.state.index import is_own_file  # noqa: PLC0415 - for states only
 
     for path in filter(is_own_file, brought.files):
         raise ValueError(f"the folder reported beside a state holds {path!r}, as which the state is stored: rename that file")

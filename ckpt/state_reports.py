@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from prefect_torch.ckpt.state.plan import Write
+from prefect_torch.ckpt.state.planner import StateDecision, StatePlanner
+from prefect_torch.ckpt.state.save import HeldState, StagedState, StateSaver
+
 from .peers import Peers
-from .state_agreement import StateDecision, StatePlanner
-from .state_plan import Write
-from .state_save import HeldState, StagedState, StateSaver
 
 
 class StateReports:

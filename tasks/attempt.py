@@ -107,7 +107,7 @@ def _choose(
         store,
         lineage=lineage,
         verify=job.verify,
-        node_copy=node_copy,
+        prove=node_copy.verify,
         on_quarantine=lambda checkpoint_id, reason: audience.tell(CheckpointQuarantined(checkpoint_id, reason)),
     )
     if manifest is not None:

@@ -3,9 +3,9 @@
 import logging
 import shlex
 from collections.abc import Callable
+from typing import TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError
-from prefect_torch.ckpt.files.node_copy import NodeCopy
 
 from . import verification
 from .evaluations import ListedCheckpoint
@@ -14,6 +14,7 @@ from .quarantine import quarantine, why_quarantined
 from .run import Run
 from .verification import VerifyLevel
 
+Prove: TypeAlias = Callable[[Run, Manifest, VerifyLevel], None]
 _logger = logging.getLogger(__name__)
 
 
@@ -22,7 +23,7 @@ def choose_checkpoint(
     *,
     lineage: int,
     verify: VerifyLevel,
-    node_copy: NodeCopy | None = None,
+    prove: Prove = verification.verify,
     on_quarantine: Callable[[str, str], None] | None = None,
 ) -> Manifest | None:
     """Return the newest whole checkpoint since attempt `lineage`; None if there never was one.
@@ -34,7 +35,7 @@ def choose_checkpoint(
         run: The run.
         lineage: The first attempt whose checkpoints count.
         verify: How a checkpoint is proven whole.
-        node_copy: Keeps what is read to prove it; None keeps nothing.
+        prove: Returns only if the checkpoint is whole; one that keeps what it reads may stand in for `verification.verify`.
         on_quarantine: Called with the id of each damaged one and what is wrong with it.
 
     Raises:
@@ -44,13 +45,10 @@ def choose_checkpoint(
     """
     unreadable: dict[str, str] = {}
 
-    def prove(listed: ListedCheckpoint) -> Manifest | None:
+    def take(listed: ListedCheckpoint) -> Manifest | None:
         try:
             manifest = run.committed(listed.id)
-            if node_copy is None:
-                verification.verify(run, manifest, verify)
-            else:
-                node_copy.verify(run, manifest, verify)
+            prove(run, manifest, verify)
         except MalformedRecordError as exc:
             _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, run.name, exc)
             unreadable[listed.id] = str(exc)
@@ -62,7 +60,7 @@ def choose_checkpoint(
             return None
         return manifest
 
-    chosen = run.find_newest(prove, oldest_attempt=lineage)
+    chosen = run.find_newest(take, oldest_attempt=lineage)
     if chosen is None:
         _refuse_if_damaged(run, lineage, unreadable)
     return chosen

@@ -66,7 +66,7 @@ def test_a_start_reads_the_manifest_and_every_byte_once(bucket, node, tmp_path, 
     store = open_run(bucket)
     bucket.operations.clear()
     copy = NodeCopy()
-    chosen = choose_checkpoint(store, lineage=1, verify="digest", node_copy=copy)
+    chosen = choose_checkpoint(store, lineage=1, verify="digest", prove=copy.verify)
     for _ in range(2):  # ranks
         use(store, chosen, kind)
     reads = [key for verb, key in bucket.operations if verb in (*DATA, "get_bytes")]
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_nothing_of_it_is_kept(bucket, nod
     second = report(bucket, tmp_path, "folder")
     bucket.put_bytes(open_run(bucket).layout.data(second.id, "b"), b"?")
     copy = NodeCopy()
-    assert choose_checkpoint(open_run(bucket), lineage=1, verify="digest", node_copy=copy) == first
+    assert choose_checkpoint(open_run(bucket), lineage=1, verify="digest", prove=copy.verify) == first
     assert [path.name for path in sorted(cached(node))] == ["a", "b"]
     copy.release()
     assert cached(node) == []
@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_nothing_of_it_is_kept(bucket, nod
 def test_a_copy_that_was_changed_is_read_from_where_it_was_committed(bucket, node, tmp_path, caplog):
     report(bucket, tmp_path, "state")
     copy = NodeCopy()
-    chosen = choose_checkpoint(open_run(bucket), lineage=1, verify="digest", node_copy=copy)
+    chosen = choose_checkpoint(open_run(bucket), lineage=1, verify="digest", prove=copy.verify)
     for path in cached(node):
         path.write_bytes(bytes(path.stat().st_size))
     use(open_run(bucket), chosen, "state")

@@ -19,7 +19,6 @@ from prefect_torch.ckpt import (
     RankLocalStateError,
     ReportMismatchError,
     StateMismatchError,
-    state_image,
 )
 from prefect_torch.ckpt.agreement import Agreement
 from prefect_torch.ckpt.commit import Brought, CommitJob, Part, write_manifest
@@ -27,9 +26,10 @@ from prefect_torch.ckpt.key_value import MemoryKeyValue
 from prefect_torch.ckpt.peers import Peers
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.manifest import new_id
-from prefect_torch.ckpt.state_flatten import flatten
-from prefect_torch.ckpt.state_image import Image
-from prefect_torch.ckpt.state_index import DTYPE_BYTES
+from prefect_torch.ckpt.state import image
+from prefect_torch.ckpt.state.flatten import flatten
+from prefect_torch.ckpt.state.image import Image
+from prefect_torch.ckpt.state.index import DTYPE_BYTES
 from prefect_torch.ckpt.storage.local import LocalStorage
 from ranks import Attempt, folder, read_files
 from states import check_equal, make_state, make_training, take_step
@@ -536,7 +536,7 @@ def test_an_index_says_what_ranks_have_on_their_own(store):
 
 def test_torch_of_another_make_is_stored_by_its_own_save(store, monkeypatch, tmp_path):
     """Should torch.save one day write its data elsewhere, files are made by it, in the background."""
-    monkeypatch.setattr(state_image, "_is_readable", lambda dtype: False)
+    monkeypatch.setattr(image, "_is_readable", lambda dtype: False)
     report_states(store, lambda epoch, rank: {"w": torch.full((500, 300), float(epoch)), "v": torch.arange(70_000)}, 2)
     state = load(newest(store), {"w": torch.zeros(500, 300), "v": torch.zeros(70_000, dtype=torch.int64)})
     check_equal(state, {"w": torch.full((500, 300), 2.0), "v": torch.arange(70_000)})

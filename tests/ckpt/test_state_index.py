@@ -5,7 +5,7 @@ import json
 
 import pytest
 from prefect_torch.ckpt import CheckpointCorruptError, UnsupportedFormatError
-from prefect_torch.ckpt.state_index import StateIndex, is_own_file
+from prefect_torch.ckpt.state.index import StateIndex, is_own_file
 
 FILES = {"__0_0.distcp": 1000, "__0_1.distcp": 100}
 CHUNK = {"file": "__0_0.distcp", "archive": [0, 300], "start": 64, "digests": ["00"]}

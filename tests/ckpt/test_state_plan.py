@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import ReportMismatchError
-from prefect_torch.ckpt.state_agreement import StatePlanner
-from prefect_torch.ckpt.state_plan import Piece, plan_writes
+from prefect_torch.ckpt.state.plan import Piece, plan_writes
+from prefect_torch.ckpt.state.planner import StatePlanner
 
 
 def piece(name, shape, offsets=None, sizes=None, *, by_first=False, dtype="float32"):

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from faulty_storage import FaultyStorage
-from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError, state_read
+from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError
 from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.state import read
 from prefect_torch.ckpt.storage import parallel
 from ranks import Attempt
 from torch.distributed.device_mesh import DeviceMesh
@@ -162,14 +163,14 @@ def test_what_cannot_be_read_into_place_waits_for_it_in_little_memory(store, mon
     """As for tensors on a GPU: all of a state at once would not fit into the memory of the host."""
     tensors = {str(number): torch.full((300, 1000), float(number)) for number in range(20)}
     checkpoint = stored(store, {"it": tensors})
-    living, most, memory_of = [], [], state_read.memory_of
+    living, most, memory_of = [], [], read.memory_of
 
     def count(tensor):
         living.append(weakref.ref(tensor if tensor._base is None else tensor._base))
         most.append(len({id(it()) for it in living if it() is not None}))
         return memory_of(tensor)
 
-    monkeypatch.setattr(state_read, "memory_of", count)
+    monkeypatch.setattr(read, "memory_of", count)
     monkeypatch.setattr(parallel, "_LARGE_AT_ONCE", 1)
     targets = {name: torch.zeros(1000, 300).t() for name in tensors}
     checkpoint.load_state({"it": targets})

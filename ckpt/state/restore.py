@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, TypeAlias
 
 import torch
+from prefect_torch.ckpt.errors import RankLocalStateError, StateMismatchError
 
-from .errors import RankLocalStateError, StateMismatchError
-from .rank_local import RankLocal
-from .state_flatten import (
+from .flatten import (
     ParameterNames,
     check_is_dict,
     clean_name,
@@ -18,11 +17,12 @@ from .state_flatten import (
     path_name,
     unwrap,
 )
-from .state_index import StateIndex, TensorEntry, ValueEntry, rank_of
-from .state_plan import Step
-from .state_read import Block, StateReader, tensor_blocks, value_block
-from .state_targets import does_more_than_copy, fill_tensor, filled, undo_casts, why_unwritable
-from .state_values import read_value
+from .index import StateIndex, TensorEntry, ValueEntry, rank_of
+from .plan import Step
+from .rank_local import RankLocal
+from .read import Block, StateReader, tensor_blocks, value_block
+from .targets import does_more_than_copy, fill_tensor, filled, undo_casts, why_unwritable
+from .values import read_value
 
 Path: TypeAlias = tuple[Step, ...]
 Get: TypeAlias = Callable[[], Any]

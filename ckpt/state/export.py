@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_torch.ckpt.storage.keys import temporary_name
+from prefect_torch.ckpt.wording import show_some
 
-from .state_image import memory_of
-from .state_index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
-from .state_read import Block, StateReader, Take, value_block
-from .state_safetensors import DTYPES, Tensor, lay_out, write_at
-from .state_values import read_value
-from .wording import show_some
+from .image import memory_of
+from .index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
+from .read import Block, StateReader, Take, value_block
+from .safetensors import DTYPES, Tensor, lay_out, write_at
+from .values import read_value
 
 _logger = logging.getLogger(__name__)
 

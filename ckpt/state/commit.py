@@ -6,9 +6,9 @@ from typing import Any
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.protocol import Transfer
 
-from .state_dcp import dcp_metadata
-from .state_index import INDEX_FILE, METADATA_FILE, StateIndex
-from .state_save import BLOCK_BYTES
+from .index import INDEX_FILE, METADATA_FILE, StateIndex
+from .index_files import dcp_metadata
+from .save import BLOCK_BYTES
 
 Put = Callable[[str, Sequence[memoryview]], Transfer]
 

@@ -4,14 +4,14 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import xxhash
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.protocol import Storage
 
-from .errors import CheckpointCorruptError, CheckpointNotFoundError
-from .state_index import INDEX_FILE, StateIndex
-from .state_read import StateReader
-from .state_restore import Redistribute, Restore
+from .index import INDEX_FILE, StateIndex
+from .read import StateReader
+from .restore import Redistribute, Restore
 
 
 def load_state(

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
+from prefect_torch.ckpt.errors import CheckpointCorruptError
 from prefect_torch.ckpt.runs.record_fields import Count
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, parse
 from prefect_torch.ckpt.storage.keys import check_key
 
-from .errors import CheckpointCorruptError
-from .state_plan import Step
+from .plan import Step
 
 INDEX_FILE = ".state.json"
 METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own

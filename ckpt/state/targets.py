@@ -4,9 +4,9 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
+from prefect_torch.ckpt.errors import StateMismatchError
 
-from .errors import StateMismatchError
-from .state_flatten import local_part
+from .flatten import local_part
 
 
 def filled(target: Any, value: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from .index import DTYPE_BYTES, rank_name, rank_of
+from .plan import Piece, Step
 from .rank_local import RankLocal
-from .state_index import DTYPE_BYTES, rank_name, rank_of
-from .state_plan import Piece, Step
 
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and activation checkpointing
 _PLAIN = {type(None), bool, int, float, str}

@@ -10,12 +10,12 @@ import xxhash
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.protocol import Transfer
 
-from .state_agreement import StateDecision
-from .state_flatten import Describer, flatten, is_loose, is_small
-from .state_image import Image
-from .state_index import Chunk, ValueEntry, fields_of, rank_name, rank_of, tensors_file, values_file
-from .state_plan import Piece, Write
-from .state_values import Value, digest_tensor, hold_value
+from .flatten import Describer, flatten, is_loose, is_small
+from .image import Image
+from .index import Chunk, ValueEntry, fields_of, rank_name, rank_of, tensors_file, values_file
+from .plan import Piece, Write
+from .planner import StateDecision
+from .values import Value, digest_tensor, hold_value
 
 BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: what a load must read to trust any byte of it
 

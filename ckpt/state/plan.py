@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from .errors import ReportMismatchError
+from prefect_torch.ckpt.errors import ReportMismatchError
 
 Step: TypeAlias = str | int | list[int]  # a dict's key, or a place in a list as [place]; so JSON can hold a path
 _LEAST_SPLIT_BYTES = 2**20  # less is cheaper copied at once than described twice

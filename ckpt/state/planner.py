@@ -5,10 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .errors import ReportMismatchError
-from .state_index import rank_name, rank_of
-from .state_plan import Piece, Write, plan_writes
-from .wording import show_some
+from prefect_torch.ckpt.errors import ReportMismatchError
+from prefect_torch.ckpt.wording import show_some
+
+from .index import rank_name, rank_of
+from .plan import Piece, Write, plan_writes
 
 
 @dataclass(frozen=True, slots=True)

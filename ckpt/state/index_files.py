@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .state_index import StateIndex, TensorEntry, ValueEntry, rank_name, rank_of
-from .state_plan import Step
+from .index import StateIndex, TensorEntry, ValueEntry, rank_name, rank_of
+from .plan import Step
 
 
 def dcp_metadata(index: StateIndex) -> bytes:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import xxhash
 
-from .state_flatten import Leaf
-from .state_image import memory_of
-from .state_plan import Step
+from .flatten import Leaf
+from .image import memory_of
+from .plan import Step
 
 _PLAIN = {type(None), bool, float, str}
 _UNREADABLE = re.compile(r"WeightsUnpickler error:\s*(.+?)(?: was not an allowed|\n|$)")  # what torch says, without its advice

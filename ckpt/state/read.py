@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 import xxhash
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
 
-from .errors import CheckpointCorruptError, CheckpointNotFoundError
-from .state_image import memory_of
-from .state_index import Chunk, TensorEntry, ValueEntry
+from .image import memory_of
+from .index import Chunk, TensorEntry, ValueEntry
 
 _SPAN_BYTES = 4 * 2**20  # what one request reads of small things at most
 _GAP_BYTES = 64 * 2**10  # is read along, rather than asking once more
