@@ -1,5 +1,6 @@
 """Checkpoints of a distributed training: report, store, commit, retain. Imports neither prefect nor torch."""
 
+from prefect_torch.ckpt.reporting.api import get_checkpoint, get_context, log_metrics, report
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy
 from prefect_torch.ckpt.state.rank_local import RankLocal
@@ -22,7 +23,6 @@ from .errors import (
     StorageFullError,
     UnsupportedFormatError,
 )
-from .reporting import get_checkpoint, get_context, log_metrics, report
 from .store import CheckpointStore
 
 __all__ = [

@@ -21,12 +21,12 @@ from typing import Any, SupportsIndex
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from prefect_torch.ckpt.reporting.api import get_checkpoint, report
+from prefect_torch.ckpt.reporting.arguments import Upload
 
-from .arguments import Upload
 from .checkpoint import Checkpoint
 from .context import TrainContext, context_or_none
 from .rank_parts import CHECKPOINT_NAME, check_world_size, folder_of_all_ranks, part_of_rank
-from .reporting import get_checkpoint, report
 from .restored_part import restored_part
 
 

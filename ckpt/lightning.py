@@ -25,8 +25,9 @@ from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from prefect_torch.ckpt.reporting.api import get_checkpoint, report
+from prefect_torch.ckpt.reporting.arguments import Upload, check_upload
 
-from .arguments import Upload, check_upload
 from .context import context_or_none
 from .lightning_logger import ReportLogger
 from .lightning_random import read_random_state, save_random_state, set_random_state
@@ -38,7 +39,6 @@ from .lightning_ranks import (
     prepare_trainer,
 )
 from .rank_parts import folder_of_all_ranks, part_of_rank
-from .reporting import get_checkpoint, report
 from .restored_part import restored_part
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_warn
+from prefect_torch.ckpt.reporting.api import log_metrics
 
 from .context import context_or_none
-from .reporting import log_metrics
 
 
 class ReportLogger(Logger):

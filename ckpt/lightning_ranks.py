@@ -10,9 +10,9 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from prefect_torch.ckpt.reporting.api import get_context
 
 from .context import TrainContext, context_or_none
-from .reporting import get_context
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy as _Parallel

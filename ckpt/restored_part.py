@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from prefect_torch.ckpt.reporting.api import get_checkpoint
+
 from .context import context_or_none
 from .errors import CheckpointNotFoundError
-from .reporting import get_checkpoint
 
 
 @contextmanager

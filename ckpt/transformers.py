@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, gather_object
+from prefect_torch.ckpt.reporting.api import get_checkpoint, log_metrics, report
+from prefect_torch.ckpt.reporting.arguments import Upload, check_upload
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .arguments import Upload, check_upload
 from .context import TrainContext, context_or_none
 from .errors import CheckpointNotFoundError
 from .rank_parts import CHECKPOINT_NAME, check_world_size, part_of_rank
-from .reporting import get_checkpoint, log_metrics, report
 from .restored_part import restored_part
 from .transformers_weights import load_renamed_weights
 

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import Plan
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
 from prefect_torch.ckpt.runs.manifest import Manifest
 

@@ -7,7 +7,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.evaluations import check_free
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics

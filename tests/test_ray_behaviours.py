@@ -26,8 +26,8 @@ from prefect_torch.ckpt import (
     get_context,
     report,
 )
-from prefect_torch.ckpt.events import ReportEvent
-from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.ckpt.reporting.api import start_session
+from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.layout import Layout

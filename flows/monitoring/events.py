@@ -5,7 +5,7 @@ from typing import Any
 
 from prefect.events import Event, RelatedResource, Resource
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
 from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
 from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.events import CommitEvent, EventReceiver, EventSender, ReportEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver, EventSender, ReportEvent
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import FileEntry, ReportMismatchError
-from prefect_torch.ckpt.agreement import Agreement, Intent, agree, merge_files
+from prefect_torch.ckpt.reporting.agreement import Agreement, Intent, agree, merge_files
 
 
 def test_without_a_checkpoint_nothing_is_stored():

@@ -24,7 +24,7 @@ from prefect_torch.ckpt import (
 from prefect_torch.ckpt.files.cache import downloaded
 from prefect_torch.ckpt.files.download import download, download_file
 from prefect_torch.ckpt.files.selection import choose_in_folder
-from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.digest import digest_file

@@ -1,6 +1,6 @@
 import pytest
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.reporting import log_metrics
+from prefect_torch.ckpt.reporting.api import log_metrics
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from ranks import Attempt
 

@@ -2,10 +2,10 @@ import threading
 
 import pytest
 from prefect_torch.ckpt import CheckpointError, CheckpointStore
-from prefect_torch.ckpt.key_value import MemoryKeyValue
-from prefect_torch.ckpt.pace import CheckpointPace
-from prefect_torch.ckpt.peers import Peers
-from prefect_torch.ckpt.prompts import CheckpointPrompts
+from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointPrompts
+from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.overhead import CheckpointPace
+from prefect_torch.ckpt.reporting.peers import Peers
 from ranks import Attempt, folder
 
 

@@ -1,6 +1,7 @@
 import threading
 
-from prefect_torch.ckpt import CheckpointStore, peers
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.reporting import peers
 from ranks import Attempt
 
 

@@ -20,7 +20,7 @@ from prefect_torch.ckpt import (
     report,
 )
 from prefect_torch.ckpt.errors import FencedError, StorageFullError
-from prefect_torch.ckpt.events import CommitEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.storage.local import LocalStorage
 from ranks import Attempt, folder, read_files

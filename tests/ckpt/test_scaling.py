@@ -11,15 +11,15 @@ from commits import DIGEST, commit
 from counting_storage import CountingStorage
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError, TrainContext
-from prefect_torch.ckpt.agreement import Intent
 from prefect_torch.ckpt.errors import PeerGoneError
-from prefect_torch.ckpt.key_value import MemoryKeyValue
-from prefect_torch.ckpt.peers import Peers, RankEnd, announce_end, has_failure, read_ends
+from prefect_torch.ckpt.reporting.agreement import Intent
+from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.peers import Peers, RankEnd, announce_end, has_failure, read_ends
+from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, read_history
 from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
-from prefect_torch.ckpt.session import RankSession
 from prefect_torch.ckpt.storage.parallel import read_all
 from ranks import folder
 from storage_contract import StorageContract

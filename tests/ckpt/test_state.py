@@ -20,10 +20,10 @@ from prefect_torch.ckpt import (
     ReportMismatchError,
     StateMismatchError,
 )
-from prefect_torch.ckpt.agreement import Agreement
-from prefect_torch.ckpt.commit import Brought, CommitJob, Part, write_manifest
-from prefect_torch.ckpt.key_value import MemoryKeyValue
-from prefect_torch.ckpt.peers import Peers
+from prefect_torch.ckpt.reporting.agreement import Agreement
+from prefect_torch.ckpt.reporting.commit import Brought, CommitJob, Part, write_manifest
+from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.peers import Peers
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.state import image

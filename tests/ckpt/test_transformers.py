@@ -9,7 +9,7 @@ import torch
 from exact_ends import same_ends
 from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
-from prefect_torch.ckpt.events import ReportEvent
+from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
 from prefect_torch.ckpt.transformers_weights import load_renamed_weights
 from ranks import Attempt, as_rank, folder, in_training, read_files

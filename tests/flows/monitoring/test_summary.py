@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 import pytest
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageError
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest

@@ -8,6 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from prefect_torch.ckpt.checkpoint import Checkpoint
+from prefect_torch.ckpt.clock import utc_now
+from prefect_torch.ckpt.context import TrainContext
+from prefect_torch.ckpt.errors import CheckpointError, PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.files.folder import check_apart, scan_files
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
@@ -17,18 +21,14 @@ from prefect_torch.ckpt.storage.scratch import scratch_folder
 
 from .agreement import Agreement, Intent, agree
 from .arguments import Upload, check_progress, check_step, check_upload
-from .checkpoint import Checkpoint
-from .clock import utc_now
+from .checkpoint_requests import CheckpointPrompts
 from .commit import Brought, CommitJob
-from .context import TrainContext
-from .errors import CheckpointError, PeerGoneError, ReportMismatchError
+from .commits import RankCommits
 from .events import EventSender, ReportEvent
 from .key_value import KeyValue
-from .pace import CheckpointPace
+from .overhead import CheckpointPace
 from .peers import Peers, RankEnd
-from .prompts import CheckpointPrompts
-from .rank_commits import RankCommits
-from .refusal import Refusal
+from .remote_error import Refusal
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.state.save import HeldState

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from prefect_torch.ckpt.checkpoint import Checkpoint
+from prefect_torch.ckpt.context import TrainContext, set_context
+
 from .arguments import Upload
-from .checkpoint import Checkpoint
-from .context import TrainContext, set_context
 
 if TYPE_CHECKING:
     from .session import RankSession  # half of what an import of this package would cost, and only ranks need it

@@ -3,16 +3,16 @@
 import time
 from dataclasses import replace
 
+from prefect_torch.ckpt.checkpoint import Checkpoint
+from prefect_torch.ckpt.errors import CheckpointError
 from prefect_torch.ckpt.files.folder import take_over
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.scratch import remove_scratch
 
 from .background import BackgroundCommits
-from .checkpoint import Checkpoint
 from .commit import CommitJob, commit
-from .errors import CheckpointError
 from .events import CommitEvent, EventSender
-from .pace import CheckpointPace
+from .overhead import CheckpointPace
 from .peers import Peers
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
-from .errors import PeerGoneError, ReportMismatchError
+from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
+from prefect_torch.ckpt.wording import show_some
+
 from .key_value import KeyValue
-from .wording import show_some
 
 _logger = logging.getLogger(__name__)
 

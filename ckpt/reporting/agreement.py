@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from prefect_torch.ckpt.errors import ReportMismatchError, ReportWithdrawnError
 from prefect_torch.ckpt.runs.manifest import FileEntry, new_id
 
 from .arguments import Upload
-from .errors import ReportMismatchError, ReportWithdrawnError
-from .refusal import Refusal
+from .remote_error import Refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from .pace import CheckpointPace
+from .overhead import CheckpointPace
 from .peers import Peers
 
 Answer: TypeAlias = Literal["no", "checkpoint", "end"]

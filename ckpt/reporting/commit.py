@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefect_torch.ckpt.errors import CheckpointError, CommitFailedError, StorageFullError
 from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
@@ -19,9 +20,8 @@ from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .agreement import Agreement, merge_files
-from .errors import CheckpointError, CommitFailedError, StorageFullError
 from .peers import Peers
-from .refusal import Refusal
+from .remote_error import Refusal
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.state.save import StagedState

@@ -3,8 +3,8 @@
 import errno
 from dataclasses import dataclass
 
-from . import errors
-from .errors import CheckpointError, CommitFailedError, FencedError, ReportMismatchError, StorageFullError
+from prefect_torch.ckpt import errors
+from prefect_torch.ckpt.errors import CheckpointError, CommitFailedError, FencedError, ReportMismatchError, StorageFullError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 

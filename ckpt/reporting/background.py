@@ -9,8 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
-from .errors import CheckpointError
-from .refusal import Refusal
+from prefect_torch.ckpt.errors import CheckpointError
+
+from .remote_error import Refusal
 
 _NICER = 5  # a third of the training's share of a core that both want, and all of an idle one
 

@@ -1,0 +1,1 @@
+"""What the ranks of a training do together to make a checkpoint."""
