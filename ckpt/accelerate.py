@@ -26,8 +26,7 @@ from prefect_torch.ckpt.reporting.arguments import Upload
 
 from .checkpoint import Checkpoint
 from .context import TrainContext, context_or_none
-from .rank_parts import CHECKPOINT_NAME, check_world_size, folder_of_all_ranks, part_of_rank
-from .restored_part import restored_part
+from .rank_parts import CHECKPOINT_NAME, check_world_size, folder_of_all_ranks, part_of_rank, restored_part
 
 
 def report_state(

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prefect_torch.ckpt.files.folder import scan_files
+from prefect_torch.ckpt.reporting.api import get_checkpoint
 from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 from .checkpoint import Checkpoint
-from .context import TrainContext
+from .context import TrainContext, context_or_none
+from .errors import CheckpointNotFoundError
 
 CHECKPOINT_NAME = "checkpoint"
 # How Transformers, Accelerate, torch.distributed.checkpoint and DeepSpeed name what one rank wrote.
@@ -93,3 +95,29 @@ def _owner(path: str, context: TrainContext) -> int | None:
     if rank >= context.world_size:
         return None
     return rank if first <= rank < first + context.local_world_size else first
+
+
+@contextmanager
+def restored_part(name: str, reporter: str) -> Iterator[Path | None]:
+    """Yield the path of `name`, verified, in the checkpoint that this attempt continues; there until the block ends.
+
+    None on a fresh start, and outside of a training function.
+
+    Args:
+        name: A file or folder of the checkpoint.
+        reporter: What stores it there, for the error.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint holds no `name`.
+        CheckpointCorruptError: If a file differs from what was committed.
+
+    """
+    checkpoint = None if context_or_none() is None else get_checkpoint()
+    if checkpoint is None:
+        yield None
+        return
+    with checkpoint.as_directory() as directory:
+        path = Path(directory, name)
+        if not path.exists():
+            raise CheckpointNotFoundError(f"{checkpoint.path} holds no {name}: {reporter} did not report it")
+        yield path

@@ -1,6 +1,7 @@
-"""How people are told of sizes, ages and names, at a terminal, on pages and in errors."""
+"""Sizes, ages, names and times as text, for a terminal, a page, an error or a record."""
 
 from collections.abc import Sequence
+from datetime import datetime, timezone
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 _SHOWN = 5
@@ -28,3 +29,8 @@ def show_some(names: Sequence[str]) -> str:
     """Return the first five of `names`, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def utc_now() -> str:
+    """Return the time by this machine's clock: UTC, ISO 8601."""
+    return datetime.now(timezone.utc).isoformat()

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
-from prefect_torch.ckpt.clock import utc_now
 from prefect_torch.ckpt.context import TrainContext
 from prefect_torch.ckpt.errors import CheckpointError, PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.files.folder import check_apart, scan_files
@@ -18,6 +17,7 @@ from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.scratch import scratch_folder
+from prefect_torch.ckpt.wording import utc_now
 
 from .agreement import Agreement, Intent, agree
 from .arguments import Upload, check_progress, check_step, check_upload

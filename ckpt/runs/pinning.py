@@ -2,8 +2,8 @@
 
 import secrets
 
-from prefect_torch.ckpt.clock import utc_now
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
+from prefect_torch.ckpt.wording import utc_now
 
 from .deletion_marks import is_marked
 from .layout import stem

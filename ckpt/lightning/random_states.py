@@ -1,6 +1,6 @@
 """Random states of the ranks beside a checkpoint of Lightning, which stores none.
 
-Part of `prefect_torch.ckpt.lightning`.
+Part of `prefect_torch.ckpt.lightning.callback`.
 """
 
 import random

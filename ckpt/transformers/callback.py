@@ -1,13 +1,4 @@
-"""Transformers trainings that report their checkpoints: a callback for the Trainer, and the way back.
-
-    def train_fn(config):
-        trainer = transformers.Trainer(model, transformers.TrainingArguments("output", ...), train_dataset=data)
-        trainer = prepare_trainer(trainer)
-        with resume_path() as path:
-            trainer.train(resume_from_checkpoint=path)
-
-Needs the extra `transformers`; nothing else of this package imports this module.
-"""
+"""The callback that reports a Trainer's checkpoints, and the way back."""
 
 import warnings
 from collections.abc import Iterator
@@ -19,16 +10,15 @@ from typing import Any, TypeVar
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, gather_object
+from prefect_torch.ckpt.context import TrainContext, context_or_none
+from prefect_torch.ckpt.errors import CheckpointNotFoundError
+from prefect_torch.ckpt.rank_parts import CHECKPOINT_NAME, check_world_size, part_of_rank, restored_part
 from prefect_torch.ckpt.reporting.api import get_checkpoint, log_metrics, report
 from prefect_torch.ckpt.reporting.arguments import Upload, check_upload
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .context import TrainContext, context_or_none
-from .errors import CheckpointNotFoundError
-from .rank_parts import CHECKPOINT_NAME, check_world_size, part_of_rank
-from .restored_part import restored_part
-from .transformers_weights import load_renamed_weights
+from .weights import load_renamed_weights
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 _LOAD_BY_THEMSELVES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)

@@ -1,17 +1,4 @@
-"""Lightning trainings that report: checkpoints by a callback, metrics by a logger, on the ranks that exist; and the way back.
-
-    def train_fn(config):
-        trainer = lightning.Trainer(
-            strategy=PrefectDDPStrategy(),
-            plugins=[PrefectEnvironment()],
-            callbacks=[ReportCallback()],
-            logger=ReportLogger(),
-        )
-        with resume_path() as path:
-            trainer.fit(Digits(), ckpt_path=path)
-
-Needs the extra `lightning`; nothing else of this package imports this module.
-"""
+"""The callback that reports Lightning's checkpoints, and the way back."""
 
 import os
 import signal
@@ -25,34 +12,16 @@ from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from prefect_torch.ckpt.context import context_or_none
+from prefect_torch.ckpt.rank_parts import folder_of_all_ranks, part_of_rank, restored_part
 from prefect_torch.ckpt.reporting.api import get_checkpoint, report
 from prefect_torch.ckpt.reporting.arguments import Upload, check_upload
 
-from .context import context_or_none
-from .lightning_logger import ReportLogger
-from .lightning_random import read_random_state, save_random_state, set_random_state
-from .lightning_ranks import (
-    PrefectDDPStrategy,
-    PrefectEnvironment,
-    PrefectModelParallelStrategy,
-    check_world_size,
-    prepare_trainer,
-)
-from .rank_parts import folder_of_all_ranks, part_of_rank
-from .restored_part import restored_part
+from .random_states import read_random_state, save_random_state, set_random_state
+from .ranks import check_world_size
 
 if TYPE_CHECKING:
-    from .context import TrainContext
-
-__all__ = [
-    "PrefectDDPStrategy",
-    "PrefectEnvironment",
-    "PrefectModelParallelStrategy",
-    "ReportCallback",
-    "ReportLogger",
-    "prepare_trainer",
-    "resume_path",
-]
+    from prefect_torch.ckpt.context import TrainContext
 
 
 class ReportCallback(CheckpointCallback):

@@ -1,6 +1,6 @@
 """Lightning's `self.log` as the run's metrics.
 
-Part of `prefect_torch.ckpt.lightning`, whose users import it from there.
+Part of `prefect_torch.ckpt.lightning.callback`, whose users import it from there.
 """
 
 from argparse import Namespace
@@ -9,9 +9,8 @@ from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_warn
+from prefect_torch.ckpt.context import context_or_none
 from prefect_torch.ckpt.reporting.api import log_metrics
-
-from .context import context_or_none
 
 
 class ReportLogger(Logger):

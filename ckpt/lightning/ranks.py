@@ -1,6 +1,6 @@
 """Lightning on the ranks that exist: it starts no process and makes no process group of its own.
 
-Part of `prefect_torch.ckpt.lightning`, whose users import it from there.
+Part of `prefect_torch.ckpt.lightning.callback`, whose users import it from there.
 """
 
 import os
@@ -10,9 +10,8 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.reporting.api import get_context
-
-from .context import TrainContext, context_or_none
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy as _Parallel

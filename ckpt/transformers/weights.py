@@ -1,6 +1,6 @@
 """A model's weights from a folder of Transformers' Trainer.
 
-Part of `prefect_torch.ckpt.transformers`.
+Part of `prefect_torch.ckpt.transformers.callback`.
 """
 
 import json
