@@ -7,6 +7,7 @@ from prefect_torch.ckpt.state.rank_local import RankLocal
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage, StorageSpec, Transfer
 
 from .checkpoint import Checkpoint
+from .checkpoint_store import CheckpointStore
 from .context import TrainContext
 from .errors import (
     CheckpointCorruptError,
@@ -23,7 +24,6 @@ from .errors import (
     StorageFullError,
     UnsupportedFormatError,
 )
-from .store import CheckpointStore
 
 __all__ = [
     "Checkpoint",

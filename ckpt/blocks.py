@@ -1,5 +1,5 @@
 """The Prefect block that says where checkpoints go."""
 
-from .storage.blocks import CheckpointStorage
+from prefect_torch.ckpt.storage.blocks import CheckpointStorage
 
 __all__ = ["CheckpointStorage"]

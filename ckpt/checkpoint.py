@@ -9,6 +9,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from prefect_torch.ckpt.context import place_of_this_rank
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError
 from prefect_torch.ckpt.files.download import copy_folder, download, found_files, in_place, readable_files
 from prefect_torch.ckpt.files.folder import METADATA_FILE
 from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_folder
@@ -18,9 +20,6 @@ from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.records import check_depth, parse
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
-
-from .context import place_of_this_rank
-from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.state.read import StateReader

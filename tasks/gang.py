@@ -13,7 +13,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver, ReportEvent
 from prefect_torch.ckpt.reporting.key_value import KeyValue
 from prefect_torch.ckpt.reporting.peers import has_failure
-from prefect_torch.ckpt.wording import show_some
+from prefect_torch.ckpt.text import show_some
 
 from .errors import RankFailedError
 from .failures import cause_order

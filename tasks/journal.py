@@ -12,7 +12,7 @@ from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
-from prefect_torch.ckpt.wording import utc_now
+from prefect_torch.ckpt.text import utc_now
 
 from .audience import Audience
 from .job import TrainJob

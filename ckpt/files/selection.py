@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from prefect_torch.ckpt.errors import RankLocalStateError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
-from prefect_torch.ckpt.wording import show_some
+from prefect_torch.ckpt.text import show_some
 
 from .folder import scan_files
 

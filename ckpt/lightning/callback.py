@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from prefect_torch.ckpt.context import context_or_none
-from prefect_torch.ckpt.rank_parts import folder_of_all_ranks, part_of_rank, restored_part
+from prefect_torch.ckpt.framework_folders import folder_of_all_ranks, part_of_rank, restored_part
 from prefect_torch.ckpt.reporting.api import get_checkpoint, report
 from prefect_torch.ckpt.reporting.arguments import Upload, check_upload
 

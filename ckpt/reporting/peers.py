@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
-from prefect_torch.ckpt.wording import show_some
+from prefect_torch.ckpt.text import show_some
 
 from .key_value import KeyValue
 

@@ -17,7 +17,7 @@ from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.scratch import scratch_folder
-from prefect_torch.ckpt.wording import utc_now
+from prefect_torch.ckpt.text import utc_now
 
 from .agreement import Agreement, Intent, agree
 from .arguments import Upload, check_progress, check_step, check_upload

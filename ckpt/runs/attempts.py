@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointError, FencedError, MalformedRecordError, StorageError
 from prefect_torch.ckpt.storage.parallel import read_all
-from prefect_torch.ckpt.wording import utc_now
+from prefect_torch.ckpt.text import utc_now
 
 from .layout import attempt_number
 from .manifest import MAX_ATTEMPT, AttemptNumber, is_id

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-from prefect_torch.ckpt.wording import utc_now
+from prefect_torch.ckpt.text import utc_now
 
 from .run import Run
 

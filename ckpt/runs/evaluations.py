@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
-from prefect_torch.ckpt.wording import utc_now
+from prefect_torch.ckpt.text import utc_now
 
 from .layout import Layout, stem
 from .manifest import Manifest, is_id

@@ -3,7 +3,7 @@
 import secrets
 
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
-from prefect_torch.ckpt.wording import utc_now
+from prefect_torch.ckpt.text import utc_now
 
 from .deletion_marks import is_marked
 from .layout import stem

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from prefect_torch.ckpt.wording import utc_now
+from prefect_torch.ckpt.text import utc_now
 
 from .deletion_marks import is_marked
 from .layout import stem

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_torch.ckpt.storage.keys import temporary_name
-from prefect_torch.ckpt.wording import show_some
+from prefect_torch.ckpt.text import show_some
 
 from .image import memory_of
 from .index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prefect_torch.ckpt.errors import ReportMismatchError
-from prefect_torch.ckpt.wording import show_some
+from prefect_torch.ckpt.text import show_some
 
 from .index import rank_name, rank_of
 from .plan import Piece, Write, plan_writes

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 
 import obstore.exceptions
 from prefect_torch.ckpt.errors import StorageError
-from prefect_torch.ckpt.wording import show_age
+from prefect_torch.ckpt.text import show_age
 
 from .retry import ClockSkewError, CredentialsExpiredError, classify
 

@@ -19,7 +19,7 @@ from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
-from prefect_torch.ckpt.wording import show_some
+from prefect_torch.ckpt.text import show_some
 
 from .ranking import rank, settle_ranking
 from .terminal import note

@@ -10,7 +10,7 @@ from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, list_attempts, re
 from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
-from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.ckpt.text import show_bytes
 
 from .metric_summaries import MetricSummary, summarize_metrics
 from .parameters import json_option, metric_option, order_option, run_argument, storage_argument

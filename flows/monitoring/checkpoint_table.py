@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
-from prefect_torch.ckpt.wording import show_age, show_bytes
+from prefect_torch.ckpt.text import show_age, show_bytes
 
 from .stored_checkpoints import StoredCheckpoint
 from .wording import show_number, show_time

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prefect_torch.ckpt.runs.manifest import is_id
-from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.ckpt.text import show_bytes
 
 from .attempt_log import AttemptLog, frontiers, place_of
 from .chart import MAX_PANELS, as_data_url, draw_curves

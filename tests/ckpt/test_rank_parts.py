@@ -5,7 +5,7 @@ import os
 import pytest
 from prefect_torch.ckpt import TrainContext
 from prefect_torch.ckpt.files.folder import scan_files
-from prefect_torch.ckpt.rank_parts import part_of_rank
+from prefect_torch.ckpt.framework_folders import part_of_rank
 
 SHARED = {"model.safetensors", "trainer_state.json", "model-00001-of-00002.safetensors", "optimizer_0/.metadata"}
 OF_RANK = {

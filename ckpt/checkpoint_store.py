@@ -4,15 +4,14 @@ import builtins
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from prefect_torch.ckpt.checkpoint import Checkpoint
+from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, encode_evaluation
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.retention import Order, Plan, RetentionPolicy, check_count, rank_best
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel
-
-from .checkpoint import Checkpoint
-from .errors import CheckpointNotFoundError
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from prefect_torch.ckpt.checkpoint import Checkpoint
+from prefect_torch.ckpt.context import TrainContext, context_or_none
+from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.files.folder import scan_files
 from prefect_torch.ckpt.reporting.api import get_checkpoint
 from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
-
-from .checkpoint import Checkpoint
-from .context import TrainContext, context_or_none
-from .errors import CheckpointNotFoundError
 
 CHECKPOINT_NAME = "checkpoint"
 # How Transformers, Accelerate, torch.distributed.checkpoint and DeepSpeed name what one rank wrote.
