@@ -41,14 +41,14 @@ class Checkpoint:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = _named(path)
-        self._run: Run | None = None
+        self._store: Run | None = None
         self._manifest: Manifest | None = None
         self._id: str | None = None
         base, run_name, folder, name = _split(self.path)
         if is_checkpoint_folder(folder, name):
-            self._run = type(self).open_run(base, run_name)
+            self._store = type(self).open_run(base, run_name)
             self._id = name
-            self.path = self._run.path_of(name)
+            self.path = self._store.path_of(name)
         elif "://" in self.path:
             raise ValueError(f"{self.path} is not a committed checkpoint; give <storage>/<run>/checkpoints/<id>")
 
@@ -57,14 +57,14 @@ class Checkpoint:
         """Return the local folder `path` as a checkpoint to report; nothing is read before the report."""
         checkpoint = cls.__new__(cls)
         checkpoint.path = _named(path)
-        checkpoint._run = checkpoint._manifest = checkpoint._id = None
+        checkpoint._store = checkpoint._manifest = checkpoint._id = None
         return checkpoint
 
     @classmethod
     def committed(cls, run: Run, manifest: Manifest) -> "Checkpoint":
         """Return a handle to a committed checkpoint, sharing the run's connection."""
         checkpoint = cls.__new__(cls)
-        checkpoint._run, checkpoint._manifest, checkpoint._id = run, manifest, manifest.id
+        checkpoint._store, checkpoint._manifest, checkpoint._id = run, manifest, manifest.id
         checkpoint.path = run.path_of(manifest.id)
         return checkpoint
 
@@ -95,15 +95,15 @@ class Checkpoint:
 
         """
         if self._manifest is None:
-            if self._run is None or self._id is None:
+            if self._store is None or self._id is None:
                 raise CheckpointNotFoundError(f"{self.path} is a plain folder: it has no manifest")
-            self._manifest = self._run.get(self._id)
+            self._manifest = self._store.get(self._id)
         return self._manifest
 
     @property
     def store(self) -> Run | None:
         """The run of a committed checkpoint; None for a plain folder."""
-        return self._run
+        return self._store
 
     @property
     def directory(self) -> Path | None:
@@ -113,7 +113,7 @@ class Checkpoint:
             CheckpointNotFoundError: If the folder does not exist.
 
         """
-        if self._run is not None:
+        if self._store is not None:
             return None
         directory = Path(self.path)
         if not directory.is_dir():
@@ -122,8 +122,8 @@ class Checkpoint:
 
     def verify(self, level: VerifyLevel = "digest") -> None:
         """Return only if a committed checkpoint is what was committed; see `CheckpointStore.verify`."""
-        if self._run is not None:
-            verify(self._run, self.manifest, level)
+        if self._store is not None:
+            verify(self._store, self.manifest, level)
 
     @contextmanager
     def as_directory(self, *, include: Include = None, own_files: bool = False) -> Iterator[str]:
@@ -149,13 +149,13 @@ class Checkpoint:
             OSError: If there is no space for what is downloaded, or where it goes is not this user's alone, naming the place.
 
         """
-        if self._run is None:
+        if self._store is None:
             assert self.directory is not None
             choose_in_folder(self.directory, include, own_files=own_files)
             yield str(self.directory)
             return
-        manifest, files = self._choose(self._run, include, own_files=own_files)
-        with readable_files(self._run, manifest, files) as folder:
+        manifest, files = self._choose(self._store, include, own_files=own_files)
+        with readable_files(self._store, manifest, files) as folder:
             yield str(folder)
 
     def to_directory(
@@ -179,15 +179,15 @@ class Checkpoint:
             RankLocalStateError: If `own_files`, and another number of ranks stored it.
 
         """
-        if self._run is None:
+        if self._store is None:
             assert self.directory is not None
             chosen = choose_in_folder(self.directory, include, own_files=own_files)
             target = _made(path)
             copy_folder(self.directory, target, chosen)
         else:
-            manifest, files = self._choose(self._run, include, own_files=own_files)
+            manifest, files = self._choose(self._store, include, own_files=own_files)
             target = _made(path)
-            download(self._run, manifest, files, target)
+            download(self._store, manifest, files, target)
         metadata = self.get_metadata()
         if metadata:
             Checkpoint.from_directory(target).set_metadata(metadata)
@@ -273,11 +273,11 @@ class Checkpoint:
         from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - torch, for states only
         from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
-        if self._run is None or self._run.storage.local_path(self._run.name) is not None:
+        if self._store is None or self._store.storage.local_path(self._store.name) is not None:
             yield None
             return
-        manifest = self._committed(self._run)
-        with found_files(self._run, manifest) as folder:
+        manifest = self._committed(self._store)
+        with found_files(self._store, manifest) as folder:
             files = {entry.path: entry for entry in manifest.files}
             yield None if folder is None else (StateReader(LocalStorage(folder), "", str(folder)), files)
 
@@ -286,17 +286,17 @@ class Checkpoint:
         from prefect_torch.ckpt.state.load import files_in  # noqa: PLC0415 - torch, for states only
         from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - as above
 
-        if self._run is None:
+        if self._store is None:
             from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
             assert self.directory is not None
             storage = LocalStorage(self.directory)
             yield StateReader(storage, "", self.path), files_in(storage)
             return
-        manifest = self._committed(self._run)
+        manifest = self._committed(self._store)
         files = {entry.path: entry for entry in manifest.files}
-        with in_place(self._run, manifest, manifest.files):
-            yield StateReader(self._run.storage, self._run.layout.data(manifest.id), self.path), files
+        with in_place(self._store, manifest, manifest.files):
+            yield StateReader(self._store.storage, self._store.layout.data(manifest.id), self.path), files
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the user's metadata; empty where none was set.
@@ -305,8 +305,8 @@ class Checkpoint:
             ValueError: If somebody wrote something else into a plain folder's metadata file.
 
         """
-        if self._run is not None:
-            return self._run.metadata(self.manifest)
+        if self._store is not None:
+            return self._store.metadata(self.manifest)
         file = Path(self.path) / METADATA_FILE
         if not file.exists():
             return {}
@@ -330,8 +330,8 @@ class Checkpoint:
             check_depth(plain, "it")
         except (TypeError, ValueError, RecursionError) as exc:
             raise ValueError(f"metadata must be what JSON can hold: {exc}") from exc
-        if self._run is not None:
-            self._run.put_json(self._run.layout.metadata(self.manifest.id), plain)
+        if self._store is not None:
+            self._store.put_json(self._store.layout.metadata(self.manifest.id), plain)
         else:
             (Path(self.path) / METADATA_FILE).write_text(encoded)
 

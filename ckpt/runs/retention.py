@@ -1,7 +1,7 @@
 """Which checkpoints to keep: a pure decision over manifests, apart from any deleting."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -43,7 +43,7 @@ class Dated(Committed, Protocol):
 C = TypeVar("C", bound=Committed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RetentionPolicy:
     """What is worth keeping; the newest, pinned and protected checkpoints are kept besides.
 
@@ -81,6 +81,11 @@ class RetentionPolicy:
         days = self.keep_quarantined_days
         if days is not None and (isinstance(days, bool) or not isinstance(days, (int, float)) or not days >= 0):
             raise ValueError(f"keep_quarantined_days={days!r}: give days, 0 or more, or None to keep them")
+
+    def __setstate__(self, state: "list[object] | dict[str, object]") -> None:
+        """Restore a pickle, also one of version 0.1: a list of the fields that there were; later ones have their defaults."""
+        given = state if isinstance(state, dict) else dict(zip([it.name for it in fields(self)], state, strict=False))
+        self.__dict__.update({it.name: given.get(it.name, it.default) for it in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 from ranks import Attempt, folder
 
-STORED = Path(__file__).parent / "stored_run_of_0_1"
+STORED = Path(__file__).parents[2] / "support/stored_run_of_0_1"
 FIRST, SECOND, THIRD = "000001-00000000-08df6443", "000001-00000001-fd76df3f", "000002-00000002-3daffd56"
 QUARANTINED = "000001-00000002-44ca13ab"
 AGES = 10 * 365 * 24 * 3600
