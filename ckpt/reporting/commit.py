@@ -237,7 +237,7 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
 def _store_index(run: Run, job: CommitJob, parts: Sequence[Part]) -> list[FileEntry]:
     if all(part.state is None for part in parts):
         return []
-    from prefect_torch.ckpt.state.commit import store_index  # noqa: PLC0415 - torch, for states only
+    from prefect_torch.ckpt.state.index_files import store_index  # noqa: PLC0415 - torch, for states only
 
     def put(path: str, buffers: Sequence[memoryview]) -> Transfer:
         return run.storage.put_buffers(run.layout.data(job.checkpoint_id, path), buffers)

@@ -1,8 +1,11 @@
-"""The metadata file by which torch.distributed.checkpoint reads a stored state; we write it and never read it."""
+"""The two files that tell where a stored state lies: our index, and the one that torch.distributed.checkpoint reads."""
 
 import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from prefect_torch.ckpt.runs.manifest import FileEntry
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -14,8 +17,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .index import StateIndex, TensorEntry, ValueEntry, rank_name, rank_of
+from .index import INDEX_FILE, METADATA_FILE, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of
 from .plan import Step
+from .save import BLOCK_BYTES, Put
+
+
+def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[FileEntry]:
+    """As rank 0, store the index of what all ranks stored, for us and for torch.distributed.checkpoint; two small puts."""
+    index = StateIndex.merged(parts, BLOCK_BYTES)
+    files = {INDEX_FILE: index.encode(), METADATA_FILE: dcp_metadata(index)}
+    moved = [(path, put(path, [memoryview(data)])) for path, data in files.items()]
+    return [FileEntry(path, sent.bytes, sent.digest, 0) for path, sent in moved]
 
 
 def dcp_metadata(index: StateIndex) -> bytes:
