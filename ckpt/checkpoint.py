@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prefect_torch.ckpt.context import place_of_this_rank
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError
 from prefect_torch.ckpt.files.download import copy_folder, download, found_files, in_place, readable_files
-from prefect_torch.ckpt.files.folder import METADATA_FILE
+from prefect_torch.ckpt.files.folder import USER_METADATA_FILE
 from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_folder
 from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
@@ -307,7 +307,7 @@ class Checkpoint:
         """
         if self._store is not None:
             return self._store.metadata(self.manifest)
-        file = Path(self.path) / METADATA_FILE
+        file = Path(self.path) / USER_METADATA_FILE
         if not file.exists():
             return {}
         try:
@@ -333,7 +333,7 @@ class Checkpoint:
         if self._store is not None:
             self._store.put_json(self._store.layout.metadata(self.manifest.id), plain)
         else:
-            (Path(self.path) / METADATA_FILE).write_text(encoded)
+            (Path(self.path) / USER_METADATA_FILE).write_text(encoded)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add to the user's metadata, replacing equal keys."""

@@ -30,8 +30,8 @@ class TrainContext:
     local_world_size: int
     run_name: str
     attempt: int
-    _decide: Callable[[], bool] = field(default=_never, repr=False, compare=False)
-    _has_told_end: Callable[[], bool] = field(default=_never, repr=False, compare=False)
+    _should_checkpoint: Callable[[], bool] = field(default=_never, repr=False, compare=False)
+    _stop_requested: Callable[[], bool] = field(default=_never, repr=False, compare=False)
 
     def get_world_rank(self) -> int:
         """Return `world_rank`; this and the getters below are for functions written for Ray Train."""
@@ -68,14 +68,14 @@ class TrainContext:
             CheckpointError: If rank 0 has left the training.
 
         """
-        return self._decide()
+        return self._should_checkpoint()
 
     def ends_soon(self) -> bool:
         """Say whether the last `should_checkpoint` was true because the training is about to be ended; the same on every rank.
 
         A loop may report once more and return then, instead of being ended in the middle. Costs nothing.
         """
-        return self._has_told_end()
+        return self._stop_requested()
 
 
 _current: TrainContext | None = None

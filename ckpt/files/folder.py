@@ -10,7 +10,7 @@ from pathlib import Path
 from prefect_torch.ckpt.storage.keys import is_temporary
 from prefect_torch.ckpt.storage.scratch import make_scratch
 
-METADATA_FILE = ".metadata.json"
+USER_METADATA_FILE = ".metadata.json"
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing end, a way through a file, links in a circle
 
 
@@ -21,7 +21,7 @@ def scan_files(directory: Path) -> list[str]:
         ValueError: If something below is no file or folder, names nothing, or links back to a folder above it.
 
     """
-    return [path for path in _walk(directory, "", ()) if path != METADATA_FILE]  # metadata travels in the manifest
+    return [path for path in _walk(directory, "", ()) if path != USER_METADATA_FILE]  # metadata travels in the manifest
 
 
 def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
@@ -72,7 +72,7 @@ def check_apart(directory: Path, run: Path | None) -> None:
         raise ValueError(f"the folder {directory} holds the run itself, {run}: report one that holds the checkpoint alone")
 
 
-def take_over(directory: Path, paths: Iterable[str]) -> Path:
+def adopt_files(directory: Path, paths: Iterable[str]) -> Path:
     """Move the files at `paths` into a scratch folder and return it; a copy only across filesystems.
 
     The caller may delete or reuse `directory` at once. Costs one rename a file on the same filesystem. What a link names

@@ -10,7 +10,7 @@ from prefect_torch.ckpt.errors import ReportMismatchError, ReportWithdrawnError
 from prefect_torch.ckpt.runs.manifest import FileEntry, new_id
 
 from .arguments import Upload
-from .remote_error import Refusal
+from .remote_error import RemoteError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Agreement:
     owners: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] | None = None
-    refusal: Refusal | None = None
-    ends_background: bool = False
+    refusal: RemoteError | None = None
+    is_background_failure: bool = False
 
     def encode(self) -> bytes:
         """Return JSON."""
@@ -82,7 +82,7 @@ class Agreement:
         """Undo `encode`."""
         fields = json.loads(data)
         refusal = fields.pop("refusal")
-        return cls(**fields, refusal=None if refusal is None else Refusal(**refusal))
+        return cls(**fields, refusal=None if refusal is None else RemoteError(**refusal))
 
 
 def agree(intents: Sequence[Intent], attempt: int) -> Agreement:
@@ -97,10 +97,10 @@ def agree(intents: Sequence[Intent], attempt: int) -> Agreement:
     for intent in intents:
         if intent.error is not None:
             refused = ReportWithdrawnError(f"rank {intent.rank} could not report, so no rank did: {intent.error}")
-            return Agreement(step, refusal=Refusal.of(refused))
+            return Agreement(step, refusal=RemoteError.of(refused))
     bringing = [intent for intent in intents if intent.upload is not None]
     if (mismatch := _mismatch(intents, bringing)) is not None:
-        return Agreement(step, refusal=Refusal.of(ReportMismatchError(mismatch)))
+        return Agreement(step, refusal=RemoteError.of(ReportMismatchError(mismatch)))
     if not bringing:
         return Agreement(step)
     metadata: dict[str, Any] = {}

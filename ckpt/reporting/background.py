@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from prefect_torch.ckpt.errors import CheckpointError
 
-from .remote_error import Refusal
+from .remote_error import RemoteError
 
 _NICER = 5  # a third of the training's share of a core that both want, and all of an idle one
 
@@ -55,7 +55,7 @@ class BackgroundCommits:
         while self._commits and self._commits[0].done.done():
             failure = self._commits.popleft().done.exception()
             if failure is not None:
-                return Refusal.of(failure).error()
+                return RemoteError.of(failure).error()
         return None
 
     def wait_for_failure(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from .overhead import CheckpointPace
+from .overhead import OverheadBudget
 from .peers import Peers
 
 Answer: TypeAlias = Literal["no", "checkpoint", "end"]
@@ -14,7 +14,7 @@ _SPAN_S = 0.5  # one message in that time, and the wait for a slower rank 0, cos
 _SPAN_QUESTIONS = 16  # a loop that becomes slow all at once is told late by so many of its steps at most
 
 
-class CheckpointPrompts:
+class CheckpointRequests:
     """The answers to `TrainContext.should_checkpoint` on one rank; the n-th is the same on all.
 
     A loop that asks often is answered for half a second at once, so that asking costs it next to nothing.
@@ -32,20 +32,20 @@ class CheckpointPrompts:
     """
 
     def __init__(
-        self, peers: Peers, pace: CheckpointPace, ends_soon: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+        self, peers: Peers, pace: OverheadBudget, ends_soon: Callable[[], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._peers = peers
         self._pace = pace
         self._ends_soon = ends_soon
         self._clock = clock
         self.asked = 0
-        self.has_told_end = False
+        self.stop_requested = False
         self._answered = 0  # the questions before this one have their answer
         self._topics: list[str] = []
         self._asked_at_s: deque[float] = deque(maxlen=_SPAN_QUESTIONS + 1)
         self._reports = 0
 
-    def ask(self) -> bool:
+    def should_checkpoint(self) -> bool:
         """Return what rank 0 says in its call of the same number; on the others this waits for it.
 
         Raises:
@@ -59,7 +59,7 @@ class CheckpointPrompts:
             return False
         answer, num_questions = self._told(number)
         self._answered = number + num_questions
-        self.has_told_end = answer == "end"
+        self.stop_requested = answer == "end"
         return answer != "no"
 
     def begin_report(self) -> None:

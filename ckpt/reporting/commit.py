@@ -4,7 +4,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,21 +16,21 @@ from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.digest import digest_file
+from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .agreement import Agreement, merge_files
 from .peers import Peers
-from .remote_error import Refusal
+from .remote_error import RemoteError
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.state.save import StagedState
 
-_PARALLEL_FILES = 8
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class RankPart:
     """What one rank brings to a checkpoint.
 
     Attributes:
@@ -69,7 +68,7 @@ class CommitJob:
 
     topic: str
     agreement: Agreement
-    brought: Brought
+    brought: RankPart
     metrics: Metrics
     started_s: float = field(default_factory=time.monotonic)
     stall_s: float | None = None
@@ -207,10 +206,7 @@ def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
         job.stored[path] = FileEntry(path, moved.bytes, moved.digest, rank)
         return job.stored[path]
 
-    if len(files) == 1:
-        return [store_file(files[0])]
-    with ThreadPoolExecutor(min(_PARALLEL_FILES, len(files)), "prefect-torch-upload") as pool:
-        return list(pool.map(store_file, files))
+    return for_each(files, store_file)
 
 
 def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
@@ -256,7 +252,7 @@ def _encode_part(work: Callable[[], Part]) -> bytes:
     try:
         part = work()
     except Exception as exc:  # noqa: BLE001 - whatever it is, all ranks must hear of it rather than wait
-        return json.dumps({"refusal": asdict(Refusal.of(exc))}).encode()
+        return json.dumps({"refusal": asdict(RemoteError.of(exc))}).encode()
     files = [asdict(entry) for entry in part.files]
     return json.dumps({"files": files, "state": part.state, "stall_s": part.stall_s, "stored_s": part.stored_s}).encode()
 
@@ -274,4 +270,4 @@ def _decode_part(rank: int, data: bytes) -> Part:
 def _raise_refusal(data: bytes) -> None:
     decision = json.loads(data)
     if "refusal" in decision:
-        raise Refusal(**decision["refusal"]).error()
+        raise RemoteError(**decision["refusal"]).error()

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CheckpointError
-from prefect_torch.ckpt.files.folder import take_over
+from prefect_torch.ckpt.files.folder import adopt_files
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.scratch import remove_scratch
 
 from .background import BackgroundCommits
 from .commit import CommitJob, commit
 from .events import CommitEvent, EventSender
-from .overhead import CheckpointPace
+from .overhead import OverheadBudget
 from .peers import Peers
 
 
@@ -37,7 +37,7 @@ class RankCommits:
         run: Run,
         peers: Peers,
         events: EventSender,
-        pace: CheckpointPace,
+        pace: OverheadBudget,
         max_in_flight: int,
         restored: Checkpoint | None,
     ) -> None:
@@ -51,7 +51,7 @@ class RankCommits:
         self._parent = None if restored is None else _name_from(run, restored)
         self.newest_step = self._committed_step = -1 if restored is None else restored.step
 
-    def make_room(self, *, for_another: bool) -> None:
+    def wait_for_slot(self, *, for_another: bool) -> None:
         """Return once one more commit may go on beside those under way, or, if not `for_another`, none is under way."""
         self._background.wait(leave=self._max_in_flight - 1 if for_another else 0)
 
@@ -73,7 +73,7 @@ class RankCommits:
         staged = job.brought
         if staged.directory is not None:
             try:
-                staged = replace(staged, directory=take_over(staged.directory, staged.files))
+                staged = replace(staged, directory=adopt_files(staged.directory, staged.files))
             except OSError as exc:  # the other ranks already wait for this one's part: they must hear of it
                 staged = replace(staged, directory=None, problem=exc)
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 
-class CheckpointPace:
+class OverheadBudget:
     """Says when the next checkpoint is due, from what the last one cost.
 
     Args:

@@ -10,7 +10,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RemoteError:
     """A CheckpointError on its way to other ranks.
 
     Attributes:
@@ -23,7 +23,7 @@ class Refusal:
     message: str
 
     @classmethod
-    def of(cls, error: BaseException) -> "Refusal":
+    def of(cls, error: BaseException) -> "RemoteError":
         """Return what other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
         if isinstance(error, (CommitFailedError, FencedError, ReportMismatchError)):
             return cls(type(error).__name__, str(error))

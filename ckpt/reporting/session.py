@@ -21,17 +21,17 @@ from prefect_torch.ckpt.text import utc_now
 
 from .agreement import Agreement, Intent, agree
 from .arguments import Upload, check_progress, check_step, check_upload
-from .checkpoint_requests import CheckpointPrompts
-from .commit import Brought, CommitJob
+from .checkpoint_requests import CheckpointRequests
+from .commit import CommitJob, RankPart
 from .commits import RankCommits
 from .events import EventSender, ReportEvent
 from .key_value import KeyValue
-from .overhead import CheckpointPace
+from .overhead import OverheadBudget
 from .peers import Peers, RankEnd
-from .remote_error import Refusal
+from .remote_error import RemoteError
 
 if TYPE_CHECKING:
-    from prefect_torch.ckpt.state.save import HeldState
+    from prefect_torch.ckpt.state.save import StateSnapshot
 
     from .state_reports import StateReports
 
@@ -86,11 +86,13 @@ class RankSession:
         self._last_step = -1 if restored is None else restored.step
         self._one_report = threading.Lock()
         self._score_attribute = settings.checkpoint_score_attribute
-        pace = CheckpointPace(settings.target_overhead)
+        pace = OverheadBudget(settings.target_overhead)
         self._commits = RankCommits(run, self._peers, self._events, pace, settings.max_in_flight, restored)
-        self._prompts = CheckpointPrompts(self._peers, pace, ends_soon)
-        self.context = replace(context, _decide=self._prompts.ask, _has_told_end=lambda: self._prompts.has_told_end)
-        self._parted: CheckpointError | None = None
+        self._requests = CheckpointRequests(self._peers, pace, ends_soon)
+        self.context = replace(
+            context, _should_checkpoint=self._requests.should_checkpoint, _stop_requested=lambda: self._requests.stop_requested
+        )
+        self._desynchronized: CheckpointError | None = None
         self._state_reports: StateReports | None = None
 
     def report(
@@ -117,20 +119,20 @@ class RankSession:
                     self._keep_stored(step, upload)
                     checkpoint = state = upload = None
                 brought = self._bring(checkpoint, cleanup)
-                held = None if state is None else self._states().hold(_without_files_of_ours(state, brought))
+                snapshot = None if state is None else self._states().capture(_without_files_of_ours(state, brought))
             except Exception as exc:
-                self._withdraw(exc)
+                self._abstain(exc)
                 raise
-            told = None if held is None else self._states().tell(held)
-            asked = self._prompts.asked
+            told = None if snapshot is None else self._states().describe(snapshot)
+            asked = self._requests.asked
             intent = Intent(self.context.world_rank, step, upload, list(brought.files), brought.metadata, told, asked=asked)
             if upload is not None:
                 # A state's buffers are used again, and a sync commit comes after those before it.
-                self._commits.make_room(for_another=upload == "async" and state is None)
-            agreement = self._agree(intent, held)
+                self._commits.wait_for_slot(for_another=upload == "async" and state is None)
+            agreement = self._agree(intent, snapshot)
             if agreement.refusal is not None:
                 raise agreement.refusal.error()
-            self._act(agreement, self._settle(agreement, brought, held), cleaned, progress, started_s)
+            self._act(agreement, self._finalize(agreement, brought, snapshot), cleaned, progress, started_s)
 
     def log_metrics(self, metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
         """Record metrics without a report; see `reporting.log_metrics`."""
@@ -150,7 +152,7 @@ class RankSession:
 
         """
         self._commits.wait()
-        failure = self._commits.take_failure() or self._parted
+        failure = self._commits.take_failure() or self._desynchronized
         if failure is not None:
             raise failure
         self._peers.end(RankEnd(self.context.world_rank, self._reports, "returned"))
@@ -186,9 +188,9 @@ class RankSession:
         if upload == "sync":
             self._commits.wait()
 
-    def _bring(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> Brought:
+    def _bring(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> RankPart:
         if checkpoint is None:
-            return Brought()
+            return RankPart()
         if not isinstance(checkpoint, Checkpoint):
             raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(folder)")  # noqa: TRY004 - as above
         directory = checkpoint.directory
@@ -198,7 +200,7 @@ class RankSession:
             # A committed checkpoint is never taken apart: what is moved or stored again is a copy.
             directory = cleanup.enter_context(scratch_folder())
             checkpoint.to_directory(directory)
-        return Brought(directory, tuple(scan_files(directory)), checkpoint.get_metadata())
+        return RankPart(directory, tuple(scan_files(directory)), checkpoint.get_metadata())
 
     def _states(self) -> "StateReports":
         if self._state_reports is None:
@@ -207,51 +209,51 @@ class RankSession:
             self._state_reports = StateReports(self._peers)
         return self._state_reports
 
-    def _settle(self, agreement: Agreement, brought: Brought, held: "HeldState | None") -> Brought:
+    def _finalize(self, agreement: Agreement, brought: RankPart, snapshot: "StateSnapshot | None") -> RankPart:
         """Return `brought` with the state staged: the training may change it from here on."""
         if agreement.state is None:
             return brought
-        decision = self._states().follow(agreement.state, self._topic())
-        if held is None:
+        decision = self._states().apply(agreement.state, self._topic())
+        if snapshot is None:
             return brought
         try:
-            return replace(brought, state=self._states().settle(held, decision))
+            return replace(brought, state=self._states().finalize(snapshot, decision))
         except Exception as exc:  # noqa: BLE001 - the other ranks already wait for this one's part: they must hear of it
             return replace(brought, problem=exc)
 
-    def _withdraw(self, error: Exception) -> None:
+    def _abstain(self, error: Exception) -> None:
         """Take part in the round without a report, or this rank's next one would be paired with this one of the others."""
         intent = Intent(self.context.world_rank, self._last_step, error=f"{type(error).__name__}: {error}")
         try:
             agreement = self._agree(intent)
         except CheckpointError:  # the ranks have parted, which `finish` raises; `error` comes first
             return
-        if agreement.refusal is not None and agreement.ends_background:
+        if agreement.refusal is not None and agreement.is_background_failure:
             raise agreement.refusal.error() from error
 
     def _topic(self) -> str:
         return f"report {self._rounds - 1}"
 
-    def _agree(self, intent: Intent, held: "HeldState | None" = None) -> Agreement:
+    def _agree(self, intent: Intent, snapshot: "StateSnapshot | None" = None) -> Agreement:
         """Return what rank 0 decides about this round; every rank goes through all rounds, whatever it reports."""
         previous = self._topic()
         self._rounds += 1
-        self._prompts.begin_report()
+        self._requests.begin_report()
         try:
-            agreement = self._decide(self._topic(), intent, held)
+            agreement = self._decide(self._topic(), intent, snapshot)
         except CheckpointError as exc:
-            self._parted = exc
+            self._desynchronized = exc
             raise
         self._peers.forget(previous)  # that everybody is in this round proves that the one before was read
-        self._prompts.end_report()
-        if agreement.ends_background and self.context.world_rank != 0:
+        self._requests.end_report()
+        if agreement.is_background_failure and self.context.world_rank != 0:
             self._commits.forget_failure()  # raised now, so not again later
         return agreement
 
-    def _decide(self, topic: str, intent: Intent, held: "HeldState | None") -> Agreement:
+    def _decide(self, topic: str, intent: Intent, snapshot: "StateSnapshot | None") -> Agreement:
         def stage() -> None:
-            if held is not None:
-                self._states().stage_early(held)
+            if snapshot is not None:
+                self._states().stage_early(snapshot)
 
         told = self._peers.exchange(topic, intent.encode(), stage)
         if told is None:
@@ -261,7 +263,7 @@ class RankSession:
         agreement = agree(intents, self.context.attempt)
         failure = self._commits.take_failure()
         if failure is not None:
-            agreement = replace(agreement, refusal=Refusal.of(failure), ends_background=True)
+            agreement = replace(agreement, refusal=RemoteError.of(failure), is_background_failure=True)
         agreement = self._decide_state(agreement, intents, topic)
         self._peers.decide(topic, agreement.encode())
         return agreement
@@ -273,9 +275,9 @@ class RankSession:
         try:
             return replace(agreement, state=self._states().decide(told, topic, refused=agreement.refusal is not None))
         except ReportMismatchError as exc:
-            return replace(agreement, refusal=Refusal.of(exc))
+            return replace(agreement, refusal=RemoteError.of(exc))
 
-    def _act(self, agreement: Agreement, brought: Brought, metrics: Metrics, progress: float | None, started_s: float) -> None:
+    def _act(self, agreement: Agreement, brought: RankPart, metrics: Metrics, progress: float | None, started_s: float) -> None:
         job = CommitJob(self._topic(), agreement, brought, metrics, started_s)
         if agreement.checkpoint_id is not None and agreement.upload == "sync":
             self._commits.commit(job)
@@ -288,7 +290,7 @@ class RankSession:
             self._commits.commit_in_background(job)
 
 
-def _without_files_of_ours(state: Mapping[str, Any], brought: Brought) -> Mapping[str, Any]:
+def _without_files_of_ours(state: Mapping[str, Any], brought: RankPart) -> Mapping[str, Any]:
     from prefect_torch.ckpt.state.index import is_own_file  # noqa: PLC0415 - for states only
 
     for path in filter(is_own_file, brought.files):

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from prefect_torch.ckpt.state.plan import Write
+from prefect_torch.ckpt.state.plan import WriteItem
 from prefect_torch.ckpt.state.planner import StateDecision, StatePlanner
-from prefect_torch.ckpt.state.save import HeldState, StagedState, StateSaver
+from prefect_torch.ckpt.state.save import StagedState, StateSaver, StateSnapshot
 
 from .peers import Peers
 
@@ -27,18 +27,18 @@ class StateReports:
         self._saver = StateSaver(peers.rank, peers.world_size)
         self._plan = 0
 
-    def hold(self, state: Mapping[str, Any]) -> HeldState:
+    def capture(self, state: Mapping[str, Any]) -> StateSnapshot:
         """Look at `state` and copy its plain values; raises ValueError for what cannot be stored."""
-        return self._saver.hold(state)
+        return self._saver.capture(state)
 
-    def tell(self, held: HeldState) -> dict[str, Any]:
+    def describe(self, snapshot: StateSnapshot) -> dict[str, Any]:
         """Return what rank 0 must know; it must be sent."""
-        return self._saver.tell(held)
+        return self._saver.describe(snapshot)
 
-    def stage_early(self, held: HeldState) -> None:
+    def stage_early(self, snapshot: StateSnapshot) -> None:
         """Stage while the ranks agree, where the plan of the report before may still hold."""
-        with contextlib.suppress(Exception):  # `settle` stages again and raises it
-            self._saver.stage_early(held)
+        with contextlib.suppress(Exception):  # `finalize` stages again and raises it
+            self._saver.stage_early(snapshot)
 
     def decide(self, told: Sequence[Mapping[str, Any] | None], topic: str, *, refused: bool) -> dict[str, Any] | None:
         """As rank 0, decide on the states of all ranks, and send each rank its part of a new plan.
@@ -54,7 +54,7 @@ class StateReports:
         """
         for rank, of_rank in enumerate(told):
             if of_rank is not None:
-                self._planner.hear(rank, of_rank)
+                self._planner.receive(rank, of_rank)
         if refused or all(of_rank is None for of_rank in told):
             return None
         decision = self._planner.decide(told)
@@ -63,15 +63,15 @@ class StateReports:
             self._peers.scatter(f"{topic}/plan", [json.dumps(part).encode() for part in parts])
         return asdict(decision)
 
-    def follow(self, decided: Mapping[str, Any], topic: str) -> StateDecision:
+    def apply(self, decided: Mapping[str, Any], topic: str) -> StateDecision:
         """Take over what rank 0 decided, also on a rank that brings no state."""
         decision = StateDecision(**decided)
         if decision.plan != self._plan:
             data = self._peers.scattered(f"{topic}/plan")
-            self._saver.follow([Write(*fields) for fields in json.loads(data)])
+            self._saver.apply([WriteItem(*fields) for fields in json.loads(data)])
             self._plan = decision.plan
         return decision
 
-    def settle(self, held: HeldState, decision: StateDecision) -> StagedState:
-        """Return `held` staged; from now on the training may change it."""
-        return self._saver.settle(held, decision)
+    def finalize(self, snapshot: StateSnapshot, decision: StateDecision) -> StagedState:
+        """Return `snapshot` staged; from now on the training may change it."""
+        return self._saver.finalize(snapshot, decision)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .index import DTYPE_BYTES, rank_name, rank_of
-from .plan import Piece, Step
+from .plan import Step, TensorShard
 from .rank_local import RankLocal
 
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and activation checkpointing
@@ -334,7 +334,7 @@ def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | No
     return tuple(offsets), local
 
 
-def is_loose(leaf: Leaf) -> bool:
+def is_unowned(leaf: Leaf) -> bool:
     """Say whether ranks may have different tensors there: no module, optimizer or DTensor keeps them equal or sharded."""
     return not leaf.of_model and not is_dtensor(leaf.value)
 
@@ -348,9 +348,9 @@ class Describer:
     """Tells what a rank has of its tensors; remembers what stays the same from report to report."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Piece] = {}
+        self._known: dict[str, TensorShard] = {}
 
-    def describe(self, leaf: Leaf) -> tuple[Piece, torch.Tensor] | None:
+    def describe(self, leaf: Leaf) -> tuple[TensorShard, torch.Tensor] | None:
         """Return this rank's part of a tensor leaf as the plan needs it, and its memory; None where this rank has none."""
         value, known = leaf.value, self._known.get(leaf.name)
         part = local_part(value)
@@ -360,6 +360,8 @@ class Describer:
         dtype, shape, sizes = _DTYPE_NAMES[local.dtype], value.shape, local.shape
         told = (leaf.path, dtype, shape, offsets, sizes, leaf.by_first)
         if known is None or (known.path, known.dtype, known.shape, known.offsets, known.sizes, known.by_first) != told:
-            known = Piece(leaf.name, leaf.path, dtype, local.element_size(), tuple(shape), offsets, tuple(sizes), leaf.by_first)
+            known = TensorShard(
+                leaf.name, leaf.path, dtype, local.element_size(), tuple(shape), offsets, tuple(sizes), leaf.by_first
+            )
             self._known[leaf.name] = known
         return known, local

@@ -16,7 +16,7 @@ _SURE_BYTES = 2**20  # a write that is as long as the data can be nothing else
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ChunkLayout:
     """Where one chunk lies in the file.
 
     Attributes:
@@ -33,7 +33,7 @@ class Slot:
     raw_bytes: int
 
 
-class Image:
+class StagingBuffer:
     """A file of chunks, each as torch.save would write it, in memory that is allocated once and reused.
 
     Costs the file's size in memory, page-locked where `pinned`. Not safe to stage while it is read.
@@ -46,17 +46,21 @@ class Image:
     """
 
     def __init__(
-        self, chunks: Sequence[tuple[torch.dtype, tuple[int, ...]]], *, pinned: bool = False, previous: "Image | None" = None
+        self,
+        chunks: Sequence[tuple[torch.dtype, tuple[int, ...]]],
+        *,
+        pinned: bool = False,
+        previous: "StagingBuffer | None" = None,
     ) -> None:
         frames = [_frame(dtype, shape) for dtype, shape in chunks]
         self.is_exact = all(_is_readable(dtype) for dtype in {dtype for dtype, _ in chunks})
-        self.slots: list[Slot] = []
+        self.slots: list[ChunkLayout] = []
         end = 0
         for (dtype, shape), (prefix, suffix) in zip(chunks, frames, strict=True):
             raw_start = -(-(end + len(prefix)) // _ALIGNED_BYTES) * _ALIGNED_BYTES
             raw_bytes = torch.Size(shape).numel() * dtype.itemsize
             start, end = raw_start - len(prefix), raw_start + raw_bytes + len(suffix)
-            self.slots.append(Slot(start, end - start, raw_start, raw_bytes))
+            self.slots.append(ChunkLayout(start, end - start, raw_start, raw_bytes))
         self.pinned = pinned
         self._memory = _reused_or_new(previous, end, pinned=pinned)
         self.data = memory_of(self._memory[:end]) if end else memoryview(b"")
@@ -79,7 +83,7 @@ class Image:
             else:
                 self._stage_from_gpu(tensors, devices)
 
-    def reencode(self) -> None:
+    def reserialize(self) -> None:
         """Write each chunk's archive as this torch's own torch.save does: only where `is_exact` is false.
 
         Raises:
@@ -117,7 +121,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def _reused_or_new(previous: Image | None, size: int, *, pinned: bool) -> torch.Tensor:
+def _reused_or_new(previous: StagingBuffer | None, size: int, *, pinned: bool) -> torch.Tensor:
     if previous is not None and previous.pinned == pinned:
         memory = previous._memory  # noqa: SLF001 - of its own class, given up
         if memory.numel() >= size:

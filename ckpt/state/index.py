@@ -16,7 +16,7 @@ from prefect_torch.ckpt.storage.keys import check_key
 from .plan import Step
 
 INDEX_FILE = ".state.json"
-METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own
+DCP_METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own
 _WHAT = "the index of a state"
 _TOLD = "what a rank tells of a state"
 _OWN = re.compile(r"@rank(?P<rank>[0-9]+)$")
@@ -33,7 +33,7 @@ DTYPE_BYTES = {
 
 def is_own_file(path: str) -> bool:
     """Say whether a state is stored under the name `path`, so that no file of a user's folder may have it."""
-    return path in (INDEX_FILE, METADATA_FILE) or _RANK_FILE.fullmatch(path) is not None
+    return path in (INDEX_FILE, DCP_METADATA_FILE) or _RANK_FILE.fullmatch(path) is not None
 
 
 def tensors_file(rank: int) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .index import INDEX_FILE, METADATA_FILE, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of
+from .index import DCP_METADATA_FILE, INDEX_FILE, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of
 from .plan import Step
 from .save import BLOCK_BYTES, Put
 
@@ -25,7 +25,7 @@ from .save import BLOCK_BYTES, Put
 def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[FileEntry]:
     """As rank 0, store the index of what all ranks stored, for us and for torch.distributed.checkpoint; two small puts."""
     index = StateIndex.merged(parts, BLOCK_BYTES)
-    files = {INDEX_FILE: index.encode(), METADATA_FILE: dcp_metadata(index)}
+    files = {INDEX_FILE: index.encode(), DCP_METADATA_FILE: dcp_metadata(index)}
     moved = [(path, put(path, [memoryview(data)])) for path, data in files.items()]
     return [FileEntry(path, sent.bytes, sent.digest, 0) for path, sent in moved]
 

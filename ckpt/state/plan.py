@@ -13,7 +13,7 @@ _LEAST_SPLIT_BYTES = 2**20  # less is cheaper copied at once than described twic
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorShard:
     """What one rank has of one tensor.
 
     Attributes:
@@ -55,14 +55,14 @@ class Piece:
         ]
 
     @classmethod
-    def decode(cls, fields: Sequence[Any]) -> "Piece":
+    def decode(cls, fields: Sequence[Any]) -> "TensorShard":
         """Undo `encode`."""
         name, path, dtype, item_bytes, shape, offsets, sizes, by_first = fields
         return cls(name, tuple(path), dtype, item_bytes, tuple(shape), tuple(offsets), tuple(sizes), by_first)
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class WriteItem:
     """Rows of a piece that its rank writes.
 
     Attributes:
@@ -77,7 +77,7 @@ class Write:
     stop: int
 
 
-def plan_writes(pieces: Sequence[Sequence[Piece]]) -> list[list[Write]]:
+def plan_writes(pieces: Sequence[Sequence[TensorShard]]) -> list[list[WriteItem]]:
     """Return what each rank writes, so that all is written once and ranks that have the same write equally many bytes.
 
     What the same ranks have is laid out in a line and cut into equal parts, so at most one tensor per rank is cut in two.
@@ -99,7 +99,7 @@ def plan_writes(pieces: Sequence[Sequence[Piece]]) -> list[list[Write]]:
     for held in holders.values():
         ranks, numbers = zip(*held, strict=True)
         lines[ranks].append(list(numbers))
-    writes: list[list[Write]] = [[] for _ in pieces]
+    writes: list[list[WriteItem]] = [[] for _ in pieces]
     for ranks, line in lines.items():
         for rank, write in _cut(ranks, line, pieces):
             writes[rank].append(write)
@@ -107,13 +107,13 @@ def plan_writes(pieces: Sequence[Sequence[Piece]]) -> list[list[Write]]:
 
 
 def _cut(
-    ranks: tuple[int, ...], line: Sequence[Sequence[int]], pieces: Sequence[Sequence[Piece]]
-) -> Iterator[tuple[int, Write]]:
+    ranks: tuple[int, ...], line: Sequence[Sequence[int]], pieces: Sequence[Sequence[TensorShard]]
+) -> Iterator[tuple[int, WriteItem]]:
     """Yield who writes what of `line`: pieces that all `ranks` have, each as its number on every rank."""
     of_first = pieces[ranks[0]]
     fixed = [numbers for numbers in line if of_first[numbers[0]].by_first or of_first[numbers[0]].bytes == 0]
     movable = [numbers for numbers in line if not (of_first[numbers[0]].by_first or of_first[numbers[0]].bytes == 0)]
-    yield from ((ranks[0], Write(numbers[0], 0, of_first[numbers[0]].rows)) for numbers in fixed)
+    yield from ((ranks[0], WriteItem(numbers[0], 0, of_first[numbers[0]].rows)) for numbers in fixed)
     left, share = _shares(_bytes(of_first, fixed), _bytes(of_first, movable), len(ranks))
     turn = 0
     for numbers in movable:
@@ -123,7 +123,7 @@ def _cut(
             if rows == 0:
                 turn, left = turn + 1, share + left
                 continue
-            yield ranks[turn], Write(numbers[turn], row, row + rows)
+            yield ranks[turn], WriteItem(numbers[turn], row, row + rows)
             left -= rows * piece.bytes / piece.rows
             row += rows
 
@@ -136,11 +136,11 @@ def _shares(fixed: int, movable: int, num_ranks: int) -> tuple[float, float]:
     return of_first, (movable - of_first) / (num_ranks - 1)
 
 
-def _bytes(pieces: Sequence[Piece], line: Sequence[Sequence[int]]) -> int:
+def _bytes(pieces: Sequence[TensorShard], line: Sequence[Sequence[int]]) -> int:
     return sum(pieces[numbers[0]].bytes for numbers in line)
 
 
-def _rows_that_fit(piece: Piece, row: int, left: float) -> int:
+def _rows_that_fit(piece: TensorShard, row: int, left: float) -> int:
     rows = piece.rows - row
     row_bytes = piece.bytes / piece.rows
     if rows * row_bytes <= max(left, 0.0):
@@ -150,8 +150,8 @@ def _rows_that_fit(piece: Piece, row: int, left: float) -> int:
     return max(0, round(left / row_bytes))
 
 
-def _check_alike(pieces: Sequence[Sequence[Piece]]) -> None:
-    first: dict[str, tuple[int, Piece]] = {}
+def _check_alike(pieces: Sequence[Sequence[TensorShard]]) -> None:
+    first: dict[str, tuple[int, TensorShard]] = {}
     for rank, of_rank in enumerate(pieces):
         for piece in of_rank:
             known_rank, known = first.setdefault(piece.name, (rank, piece))
@@ -162,7 +162,7 @@ def _check_alike(pieces: Sequence[Sequence[Piece]]) -> None:
                 )
 
 
-def _check_whole(pieces: Sequence[Sequence[Piece]]) -> None:
+def _check_whole(pieces: Sequence[Sequence[TensorShard]]) -> None:
     found: dict[str, dict[tuple[Any, ...], int]] = defaultdict(dict)
     shapes: dict[str, tuple[int, ...]] = {}
     for of_rank in pieces:

@@ -9,7 +9,7 @@ from prefect_torch.ckpt.errors import ReportMismatchError
 from prefect_torch.ckpt.text import show_some
 
 from .index import rank_name, rank_of
-from .plan import Piece, Write, plan_writes
+from .plan import TensorShard, WriteItem, plan_writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,18 @@ class StatePlanner:
     """Rank 0's memory of what each rank's state is made of, so that ranks describe it only when it changes."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[TensorShard]] = {}
         self._parts: dict[int, Mapping[str, str]] = {}
         self._described = 0
         self._planned_for: tuple[Any, ...] | None = None
         self._plan = 0
         self._checked: tuple[Any, ...] | None = None
-        self.writes: list[list[Write]] = []
+        self.writes: list[list[WriteItem]] = []
 
-    def hear(self, rank: int, told: Mapping[str, Any]) -> None:
+    def receive(self, rank: int, told: Mapping[str, Any]) -> None:
         """Take what a rank tells of its state; every report of it must be heard, also one that is refused."""
         if told["pieces"] is not None:
-            self._pieces[rank] = [Piece.decode(fields) for fields in told["pieces"]]
+            self._pieces[rank] = [TensorShard.decode(fields) for fields in told["pieces"]]
             self._parts[rank] = told["parts"]
             self._described += 1
 
@@ -73,7 +73,7 @@ class StatePlanner:
         writers = {name: min(by_rank) for name, by_rank in values.items() if 0 not in by_rank and name not in own_values}
         return StateDecision(self._plan, [*own_tensors, *own_values], writers)
 
-    def _stored_by(self, rank: int, own: Collection[str]) -> list[Piece]:
+    def _stored_by(self, rank: int, own: Collection[str]) -> list[TensorShard]:
         pieces = self._pieces[rank]
         return [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in pieces]
 

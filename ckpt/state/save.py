@@ -10,12 +10,12 @@ import xxhash
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.protocol import Transfer
 
-from .flatten import Describer, flatten, is_loose, is_small
-from .image import Image
+from .flatten import Describer, flatten, is_small, is_unowned
+from .image import StagingBuffer
 from .index import Chunk, ValueEntry, fields_of, rank_name, rank_of, tensors_file, values_file
-from .plan import Piece, Write
+from .plan import TensorShard, WriteItem
 from .planner import StateDecision
-from .values import Value, digest_tensor, hold_value
+from .values import Value, capture_value, digest_tensor
 
 BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: what a load must read to trust any byte of it
 
@@ -23,7 +23,7 @@ Put = Callable[[str, Sequence[memoryview]], Transfer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldState:
+class StateSnapshot:
     """A reported state, before anything of it is copied.
 
     Attributes:
@@ -35,7 +35,7 @@ class HeldState:
 
     """
 
-    pieces: list[Piece]
+    pieces: list[TensorShard]
     tensors: list[torch.Tensor]
     values: list[Value]
     digests: dict[str, str]
@@ -55,13 +55,13 @@ class StateSaver:
         self._rank = rank
         self._world_size = world_size
         self._describer = Describer()
-        self._told: tuple[list[Piece], dict[str, Sequence[object]]] | None = None
-        self._writes: list[Write] = []
-        self._image: Image | None = None
-        self._imaged: list[Piece] | None = None
-        self._staged: HeldState | None = None
+        self._described: tuple[list[TensorShard], dict[str, Sequence[object]]] | None = None
+        self._writes: list[WriteItem] = []
+        self._image: StagingBuffer | None = None
+        self._imaged: list[TensorShard] | None = None
+        self._staged: StateSnapshot | None = None
 
-    def hold(self, state: Mapping[str, Any]) -> HeldState:
+    def capture(self, state: Mapping[str, Any]) -> StateSnapshot:
         """Look at `state` and copy its plain values; of several ranks, each reads its large loose tensors once.
 
         Raises:
@@ -69,61 +69,61 @@ class StateSaver:
 
         """
         leaves, parts = flatten(state, self._rank)
-        held = HeldState([], [], [], {}, parts)
+        snapshot = StateSnapshot([], [], [], {}, parts)
         for leaf in leaves:
-            loose = not isinstance(leaf.value, torch.Tensor) or is_loose(leaf)
+            loose = not isinstance(leaf.value, torch.Tensor) or is_unowned(leaf)
             if loose and (not isinstance(leaf.value, torch.Tensor) or is_small(leaf.value)):
-                held.values.append(hold_value(leaf))
+                snapshot.values.append(capture_value(leaf))
                 continue
             if loose and self._world_size > 1 and rank_of(leaf.name) is None:
-                held.digests[leaf.name] = digest_tensor(leaf.value)
+                snapshot.digests[leaf.name] = digest_tensor(leaf.value)
             if (described := self._describer.describe(leaf)) is not None:
-                held.pieces.append(described[0])
-                held.tensors.append(described[1])
-        return held
+                snapshot.pieces.append(described[0])
+                snapshot.tensors.append(described[1])
+        return snapshot
 
-    def tell(self, held: HeldState) -> dict[str, Any]:
-        """Return what rank 0 must know of `held`, its structure only where it changed."""
-        told: dict[str, Any] = {"pieces": None, "tensors": held.digests}
-        told["values"] = {value.name: value.digest for value in held.values}
-        if (structure := (held.pieces, held.parts)) != self._told:
-            self._told = structure
-            told["pieces"] = [piece.encode() for piece in held.pieces]
-            told["parts"] = {name: _digest_names(parts) for name, parts in held.parts.items()}
+    def describe(self, snapshot: StateSnapshot) -> dict[str, Any]:
+        """Return what rank 0 must know of `snapshot`, its structure only where it changed."""
+        told: dict[str, Any] = {"pieces": None, "tensors": snapshot.digests}
+        told["values"] = {value.name: value.digest for value in snapshot.values}
+        if (structure := (snapshot.pieces, snapshot.parts)) != self._described:
+            self._described = structure
+            told["pieces"] = [piece.encode() for piece in snapshot.pieces]
+            told["parts"] = {name: _digest_names(parts) for name, parts in snapshot.parts.items()}
         return told
 
-    def stage_early(self, held: HeldState) -> None:
-        """Stage by the plan of the report before, while the ranks agree; `settle` sees whether it still holds."""
-        if held.pieces == self._imaged:
-            self._stage(held)
+    def stage_early(self, snapshot: StateSnapshot) -> None:
+        """Stage by the plan of the report before, while the ranks agree; `finalize` sees whether it still holds."""
+        if snapshot.pieces == self._imaged:
+            self._stage(snapshot)
 
-    def settle(self, held: HeldState, decision: StateDecision) -> "StagedState":
-        """Return `held` staged by what the ranks decided; from now on the tensors may change."""
-        if self._staged is not held:
-            self._stage(held)
+    def finalize(self, snapshot: StateSnapshot, decision: StateDecision) -> "StagedState":
+        """Return `snapshot` staged by what the ranks decided; from now on the tensors may change."""
+        if self._staged is not snapshot:
+            self._stage(snapshot)
         self._staged = None
         own, rank = set(decision.own), self._rank
-        values = {rank_name(value.name, rank) if value.name in own else value.name: value for value in held.values}
+        values = {rank_name(value.name, rank) if value.name in own else value.name: value for value in snapshot.values}
         kept = {name: value for name, value in values.items() if name != value.name or decision.writers.get(name, 0) == rank}
-        pieces = [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in held.pieces]
+        pieces = [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in snapshot.pieces]
         assert self._image is not None
         return StagedState(rank, pieces, self._writes, self._image, kept)
 
-    def follow(self, writes: list[Write]) -> None:
+    def apply(self, writes: list[WriteItem]) -> None:
         """Take over a new plan; whatever was staged was staged by another one."""
         self._writes, self._imaged, self._staged = writes, None, None
 
-    def _stage(self, held: HeldState) -> None:
-        if held.pieces != self._imaged:
-            self._image, self._imaged = self._new_image(held), held.pieces
+    def _stage(self, snapshot: StateSnapshot) -> None:
+        if snapshot.pieces != self._imaged:
+            self._image, self._imaged = self._new_image(snapshot), snapshot.pieces
         assert self._image is not None
-        self._image.stage([_rows(held.tensors[write.piece], held.pieces[write.piece], write) for write in self._writes])
-        self._staged = held
+        self._image.stage([_rows(snapshot.tensors[write.piece], snapshot.pieces[write.piece], write) for write in self._writes])
+        self._staged = snapshot
 
-    def _new_image(self, held: HeldState) -> Image:
+    def _new_image(self, snapshot: StateSnapshot) -> StagingBuffer:
         previous, self._image, self._imaged = self._image, None, None
-        chunks = [(held.tensors[write.piece].dtype, _box(held.pieces[write.piece], write)[1]) for write in self._writes]
-        return Image(chunks, pinned=any(tensor.is_cuda for tensor in held.tensors), previous=previous)
+        chunks = [(snapshot.tensors[write.piece].dtype, _box(snapshot.pieces[write.piece], write)[1]) for write in self._writes]
+        return StagingBuffer(chunks, pinned=any(tensor.is_cuda for tensor in snapshot.tensors), previous=previous)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +140,16 @@ class StagedState:
     """
 
     rank: int
-    pieces: list[Piece]
-    writes: list[Write]
-    image: Image
+    pieces: list[TensorShard]
+    writes: list[WriteItem]
+    image: StagingBuffer
     values: dict[str, Value]
 
     def store(self, put: Put) -> tuple[list[FileEntry], dict[str, Any]]:
         """Store this rank's files and return them, with what the index must say of them."""
         image, writes = self.image, self.writes
         if not image.is_exact:
-            image.reencode()
+            image.reserialize()
         encoded = {name: value.encode() for name, value in self.values.items()}
         files = {}
         if writes:
@@ -196,7 +196,7 @@ def _digest_names(names: Sequence[object]) -> str:
     return xxhash.xxh3_64_hexdigest(repr(sorted(map(repr, names))).encode())
 
 
-def _box(piece: Piece, write: Write) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _box(piece: TensorShard, write: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the offsets and sizes of what `write` writes of `piece`, in the whole tensor."""
     if not piece.sizes:
         return (), ()
@@ -204,7 +204,7 @@ def _box(piece: Piece, write: Write) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (offsets[0] + write.start, *offsets[1:]), (write.stop - write.start, *sizes[1:])
 
 
-def _rows(tensor: torch.Tensor, piece: Piece, write: Write) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, piece: TensorShard, write: WriteItem) -> torch.Tensor:
     if write.stop - write.start == piece.rows:
         return tensor
     return tensor[write.start : write.stop]

@@ -39,7 +39,7 @@ class Value:
     tensor: tuple[str, tuple[int, ...]] | None = None
 
 
-def hold_value(leaf: Leaf) -> Value:
+def capture_value(leaf: Leaf) -> Value:
     """Return `leaf`'s value as it is now.
 
     Costs microseconds for numbers, strings and containers of them, which are encoded later; other values are encoded and read

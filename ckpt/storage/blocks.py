@@ -13,7 +13,7 @@ from pydantic import Field, HttpUrl, SecretStr, field_validator
 
 from .backends import open_spec
 from .location import is_block_slug, normalized, parse_location
-from .probe import PATIENCE, StorageProbe, probe_storage
+from .probe import PROBE_RETRY_POLICY, StorageProbe, probe_storage
 from .protocol import StorageSpec
 
 
@@ -76,7 +76,7 @@ class CheckpointStorage(Block):
             ValueError: If the location cannot be one.
 
         """
-        return probe_storage(open_spec(replace(normalized(self.spec()), retry=PATIENCE)))
+        return probe_storage(open_spec(replace(normalized(self.spec()), retry=PROBE_RETRY_POLICY)))
 
     def spec(self) -> StorageSpec:
         """Return what a process needs to open this storage."""

@@ -1,4 +1,4 @@
-"""Many reads at once: what an object store takes for a small one is mostly waiting, and one large one fills no network."""
+"""Parallel I/O: what an object store takes for a small object is mostly waiting, and one large one fills no network."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -42,13 +42,18 @@ def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
     return [shares[place % num_threads][place // num_threads] for place in range(len(wanted))]
 
 
-def for_each(items: Iterable[T], work: Callable[[T], None]) -> None:
-    """Do `work` for each of `items`, files or parts of them, eight at a time; the first error is raised, and ends the rest."""
+def for_each(items: Iterable[T], work: Callable[[T], R]) -> list[R]:
+    """Do `work` for each of `items`, files or parts of them, and return its results, in order.
+
+    Eight are under way at once; the first error is raised, and ends the rest.
+    """
+    wanted = list(items)
+    if len(wanted) == 1:
+        return [work(wanted[0])]
     with ThreadPoolExecutor(_LARGE_AT_ONCE, "prefect-torch-files") as pool:
-        futures = [pool.submit(work, item) for item in items]
+        futures = [pool.submit(work, item) for item in wanted]
         try:
-            for future in futures:
-                future.result()
+            return [future.result() for future in futures]
         finally:
             for future in futures:
                 future.cancel()

@@ -18,7 +18,7 @@ from .retry import ClockSkewError
 Step: TypeAlias = Literal["write", "list", "read", "delete", "forget"]
 ListingOrder: TypeAlias = Literal["keys", "folders", "none"]
 
-PATIENCE = RetryPolicy(deadline_s=20.0)  # somebody waits for the answer; a training has two minutes
+PROBE_RETRY_POLICY = RetryPolicy(deadline_s=20.0)  # somebody waits for the answer; a training has two minutes
 _CONTENT = b"prefect-torch probe"
 _NAMES = ("a.json", "a/b.json", "a-c/d", "b.json", "c")  # of which each of the known orders of listings makes another row
 _ADVICE: dict[int | None, str] = {

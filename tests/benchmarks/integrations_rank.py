@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, get_context, report
-from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointPrompts
+from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointRequests
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.tasks.rendezvous import Address, Rendezvous, connect
@@ -198,7 +198,7 @@ class TimeInside:
 
     def __init__(self):
         self.calls = []
-        for owner, name in ((CheckpointPrompts, "ask"), (RankSession, "log_metrics")):
+        for owner, name in ((CheckpointRequests, "ask"), (RankSession, "log_metrics")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function):

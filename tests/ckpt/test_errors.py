@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 from prefect_torch.ckpt import errors
-from prefect_torch.ckpt.reporting.remote_error import Refusal
+from prefect_torch.ckpt.reporting.remote_error import RemoteError
 
 ALL = [value for value in vars(errors).values() if isinstance(value, type)]
 
@@ -20,19 +20,19 @@ def test_errors_pickle(kind):
     "kind", [errors.FencedError, errors.ReportMismatchError, errors.CommitFailedError, errors.PeerGoneError]
 )
 def test_an_error_for_all_ranks_keeps_its_kind(kind):
-    assert type(Refusal.of(kind("x")).error()) is kind
+    assert type(RemoteError.of(kind("x")).error()) is kind
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), errors.StorageError("503"), KeyError("x")])
 def test_any_other_error_fails_the_commit(error):
-    refused = Refusal.of(error).error()
+    refused = RemoteError.of(error).error()
     assert type(refused) is errors.CommitFailedError
     assert type(error).__name__ in str(refused)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_no_space_is_an_error_of_its_own(number):
-    assert type(Refusal.of(OSError(number, "no room")).error()) is errors.StorageFullError
+    assert type(RemoteError.of(OSError(number, "no room")).error()) is errors.StorageFullError
 
 
 def test_errors_are_also_what_handlers_of_the_standard_library_expect():

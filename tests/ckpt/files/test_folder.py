@@ -4,7 +4,7 @@ import shutil
 import tempfile
 
 import pytest
-from prefect_torch.ckpt.files.folder import scan_files, take_over
+from prefect_torch.ckpt.files.folder import adopt_files, scan_files
 
 
 def test_files_are_found_at_any_depth_and_metadata_is_not_one(tmp_path):
@@ -90,7 +90,7 @@ def test_what_is_taken_over_is_moved(tmp_path):
     (tmp_path / "mine/a").mkdir(parents=True)
     (tmp_path / "mine/a/x").write_bytes(b"1")
     inode = (tmp_path / "mine/a/x").stat().st_ino
-    taken = take_over(tmp_path / "mine", ["a/x"])
+    taken = adopt_files(tmp_path / "mine", ["a/x"])
     assert (taken / "a/x").stat().st_ino == inode
     assert not (tmp_path / "mine/a/x").exists()
 
@@ -99,7 +99,7 @@ def test_what_a_link_names_stays_where_it_is(tmp_path):
     (tmp_path / "data").write_bytes(b"1")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/x").symlink_to(tmp_path / "data")
-    taken = take_over(tmp_path / "mine", ["x"])
+    taken = adopt_files(tmp_path / "mine", ["x"])
     assert (taken / "x").read_bytes() == b"1"
     assert (tmp_path / "data").read_bytes() == b"1"
 
@@ -109,7 +109,7 @@ def test_what_a_link_to_a_folder_names_outside_is_copied(tmp_path):
     (tmp_path / "outside/x").write_bytes(b"1")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/folder").symlink_to(tmp_path / "outside")
-    taken = take_over(tmp_path / "mine", scan_files(tmp_path / "mine"))
+    taken = adopt_files(tmp_path / "mine", scan_files(tmp_path / "mine"))
     assert not (taken / "folder").is_symlink()
     assert (taken / "folder/x").read_bytes() == b"1"
     assert (tmp_path / "outside/x").read_bytes() == b"1"
@@ -124,7 +124,7 @@ def test_what_a_link_names_inside_is_there_under_both_names(tmp_path):
     (mine / "zzz.pt").symlink_to("steps/7.pt")
     (mine / "window").symlink_to("steps")
     paths = scan_files(mine)
-    taken = take_over(mine, paths)
+    taken = adopt_files(mine, paths)
     shutil.rmtree(mine)
     assert paths == ["best.pt", "steps/7.pt", "window/7.pt", "zzz.pt"]
     assert [(taken / path).read_bytes() for path in paths] == [b"7"] * 4
@@ -134,14 +134,14 @@ def test_a_directory_that_is_itself_a_link_hands_its_files_over(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real/x").write_bytes(b"1")
     (tmp_path / "name").symlink_to("real")
-    taken = take_over(tmp_path / "name", ["x"])
+    taken = adopt_files(tmp_path / "name", ["x"])
     assert (taken / "x").read_bytes() == b"1"
     assert not (tmp_path / "real/x").exists()
 
 
 def test_taken_files_lie_beside_the_directory_they_came_from(tmp_path):
     (tmp_path / "mine").mkdir()
-    assert take_over(tmp_path / "mine", []).parent == tmp_path
+    assert adopt_files(tmp_path / "mine", []).parent == tmp_path
 
 
 def test_where_nothing_can_be_made_beside_the_directory_taken_files_lie_in_the_temporary_one(tmp_path, monkeypatch):
@@ -150,7 +150,7 @@ def test_where_nothing_can_be_made_beside_the_directory_taken_files_lie_in_the_t
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root, who may run this, can write everywhere
-    taken = take_over(tmp_path / "mine", ["x"])
+    taken = adopt_files(tmp_path / "mine", ["x"])
     assert taken.parent == tmp_path / "temporary"
     assert (taken / "x").read_bytes() == b"1"
 
@@ -165,7 +165,7 @@ def test_across_filesystems_what_is_taken_over_is_copied_and_removed(tmp_path, m
         raise OSError(errno.EXDEV, "another filesystem")
 
     monkeypatch.setattr(os, "rename", refuse)
-    taken = take_over(tmp_path / "mine", ["x"])
+    taken = adopt_files(tmp_path / "mine", ["x"])
     assert len(refused) == 1
     assert (taken / "x").read_bytes() == b"1"
     assert not (tmp_path / "mine/x").exists()

@@ -2,9 +2,9 @@ import threading
 
 import pytest
 from prefect_torch.ckpt import CheckpointError, CheckpointStore
-from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointPrompts
+from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointRequests
 from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting.overhead import CheckpointPace
+from prefect_torch.ckpt.reporting.overhead import OverheadBudget
 from prefect_torch.ckpt.reporting.peers import Peers
 from ranks import Attempt, folder
 
@@ -23,12 +23,12 @@ def store(tmp_path):
 
 
 def test_without_a_target_none_is_ever_due():
-    assert not CheckpointPace(None).is_due()
+    assert not OverheadBudget(None).is_due()
 
 
 def test_stalls_take_the_share_of_time_that_was_asked_for():
     clock = Clock()
-    pace = CheckpointPace(0.01, clock)
+    pace = OverheadBudget(0.01, clock)
     stalled_s = 0.0
     while clock.now_s < 2000:
         if pace.is_due():
@@ -42,7 +42,7 @@ def test_stalls_take_the_share_of_time_that_was_asked_for():
 
 def test_the_next_waits_for_the_one_under_way_and_a_failed_one_tells_nothing():
     clock = Clock()
-    pace = CheckpointPace(0.5, clock)
+    pace = OverheadBudget(0.5, clock)
     pace.begin()
     clock.now_s += 100
     assert not pace.is_due()
@@ -104,15 +104,15 @@ class AskingRank:
         self.clock = Clock()
         self.key_value = MemoryKeyValue()
         self.ends_soon = False
-        self.prompts = CheckpointPrompts(
-            Peers(self.key_value, 0, 2), CheckpointPace(None, self.clock), lambda: self.ends_soon, self.clock
+        self.prompts = CheckpointRequests(
+            Peers(self.key_value, 0, 2), OverheadBudget(None, self.clock), lambda: self.ends_soon, self.clock
         )
 
     def messages_of(self, steps, step_s):
         before = len(self.key_value._values)
         for _ in range(steps):
             self.clock.now_s += step_s
-            self.prompts.ask()
+            self.prompts.should_checkpoint()
         return len(self.key_value._values) - before
 
 
@@ -128,11 +128,11 @@ def test_the_end_is_seen_within_sixteen_quick_steps_also_when_they_become_slow()
     rank.messages_of(100, 0.0001)
     rank.ends_soon = True
     asked = 0
-    while not rank.prompts.ask():
+    while not rank.prompts.should_checkpoint():
         asked += 1
         rank.clock.now_s += 10
     assert asked <= 16
-    assert rank.prompts.has_told_end
+    assert rank.prompts.stop_requested
 
 
 def test_a_rank_that_asks_after_rank_0_has_left_is_told(store):

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import ReportMismatchError
-from prefect_torch.ckpt.state.plan import Piece, plan_writes
+from prefect_torch.ckpt.state.plan import TensorShard, plan_writes
 from prefect_torch.ckpt.state.planner import StatePlanner
 
 
 def piece(name, shape, offsets=None, sizes=None, *, by_first=False, dtype="float32"):
-    return Piece(name, (name,), dtype, 4, tuple(shape), tuple(offsets or (0,) * len(shape)), tuple(sizes or shape), by_first)
+    return TensorShard(
+        name, (name,), dtype, 4, tuple(shape), tuple(offsets or (0,) * len(shape)), tuple(sizes or shape), by_first
+    )
 
 
 def rows_written(pieces, writes):
@@ -108,7 +110,7 @@ def test_a_plan_is_made_anew_only_when_a_structure_changes():
     def report(*of_ranks):
         for rank, of_rank in enumerate(of_ranks):
             if of_rank is not None:
-                planner.hear(rank, of_rank)
+                planner.receive(rank, of_rank)
         return planner.decide(of_ranks).plan
 
     assert [report(told, told), report(silent, silent), report(silent, silent)] == [1, 1, 1]
@@ -125,7 +127,7 @@ def test_values_are_common_when_all_ranks_that_bring_a_state_have_them_alike():
         {"pieces": [], "parts": {}, "values": {"a": "1", "b": "2", "c": "3"}},
     ]
     for rank, of_rank in enumerate(told):
-        planner.hear(rank, of_rank)
+        planner.receive(rank, of_rank)
     decision = planner.decide(told)
     assert (decision.own, decision.writers) == (["b", "c"], {})
     decision = planner.decide([None, told[1]])

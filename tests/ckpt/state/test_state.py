@@ -21,14 +21,14 @@ from prefect_torch.ckpt import (
     StateMismatchError,
 )
 from prefect_torch.ckpt.reporting.agreement import Agreement
-from prefect_torch.ckpt.reporting.commit import Brought, CommitJob, Part, write_manifest
+from prefect_torch.ckpt.reporting.commit import CommitJob, Part, RankPart, write_manifest
 from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.peers import Peers
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.state import image
 from prefect_torch.ckpt.state.flatten import flatten
-from prefect_torch.ckpt.state.image import Image
+from prefect_torch.ckpt.state.image import StagingBuffer
 from prefect_torch.ckpt.state.index import DTYPE_BYTES
 from prefect_torch.ckpt.storage.local import LocalStorage
 from ranks import Attempt, folder, read_files
@@ -204,13 +204,13 @@ def test_a_tensor_that_changes_after_the_report_is_stored_as_it_was(store, monke
 
 
 def test_memory_is_allocated_once_while_the_structure_stays(store, monkeypatch):
-    made, make = [], Image.__init__
+    made, make = [], StagingBuffer.__init__
 
     def count(self, *args, **kwargs):
         make(self, *args, **kwargs)
         made.append(self._memory.data_ptr())
 
-    monkeypatch.setattr(Image, "__init__", count)
+    monkeypatch.setattr(StagingBuffer, "__init__", count)
 
     def train(session, rank):
         for epoch in range(5):
@@ -340,7 +340,7 @@ def test_a_refused_report_does_not_harm_the_state_of_the_next(store):
 
 
 def test_a_share_that_cannot_be_staged_fails_the_commit_on_all_ranks(store, monkeypatch):
-    stage = Image.stage
+    stage = StagingBuffer.stage
 
     def fail(self, tensors):
         raise MemoryError("no pages left")
@@ -350,7 +350,7 @@ def test_a_share_that_cannot_be_staged_fails_the_commit_on_all_ranks(store, monk
         session._commits.wait()
         with pytest.raises(CommitFailedError, match="no pages left"):
             session.report({}, state=make_state(1, rank), upload="sync")
-        monkeypatch.setattr(Image, "stage", stage)
+        monkeypatch.setattr(StagingBuffer, "stage", stage)
         session.report({}, state=make_state(1, rank))
 
     counted = []
@@ -359,7 +359,7 @@ def test_a_share_that_cannot_be_staged_fails_the_commit_on_all_ranks(store, monk
         counted.append(1)
         (stage if len(counted) <= 2 else fail)(self, tensors)
 
-    monkeypatch.setattr(Image, "stage", fail_later)
+    monkeypatch.setattr(StagingBuffer, "stage", fail_later)
     assert Attempt(store, 2).run(train) == [None, None]
     check_equal(load(newest(store), make_state(9, 1), 1, 2), make_state(1, 1))
 
@@ -510,7 +510,7 @@ def test_a_state_in_another_precision_than_its_parameter_keeps_it(store):
 
 def test_a_rank_whose_report_began_first_counts_by_its_own_clock(store):
     """Rank 0 came a minute later, and its clock says nothing of when rank 1 began."""
-    job = CommitJob("report 0", Agreement(0, new_id(1, 0)), Brought(), {})
+    job = CommitJob("report 0", Agreement(0, new_id(1, 0)), RankPart(), {})
     claim_attempt(store, Owner.current(), world_size=2)
     manifest = write_manifest(store, job, [Part(stall_s=0.0), Part(stall_s=50.0, stored_s=60.0)])
     assert (manifest.timings["stall_s"], manifest.timings["durable_s"] >= 60.0) == (50.0, True)

@@ -141,4 +141,4 @@ def test_an_unfit_storage_pickles():
 
 
 def test_a_probe_gives_up_sooner_than_a_training():
-    assert probe.PATIENCE.deadline_s < RetryPolicy().deadline_s
+    assert probe.PROBE_RETRY_POLICY.deadline_s < RetryPolicy().deadline_s
