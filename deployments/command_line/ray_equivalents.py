@@ -1,65 +1,11 @@
 """What stands here for what Ray Train has: the one source of `migrate-check` and of the tables in the documentation."""
 
-import re
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
-Verdict: TypeAlias = Literal["same", "better", "different", "missing", "more"]
-UNKNOWN = "not in the tables of this version: look at what it does"
-_LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
-
-
-@dataclass(frozen=True, slots=True)
-class Equivalent:
-    """A name of Ray's and what to write for it.
-
-    Attributes:
-        ray: A dotted name, "ray.train.report"; with an argument, "ray.train.report(validation=)", and where its value counts,
-            "ray.train.ScalingConfig(num_workers=0)"; "ray.data*" for whatever begins so. Empty for what only exists here.
-        verdict: "more" is what only exists here.
-        here: What to write, in Markdown; empty where there is nothing.
-        note: How it behaves, in Markdown.
-        imports: The public names that `here` begins with, such as "prefect_torch.ckpt.report".
-
-    """
-
-    ray: str
-    verdict: Verdict
-    here: str
-    note: str
-    imports: tuple[str, ...] = ()
-
-    @property
-    def plain_here(self) -> str:
-        """What to write, as plain text."""
-        return _plain(self.here)
-
-    @property
-    def plain_note(self) -> str:
-        """How it behaves, as plain text."""
-        return _plain(self.note)
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A table of the page.
-
-    Attributes:
-        title: Its heading.
-        prefix: What the names in the table leave out.
-        rows: Its lines.
-
-    """
-
-    title: str
-    prefix: str
-    rows: tuple[Equivalent, ...]
+from . import ray_launch, ray_training
+from .ray_rows import UNKNOWN, Equivalent, Section
 
 
 def sections() -> tuple[Section, ...]:
     """Return all tables, in the page's order."""
-    from . import ray_launch, ray_training  # noqa: PLC0415 - they import this module
-
     return (*ray_training.SECTIONS, *ray_launch.SECTIONS)
 
 
@@ -99,10 +45,6 @@ class Equivalents:
     def leads_on(self, name: str) -> bool:
         """Say whether other rows are about what is in `name`: a module, or a class whose methods have rows."""
         return any(known.startswith(f"{name}.") for known in self._named)
-
-
-def _plain(markdown: str) -> str:
-    return _LINK.sub(r"\1", markdown).replace("`", "")
 
 
 # The arguments of Ray's functions and classes, in order: for those given by their place, and to know new ones. What has no row
