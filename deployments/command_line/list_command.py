@@ -16,7 +16,8 @@ from .parameters import json_option, storage_argument
 from .ranking import policy_of
 from .run_state import STYLES, restored_by
 from .run_summaries import summarize_runs
-from .selection import open_place, open_run, read_manifests
+from .selection import open_run, read_manifests
+from .storages import open_existing_storage
 from .terminal import note, print_json, print_table, show_number
 
 _SHOWN_METRICS = 4
@@ -49,7 +50,7 @@ def ls(storage: str, run: str | None, as_json: bool) -> None:
 
 
 def _list_runs(storage: str, as_json: bool) -> None:
-    place = open_place(storage)
+    place = open_existing_storage(storage)
     summaries = list(summarize_runs(place))
     if as_json:
         print_json([asdict(summary) for summary in summaries])

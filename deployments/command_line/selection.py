@@ -1,62 +1,21 @@
-"""From what a person writes to what they mean: a storage, a run, a checkpoint."""
-
-from dataclasses import replace
-from pathlib import Path
+"""From what a person writes to what they mean: a run, a checkpoint."""
 
 from prefect_torch.ckpt import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointStore,
     Manifest,
-    Storage,
-    StorageError,
     UnsupportedFormatError,
 )
 from prefect_torch.ckpt.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.manifest import is_id
-from prefect_torch.ckpt.opening import is_block_slug, open_storage, parse_storage
 from prefect_torch.ckpt.parallel_reads import read_all
 from prefect_torch.ckpt.retention import Order
-from prefect_torch.ckpt.storage import RetryPolicy
 from prefect_torch.ckpt.wording import show_some
 
 from .ranking import rank, settle_ranking
+from .storages import open_existing_storage
 from .terminal import note
-
-_PATIENCE = RetryPolicy(deadline_s=20.0)  # somebody waits at a terminal; a training has two minutes
-
-
-def open_place(text: str) -> Storage:
-    """Open the storage that `text` means, which must be there.
-
-    Raises:
-        ValueError: If it means none.
-        FileNotFoundError: If it is a folder that does not exist.
-
-    """
-    storage = open_new_place(text)
-    if "://" not in storage.url and not Path(storage.url).is_dir():
-        raise FileNotFoundError(f"there is no folder {storage.url}; give the storage that a training was given")
-    return storage
-
-
-def open_new_place(text: str) -> Storage:
-    """Open the storage that `text` means, which a training may yet have to make; only a block's name imports prefect.
-
-    Raises:
-        ValueError: If it means none.
-        StorageError: If its block cannot be loaded.
-
-    """
-    try:
-        spec = parse_storage(text)
-    except ValueError:
-        raise
-    except Exception as exc:
-        if not is_block_slug(text):
-            raise
-        raise StorageError(f"the block {text} could not be loaded: {exc}; is PREFECT_API_URL the server that has it?") from exc
-    return open_storage(replace(spec, retry=_PATIENCE))
 
 
 def open_run(storage: str, run: str) -> CheckpointStore:
@@ -66,7 +25,7 @@ def open_run(storage: str, run: str) -> CheckpointStore:
         FileNotFoundError: If it is not.
 
     """
-    store = CheckpointStore.open(open_place(storage), run)
+    store = CheckpointStore.open(open_existing_storage(storage), run)
     layout = store.layout
     if not any(next(store.storage.list(prefix), None) for prefix in (layout.attempts, layout.manifests)):
         raise FileNotFoundError(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prefect_torch.ckpt.probe import ListingOrder, StorageUnfitError, probe_storage
 
 from .findings import Finding
-from .selection import open_new_place
+from .storages import open_named_storage
 
 _ORDERS: dict[ListingOrder, str] = {
     "keys": "in the order of keys",
@@ -17,7 +17,7 @@ _ORDERS: dict[ListingOrder, str] = {
 def check_storage(text: str) -> Iterator[Finding]:
     """Write, list, read and delete small objects under a name that nobody has; leaves nothing behind."""
     try:
-        storage = open_new_place(text)
+        storage = open_named_storage(text)
     except Exception as exc:  # noqa: BLE001 - told, whatever it is
         yield Finding("storage", "wrong", str(exc), "give a path, a URL, or block-type-slug/block-name")
         return
