@@ -16,7 +16,7 @@ import pytest
 import tomllib
 from packaging.requirements import Requirement
 from prefect_servers import PrefectServer
-from prefect_torch.deployments.command_line.software_checks import FASTAPI, SQLALCHEMY
+from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

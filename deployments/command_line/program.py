@@ -12,18 +12,18 @@ from .terminal import INTERRUPTED, abandon_output, plain
 
 NAME = "prefect-torch"
 _MODULES = {
-    "ls": "list_command",
-    "show": "show_command",
-    "best": "best_command",
-    "diff": "diff_command",
-    "verify": "verify_command",
-    "pull": "pull_command",
-    "pin": "pin_commands",
-    "unpin": "pin_commands",
-    "restore": "restore_command",
-    "prune": "prune_command",
-    "doctor": "doctor_command",
-    "migrate-check": "migrate_check_command",
+    "ls": "runs.list_command",
+    "show": "runs.show_command",
+    "best": "runs.best_command",
+    "diff": "runs.diff_command",
+    "verify": "runs.verify_command",
+    "pull": "runs.pull_command",
+    "pin": "runs.pin_commands",
+    "unpin": "runs.pin_commands",
+    "restore": "runs.restore_command",
+    "prune": "runs.prune_command",
+    "doctor": "doctor.doctor_command",
+    "migrate-check": "ray.migrate_check_command",
     "execute": "execute_command",
 }
 

@@ -15,8 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from prefect_torch.deployments.command_line.ray_equivalents import sections
-from prefect_torch.deployments.command_line.ray_rows import UNKNOWN, Section
+from prefect_torch.deployments.command_line.ray.equivalents import sections
+from prefect_torch.deployments.command_line.ray.rows import UNKNOWN, Section
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests/test_ray_behaviours.py"

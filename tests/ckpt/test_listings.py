@@ -26,7 +26,7 @@ from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.retry import RetryingStorage
 from prefect_torch.ckpt.runs import list_runs
 from prefect_torch.ckpt.storage import RetryPolicy
-from prefect_torch.deployments.command_line.run_summaries import summarize_runs
+from prefect_torch.deployments.command_line.runs.run_summaries import summarize_runs
 
 BY_ACCURACY = RetentionPolicy(2, "eval/accuracy")
 NOW = "2026-11-21T00:00:00+00:00"

@@ -40,9 +40,9 @@ from prefect_torch.ckpt.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.local_storage import LocalStorage
 from prefect_torch.ckpt.metrics import from_json
 from prefect_torch.ckpt.quarantining import quarantine
-from prefect_torch.deployments.command_line import machine_checks, software_checks, torch_checks
+from prefect_torch.deployments.command_line.doctor import machine_checks, software_checks, torch_checks
+from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
 from prefect_torch.deployments.command_line.program import run
-from prefect_torch.deployments.command_line.software_checks import FASTAPI, SQLALCHEMY
 from ranks import Attempt, folder
 from servers import ACCESS_KEY, SECRET_KEY, free_port
 

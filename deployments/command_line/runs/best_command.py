@@ -6,11 +6,17 @@ from typing import Any
 import click
 from prefect_torch.ckpt.metrics import find_metric
 from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.deployments.command_line.parameters import (
+    json_option,
+    metric_option,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
 from .ranking import rank, settle_ranking
 from .selection import open_run, read_manifests
-from .terminal import note, print_json, print_table, show_number
 
 
 @click.command

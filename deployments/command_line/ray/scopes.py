@@ -4,7 +4,7 @@ import ast
 import re
 from dataclasses import dataclass, field
 
-from .ray_equivalents import ATTRIBUTES, RETURNS, Equivalents
+from .equivalents import ATTRIBUTES, RETURNS, Equivalents
 
 # Older ways to what has a shorter name today, and Tune's names for what a training has, too.
 _OLDER = (

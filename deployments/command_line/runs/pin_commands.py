@@ -3,10 +3,16 @@
 from typing import Any
 
 import click
+from prefect_torch.deployments.command_line.parameters import (
+    checkpoint_argument,
+    metric_option,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.terminal import say
 
-from .parameters import checkpoint_argument, metric_option, order_option, run_argument, storage_argument
 from .selection import find_checkpoint, open_run
-from .terminal import say
 
 
 @click.command

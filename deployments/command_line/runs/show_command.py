@@ -11,12 +11,18 @@ from prefect_torch.ckpt.history import read_history
 from prefect_torch.ckpt.layout import stem
 from prefect_torch.ckpt.metrics import flatten_metrics
 from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.deployments.command_line.parameters import (
+    json_option,
+    metric_option,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_count, show_number
 
 from .metric_summaries import MetricSummary, summarize_metrics
-from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
 from .run_state import STYLES, state_of
 from .selection import find_checkpoint, open_run
-from .terminal import print_json, print_table, say, show_count, show_number
 
 
 @click.command

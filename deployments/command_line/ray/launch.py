@@ -1,6 +1,6 @@
 """What starts a training and reads its result: names of Ray, and ours. People read the rows as tables of the documentation."""
 
-from .ray_rows import UNKNOWN, Equivalent, Section
+from .rows import UNKNOWN, Equivalent, Section
 
 _TRAIN = ("prefect_torch.flows.train",)
 _SCALING = ("prefect_torch.flows.ScalingConfig",)

@@ -6,11 +6,17 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, UnsupportedFormatError
+from prefect_torch.deployments.command_line.parameters import (
+    json_option,
+    metric_option,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table
 
-from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
 from .progress import progress_bar
 from .selection import find_checkpoint, open_run
-from .terminal import note, print_json, print_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.file_choice import choose_files
 from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.deployments.command_line.parameters import metric_option, order_option, run_argument, storage_argument
+from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say, show_count
 
-from .parameters import metric_option, order_option, run_argument, storage_argument
 from .progress import progress_bar
 from .selection import find_checkpoint, open_run
-from .terminal import INTERRUPTED, note, say, show_count
 
 _LOOK_EVERY_S = 0.1
 _BLOCK_BYTES = 512  # what a file's blocks are counted in (man 2 stat)

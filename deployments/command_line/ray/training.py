@@ -1,6 +1,6 @@
 """What a training function calls: names of Ray, and ours. People read the rows as tables of the documentation."""
 
-from .ray_rows import Equivalent, Section
+from .rows import Equivalent, Section
 
 _CKPT = "prefect_torch.ckpt"
 _TASKS = "prefect_torch.tasks"

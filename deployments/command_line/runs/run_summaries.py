@@ -9,9 +9,9 @@ from prefect_torch.ckpt.evaluations import manifest_id
 from prefect_torch.ckpt.layout import Layout, attempt_number, stem
 from prefect_torch.ckpt.manifest import step_of
 from prefect_torch.ckpt.runs import list_runs
+from prefect_torch.deployments.command_line.terminal import note
 
 from .run_state import State, ending_of, state_of
-from .terminal import note
 
 
 @dataclass(frozen=True, slots=True)

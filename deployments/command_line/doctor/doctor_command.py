@@ -5,14 +5,14 @@ from dataclasses import asdict
 from functools import partial
 
 import click
+from prefect_torch.deployments.command_line.parameters import json_option
+from prefect_torch.deployments.command_line.terminal import console, plain, print_json
 from rich.text import Text
 
 from .findings import STYLES, Check, Finding, run_checks
 from .machine_checks import SHARED_MEMORY, check_open_files, check_shared_memory
-from .parameters import json_option
 from .software_checks import FASTAPI, SQLALCHEMY, check_api, check_prefect, check_python, check_server_library
 from .storage_check import check_storage
-from .terminal import console, plain, print_json
 from .torch_checks import check_backends, check_loopback, check_torch
 
 

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
+from prefect_torch.deployments.command_line.parameters import json_option
+from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_count
 
-from .parameters import json_option
-from .ray_equivalents import Equivalents
-from .ray_usages import Usage, find_usages
-from .terminal import print_json, print_table, say, show_count
+from .equivalents import Equivalents
+from .usages import Usage, find_usages
 
 _STYLES = {"same": "green", "better": "green", "different": "yellow", "missing": "bold red"}
 

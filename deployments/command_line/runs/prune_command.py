@@ -12,11 +12,17 @@ from prefect_torch.ckpt.metrics import find_metric
 from prefect_torch.ckpt.prune_limits import prune_limits
 from prefect_torch.ckpt.retention import Order
 from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.deployments.command_line.parameters import (
+    json_option,
+    metric_option,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_count, show_number
 
-from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
 from .ranking import policy_of, rank, settle_ranking
 from .selection import open_run, read_manifests
-from .terminal import note, print_json, print_table, say, show_count, show_number
 
 
 @dataclass(frozen=True, slots=True)

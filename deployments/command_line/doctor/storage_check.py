@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from prefect_torch.ckpt.probe import ListingOrder, StorageUnfitError, probe_storage
+from prefect_torch.deployments.command_line.storages import open_named_storage
 
 from .findings import Finding
-from .storages import open_named_storage
 
 _ORDERS: dict[ListingOrder, str] = {
     "keys": "in the order of keys",

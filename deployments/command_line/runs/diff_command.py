@@ -7,10 +7,17 @@ import click
 from prefect_torch.ckpt import Manifest
 from prefect_torch.ckpt.metrics import flatten_metrics
 from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.deployments.command_line.parameters import (
+    checkpoint_argument,
+    json_option,
+    metric_option,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_number
 
-from .parameters import checkpoint_argument, json_option, metric_option, order_option, run_argument, storage_argument
 from .selection import find_checkpoint, open_run
-from .terminal import print_json, print_table, say, show_number
 
 _STYLES = {"changed": "yellow", "removed": "red", "added": "green"}
 

@@ -1,10 +1,10 @@
 """`restore`: a quarantined checkpoint back into its run, once every byte of it is proven."""
 
 import click
+from prefect_torch.deployments.command_line.parameters import run_argument, storage_argument
+from prefect_torch.deployments.command_line.terminal import say
 
-from .parameters import run_argument, storage_argument
 from .selection import open_run
-from .terminal import say
 
 
 @click.command

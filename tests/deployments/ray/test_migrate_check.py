@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, TrainContext
 from prefect_torch.deployments.command_line.program import run
-from prefect_torch.deployments.command_line.ray_equivalents import ATTRIBUTES, PARAMETERS, RETURNS, Equivalents, sections
-from prefect_torch.deployments.command_line.ray_usages import find_usages
+from prefect_torch.deployments.command_line.ray.equivalents import ATTRIBUTES, PARAMETERS, RETURNS, Equivalents, sections
+from prefect_torch.deployments.command_line.ray.usages import find_usages
 from prefect_torch.flows import Result
 
 ROWS = [row for section in sections() for row in section.rows]
@@ -335,5 +335,5 @@ def test_an_argument_without_a_row_has_the_same_name_here():
 
 
 def test_ports_of_rays_examples_use_nothing_of_ray(check):
-    for path in (Path(__file__).parents[2] / "examples").rglob("*.py"):
+    for path in (Path(__file__).parents[3] / "examples").rglob("*.py"):
         assert check(path.read_bytes())[1] == "nothing of Ray is used\n", path

@@ -1,12 +1,12 @@
 """What stands here for what Ray Train has: the one source of `migrate-check` and of the tables in the documentation."""
 
-from . import ray_launch, ray_training
-from .ray_rows import UNKNOWN, Equivalent, Section
+from . import launch, training
+from .rows import UNKNOWN, Equivalent, Section
 
 
 def sections() -> tuple[Section, ...]:
     """Return all tables, in the page's order."""
-    return (*ray_training.SECTIONS, *ray_launch.SECTIONS)
+    return (*training.SECTIONS, *launch.SECTIONS)
 
 
 class Equivalents:

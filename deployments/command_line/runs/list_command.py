@@ -11,14 +11,14 @@ from prefect_torch.ckpt.attempts import newest_attempt
 from prefect_torch.ckpt.metrics import flatten_metrics
 from prefect_torch.ckpt.retention import overdue_evaluations, plan
 from prefect_torch.ckpt.wording import show_age, show_bytes
+from prefect_torch.deployments.command_line.parameters import json_option, storage_argument
+from prefect_torch.deployments.command_line.storages import open_existing_storage
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .parameters import json_option, storage_argument
 from .ranking import policy_of
 from .run_state import STYLES, restored_by
 from .run_summaries import summarize_runs
 from .selection import open_run, read_manifests
-from .storages import open_existing_storage
-from .terminal import note, print_json, print_table, show_number
 
 _SHOWN_METRICS = 4
 

@@ -12,10 +12,10 @@ from prefect_torch.ckpt.manifest import is_id
 from prefect_torch.ckpt.parallel_reads import read_all
 from prefect_torch.ckpt.retention import Order
 from prefect_torch.ckpt.wording import show_some
+from prefect_torch.deployments.command_line.storages import open_existing_storage
+from prefect_torch.deployments.command_line.terminal import note
 
 from .ranking import rank, settle_ranking
-from .storages import open_existing_storage
-from .terminal import note
 
 
 def open_run(storage: str, run: str) -> CheckpointStore:

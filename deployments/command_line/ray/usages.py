@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .ray_equivalents import PARAMETERS, Equivalents
-from .ray_scopes import Meaning, Scope, modern
+from .equivalents import PARAMETERS, Equivalents
+from .scopes import Meaning, Scope, modern
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from prefect_torch.deployments.command_line.terminal import console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -13,8 +14,6 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-
-from .terminal import console
 
 
 @contextmanager
