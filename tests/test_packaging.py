@@ -112,7 +112,8 @@ def test_the_sdist_carries_the_constraints_and_the_wheel_every_module(built):
         names = set(archive.namelist())
     for source in SOURCES:
         assert f"{_package(source.parent).replace('.', '/')}/{source.name}" in names
-    assert {"prefect_torch/py.typed", "prefect_torch/deployments/job_templates/kubernetes.json"} <= names
+    data = ("job_templates/kubernetes.json", "command_line/ray/equivalents.json")
+    assert {"prefect_torch/py.typed", *(f"prefect_torch/deployments/{name}" for name in data)} <= names
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from prefect_torch.deployments.command_line.ray.equivalents import sections
-from prefect_torch.deployments.command_line.ray.rows import UNKNOWN, Section
+from prefect_torch.deployments.command_line.ray.equivalents import Section, sections
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests/test_ray_behaviours.py"
@@ -112,7 +111,6 @@ def _section_table(section: Section) -> str:
             row.note,
         ]
         for row in section.rows
-        if row.note != UNKNOWN
     )
     return _table([f"`{section.prefix.rstrip('.') or 'ray'}`", "Here", "", "How it behaves"], rows)
 

@@ -1,21 +1,93 @@
-"""What stands here for what Ray Train has: the one source of `migrate-check` and of the tables in the documentation."""
+"""What to write here for the names of Ray Train: the one source of `migrate-check` and of the tables in the documentation.
 
-from . import launch, training
-from .rows import UNKNOWN, Equivalent, Section
+The rows are in equivalents.json, one per line, with the arguments and the results of Ray's calls and Ray's former names.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+Verdict: TypeAlias = Literal["same", "better", "different", "missing", "more"]
+
+_DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_bytes())
+_UNKNOWN = "not in the tables of this version: look at what it does"
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
+
+# The arguments of Ray's functions and classes, in order: for positional ones, and to recognize new ones. An argument without a
+# row of its own has the same name here.
+PARAMETERS: dict[str, list[str]] = _DATA["parameters"]
+# The classes of what calls return and of attributes, with "[]" for each list or tuple around them.
+RETURNS: dict[str, str] = _DATA["returns"]
+ATTRIBUTES: dict[str, str] = _DATA["attributes"]
+# Patterns of former names, and of Tune's names for parts of a training, with their replacements.
+_OLDER = [(re.compile(pattern), replacement) for pattern, replacement in _DATA["older"].items()]
 
 
-def sections() -> tuple[Section, ...]:
-    """Return all tables, in the page's order."""
-    return (*training.SECTIONS, *launch.SECTIONS)
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """A name of Ray's and what to write for it.
+
+    Attributes:
+        ray: A dotted name, "ray.train.report"; with an argument, "ray.train.report(validation=)", and where its value counts,
+            "ray.train.ScalingConfig(num_workers=0)"; "ray.data*" for all names with this beginning. Empty for what exists
+            only here.
+        verdict: "more" for what exists only here.
+        here: What to write, in Markdown; empty if there is nothing.
+        note: How it behaves, in Markdown.
+        imports: The public names that `here` begins with, such as "prefect_torch.ckpt.report".
+
+    """
+
+    ray: str
+    verdict: Verdict
+    here: str
+    note: str
+    imports: tuple[str, ...] = ()
+
+    @property
+    def plain_here(self) -> str:
+        """What to write, as plain text."""
+        return _plain(self.here)
+
+    @property
+    def plain_note(self) -> str:
+        """How it behaves, as plain text."""
+        return _plain(self.note)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table of the page.
+
+    Attributes:
+        title: Its heading.
+        prefix: What the names in the table leave out.
+        rows: Its lines.
+
+    """
+
+    title: str
+    prefix: str
+    rows: tuple[Equivalent, ...]
+
+
+def sections() -> Iterator[Section]:
+    """Yield all tables, in the page's order."""
+    for table in _DATA["sections"]:
+        yield Section(table["title"], table["prefix"], tuple(map(_row, table["rows"])))
 
 
 class Equivalents:
-    """Finds what stands here for a name of Ray's."""
+    """Finds what to write for a name of Ray's."""
 
     def __init__(self) -> None:
-        rows = {row.ray: row for section in sections() for row in section.rows if row.ray}
-        self._named = {name: row for name, row in rows.items() if not name.endswith("*")}
-        self._covering = sorted((row for name, row in rows.items() if name.endswith("*")), key=lambda row: -len(row.ray))
+        rows = [row for section in sections() for row in section.rows if row.ray]
+        rows += [Equivalent(f"{package}.*", "missing", "", _UNKNOWN) for package in ("ray.train", "ray.air")]
+        self._named = {row.ray: row for row in rows if not row.ray.endswith("*")}
+        self._covering = sorted((row for row in rows if row.ray.endswith("*")), key=lambda row: -len(row.ray))
 
     def of(self, name: str) -> Equivalent:
         """Return the row of a dotted name that begins with "ray"."""
@@ -23,10 +95,10 @@ class Equivalents:
         return self._named.get(name) or next(covering)
 
     def of_argument(self, name: str, keyword: str, value: str) -> Equivalent | None:
-        """Return the row of an argument of `name`; None where nothing needs to change.
+        """Return the row of an argument of `name`; None if nothing needs to change.
 
         Args:
-            name: The dotted name of what is called.
+            name: The dotted name of the called function or class.
             keyword: The argument.
             value: Its value as Python writes it; "(…)" for any tuple.
 
@@ -36,108 +108,31 @@ class Equivalents:
                 return self._named[argument]
         if keyword in PARAMETERS.get(name, (keyword,)):
             return None
-        return Equivalent(f"{name}({keyword}=)", "missing", "", UNKNOWN)
+        return Equivalent(f"{name}({keyword}=)", "missing", "", _UNKNOWN)
 
     def has(self, name: str) -> bool:
-        """Say whether `name` has a row of its own."""
+        """Return whether `name` has a row of its own."""
         return name in self._named
 
     def leads_on(self, name: str) -> bool:
-        """Say whether other rows are about what is in `name`: a module, or a class whose methods have rows."""
+        """Return whether there are rows for names inside `name`: a module, or a class with rows for its methods."""
         return any(known.startswith(f"{name}.") for known in self._named)
 
+    def words(self) -> set[str]:
+        """Return every part of the dotted names that have rows."""
+        return {word for name in self._named for word in name.partition("(")[0].split(".")}
 
-# The arguments of Ray's functions and classes, in order: for those given by their place, and to know new ones. What has no row
-# of its own is called the same here.
-PARAMETERS: dict[str, tuple[str, ...]] = {
-    "ray.train.report": (
-        "metrics",
-        "checkpoint",
-        "checkpoint_dir_name",
-        "checkpoint_upload_mode",
-        "delete_local_checkpoint_after_upload",
-        "checkpoint_upload_fn",
-        "validation",
-    ),
-    "ray.train.get_all_reported_checkpoints": ("consistency_mode", "timeout_s"),
-    "ray.train.Checkpoint": ("path", "filesystem"),
-    "ray.train.ScalingConfig": (
-        "trainer_resources",
-        "num_workers",
-        "use_gpu",
-        "resources_per_worker",
-        "placement_strategy",
-        "accelerator_type",
-        "label_selector",
-        "use_tpu",
-        "topology",
-        "elastic_resize_monitor_interval_s",
-    ),
-    "ray.train.RunConfig": (
-        "name",
-        "storage_path",
-        "storage_filesystem",
-        "failure_config",
-        "checkpoint_config",
-        "callbacks",
-        "worker_runtime_env",
-        "logging_config",
-        "sync_config",
-        "verbose",
-        "stop",
-        "progress_reporter",
-        "log_to_file",
-        "local_dir",
-    ),
-    "ray.train.CheckpointConfig": (
-        "num_to_keep",
-        "checkpoint_score_attribute",
-        "checkpoint_score_order",
-        "checkpoint_frequency",
-        "checkpoint_at_end",
-    ),
-    "ray.train.FailureConfig": (
-        "max_failures",
-        "fail_fast",
-        "controller_failure_limit",
-        "max_preemption_failures",
-        "relax_collectives_on_preemption",
-        "preemption_grace_s",
-    ),
-    "ray.train.torch.TorchTrainer": (
-        "train_loop_per_worker",
-        "train_loop_config",
-        "torch_config",
-        "scaling_config",
-        "run_config",
-        "datasets",
-        "dataset_config",
-        "validation_config",
-        "metadata",
-        "resume_from_checkpoint",
-    ),
-    "ray.train.torch.prepare_model": ("model", "move_to_device", "parallel_strategy", "parallel_strategy_kwargs"),
-    "ray.train.torch.prepare_data_loader": ("data_loader", "add_dist_sampler", "move_to_device", "auto_transfer"),
-    "ray.train.torch.TorchConfig": ("backend", "init_method", "timeout_s"),
-    "ray.train.lightning.RayTrainReportCallback": ("checkpoint_upload_mode", "validation"),
-    "ray.train.Result.get_best_checkpoint": ("metric", "mode"),
-    "ray.train.Result.from_path": ("path", "storage_filesystem"),
-}
-# What calls give back, and attributes are; "[]" for each list or tuple around it.
-RETURNS = {
-    "ray.train.get_context": "ray.train.TrainContext",
-    "ray.train.get_checkpoint": "ray.train.Checkpoint",
-    "ray.train.get_preemption_info": "ray.train.PreemptionInfo",
-    "ray.train.get_all_reported_checkpoints": "ray.train.ReportedCheckpoint[]",
-    "ray.train.Checkpoint.from_directory": "ray.train.Checkpoint",
-    "ray.train.torch.TorchTrainer.fit": "ray.train.Result",
-    "ray.train.Result.from_path": "ray.train.Result",
-    "ray.train.Result.get_best_checkpoint": "ray.train.Checkpoint",
-    "ray.tune.Tuner.fit": "ray.tune.ResultGrid",
-    "ray.tune.ResultGrid.get_best_result": "ray.train.Result",
-}
-ATTRIBUTES = {
-    "ray.train.ReportedCheckpoint.checkpoint": "ray.train.Checkpoint",
-    "ray.train.Result.checkpoint": "ray.train.Checkpoint",
-    "ray.train.Result.best_checkpoints": "ray.train.Checkpoint[][]",
-}
+
+def modern(name: str) -> str:
+    """Return today's name of a function or class of Ray's."""
+    for pattern, replacement in _OLDER:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def _row(fields: dict[str, Any]) -> Equivalent:
+    return Equivalent(**{"ray": "", "here": "", "note": "", **fields, "imports": tuple(fields.get("imports", ()))})
+
+
+def _plain(markdown: str) -> str:
+    return _LINK.sub(r"\1", markdown).replace("`", "")

@@ -4,15 +4,11 @@ import ast
 import io
 import tokenize
 import warnings
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from .equivalents import PARAMETERS, Equivalents
-from .scopes import Meaning, Scope, modern
-
-_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+from .equivalents import ATTRIBUTES, PARAMETERS, RETURNS, Equivalents, modern
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -20,11 +16,11 @@ class Usage:
     """One use of a name.
 
     Attributes:
-        line: Where, counted from 1.
-        column: Where in the line, in characters from 1.
-        name: Ray's dotted name, whatever it is called in the file.
-        keyword: The argument, where it is an argument of a call of `name` that is used; else empty.
-        value: The argument's value where it is a constant, "(…)" where it is a tuple; else empty.
+        line: Its line, counted from 1.
+        column: Its place in the line, in characters from 1.
+        name: Ray's dotted name, also if the file calls it something else.
+        keyword: The argument, if it is an argument of a call of `name` that is used; else empty.
+        value: The argument's value if it is a constant, "(…)" if it is a tuple; else empty.
 
     """
 
@@ -38,191 +34,229 @@ class Usage:
 def find_usages(source: bytes, equivalents: Equivalents) -> list[Usage]:
     """Return every use of a name of Ray in a file, in the file's order.
 
-    Names are followed through imports, assignments, annotations, `for`, `:=` and what calls return; not through containers,
-    attributes of other objects, `getattr`, texts, or other files.
+    Names are followed through imports, assignments, annotations, `for`, `:=` and the results of calls; not through containers,
+    attributes of other objects, `getattr`, strings, or other files.
 
     Args:
-        source: The file's bytes; a coding cookie counts.
-        equivalents: Tells modules from what is in them.
+        source: The file's bytes; a coding cookie is respected.
+        equivalents: The names with rows.
 
     Raises:
         SyntaxError: If it is no Python of this interpreter's version.
-        UnicodeDecodeError: If it is not encoded as it says, or in UTF-8 where it says nothing.
+        UnicodeDecodeError: If it is not in the encoding that it declares, or in UTF-8 if it declares none.
 
     """
     encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
     text = io.StringIO(source.decode(encoding), newline=None).read()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an invalid escape in the file is not this program's to tell
+        warnings.simplefilter("ignore")  # an invalid escape in the file is no concern of this program
         tree = ast.parse(text)
-    finder = _Finder(text.split("\n"), Scope(equivalents))
-    finder.look_through(tree)
-    return sorted(finder.usages)
+    scan = _Scan(text.split("\n"), equivalents)
+    scan.run(tree)
+    return sorted(scan.usages)
 
 
-class _Finder(ast.NodeVisitor):
-    def __init__(self, lines: Sequence[str], scope: Scope) -> None:
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """Ray's dotted name of an expression, or of the class of its value, with "[]" for each list or tuple around the value."""
+
+    name: str
+    is_value: bool = False
+
+    @property
+    def is_list(self) -> bool:
+        return self.name.endswith("[]")
+
+
+class _Scope(ChainMap[str, _Meaning | None]):
+    """The names of a module, class or function, in front of those around it; None for everything that is not Ray's."""
+
+    is_class = False
+
+    def inside(self) -> "_Scope":
+        """Return the scope of a function in this one, which does not see the names of a class."""
+        return (self.parents if self.is_class else self).new_child()
+
+
+class _Scan(ast.NodeVisitor):
+    """Visits a file in the order of its execution: the bodies of functions come after the module."""
+
+    def __init__(self, lines: Sequence[str], equivalents: Equivalents) -> None:
         self.usages: set[Usage] = set()
         self._lines = lines
-        self._scope = scope
-        self._equivalents = scope.equivalents
-        self._bodies: deque[tuple[_Function, Scope]] = deque()
-        self._unused: dict[str, Usage] = {}  # imports, by the name they bind
+        self._equivalents = equivalents
+        self._names = _Scope()
+        self._bodies: deque[tuple[Sequence[ast.AST], _Scope]] = deque()
+        self._unused_imports: dict[str, Usage] = {}  # by the bound name
 
-    def look_through(self, tree: ast.Module) -> None:
+    def run(self, tree: ast.Module) -> None:
         """Collect the uses of a whole file."""
-        self._visit_all(tree.body)
-        while self._bodies:  # functions run after what is around them has all its names
-            function, self._scope = self._bodies.popleft()
-            self._visit_all(function.body if isinstance(function.body, list) else [function.body])
-        self.usages.update(self._unused.values())
+        self._bodies.append((tree.body, self._names))
+        while self._bodies:
+            body, self._names = self._bodies.popleft()
+            self._visit_all(body)
+        self.usages.update(self._unused_imports.values())
 
-    # What a name stands for.
+    # What a name means.
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             top = alias.name.partition(".")[0]
-            meaning = Meaning(alias.name if alias.asname else top) if top == "ray" else None
-            self._scope.bind(alias.asname or top, meaning)
+            self._names[alias.asname or top] = _Meaning(alias.name if alias.asname else top) if top == "ray" else None
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        is_of_ray = node.level == 0 and (node.module or "").partition(".")[0] == "ray"
+        module = "" if node.level else str(node.module)
         for alias in node.names:
-            if is_of_ray and alias.name == "*":
-                self._scope.bind_all_of(str(node.module))
-            elif is_of_ray:
-                name = modern(f"{node.module}.{alias.name}")
-                self._scope.bind(alias.asname or alias.name, Meaning(name))
-                if self._is_worth_a_line(name):
-                    self._unused[alias.asname or alias.name] = Usage(*self._place(alias), name)
+            bound, name = alias.asname or alias.name, modern(f"{module}.{alias.name}")
+            if module.partition(".")[0] != "ray":
+                self._names[bound] = None
+            elif bound == "*":
+                self._import_all(module)
             else:
-                self._scope.bind(alias.asname or alias.name, None)
+                self._names[bound] = _Meaning(name)
+                if self._is_worth_a_line(name):
+                    self._unused_imports[bound] = Usage(*self._place(alias), name)
+
+    def _import_all(self, module: str) -> None:
+        for word in self._equivalents.words() - self._names.keys():
+            name = modern(f"{module}.{word}")
+            if self._equivalents.has(name) or self._equivalents.leads_on(name):
+                self._names[word] = _Meaning(name)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.visit(node.value)
         for target in node.targets:
-            self._bind(target, node.value, self._scope.meaning(node.value))
+            is_for_now = isinstance(node.value, ast.Constant) and node.value.value is None  # `checkpoint = None`
+            if not (is_for_now and isinstance(target, ast.Name)):
+                self._bind(target, self._meaning(node.value))
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self.visit(node.annotation)
-        meaning = self._scope.annotated(node.annotation)
-        if node.value is not None:
-            self.visit(node.value)
-            meaning = self._scope.meaning(node.value) or meaning
-        self._bind(node.target, None, meaning)
+        self._visit_all([node.annotation, *([node.value] if node.value else [])])
+        self._bind(node.target, (node.value and self._meaning(node.value)) or self._annotated(node.annotation))
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
         self.visit(node.value)
-        self._bind(node.target, node.value, self._scope.meaning(node.value))
+        self._bind(node.target, self._meaning(node.value))
 
     def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
-        self.visit(node.iter)
-        self._bind_each(node.target, node.iter)
+        self._bind_each(node)
         self._visit_all([*node.body, *node.orelse])
 
-    def visit_AsyncFor(self, node: ast.AsyncFor) -> None:
-        self.visit_For(node)
+    visit_AsyncFor = visit_For
 
-    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
-        for item in node.items:
-            self.visit(item.context_expr)
-            if item.optional_vars is not None:
-                self._bind(item.optional_vars, None, None)
-        self._visit_all(node.body)
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        outer, self._names = self._names, self._names.inside()
+        for generator in node.generators:
+            self._bind_each(generator)
+            self._visit_all(generator.ifs)
+        self._visit_all([node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt])
+        self._names = outer
 
-    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
-        self.visit_With(node)
+    visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
-        if node.type is not None:
-            self.visit(node.type)
         if node.name is not None:
-            self._scope.bind(node.name, None if node.type is None else self._scope.annotated(node.type))
-        self._visit_all(node.body)
-
-    def visit_ListComp(self, node: ast.ListComp) -> None:
-        self._visit_comprehension(node.generators, node.elt)
-
-    def visit_SetComp(self, node: ast.SetComp) -> None:
-        self._visit_comprehension(node.generators, node.elt)
-
-    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> None:
-        self._visit_comprehension(node.generators, node.elt)
-
-    def visit_DictComp(self, node: ast.DictComp) -> None:
-        self._visit_comprehension(node.generators, node.key, node.value)
-
-    def _visit_comprehension(self, generators: Sequence[ast.comprehension], *elements: ast.expr) -> None:
-        outer, self._scope = self._scope, self._scope.inside()
-        for generator in generators:
-            self.visit(generator.iter)
-            self._bind_each(generator.target, generator.iter)
-            self._visit_all(generator.ifs)
-        self._visit_all(elements)
-        self._scope = outer
+            self._names[node.name] = self._annotated(node.type)
+        self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_all([*node.decorator_list, *node.bases, *node.keywords])
-        self._scope.bind(node.name, None)
-        outer, self._scope = self._scope, self._scope.inside(is_class=True)
+        self._names[node.name] = None
+        outer, self._names = self._names, self._names.new_child()
+        self._names.is_class = True
         self._visit_all(node.body)
-        self._scope = outer
+        self._names = outer
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self._visit_all([*node.decorator_list, node.args, *([node.returns] if node.returns else [])])
-        self._scope.bind(node.name, None)
-        self._defer(node)
+        self._names[node.name] = None
+        self._defer(node.args, node.body)
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        self.visit_FunctionDef(node)
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
         self.visit(node.args)
-        self._defer(node)
+        self._defer(node.args, [node.body])
 
-    def _defer(self, function: _Function) -> None:
-        scope = self._scope.inside()
-        arguments = function.args
-        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
-            if argument is not None:
-                scope.bind(argument.arg, None if argument.annotation is None else self._scope.annotated(argument.annotation))
-        self._bodies.append((function, scope))
+    def _defer(self, arguments: ast.arguments, body: Sequence[ast.AST]) -> None:
+        given = (child for child in ast.iter_child_nodes(arguments) if isinstance(child, ast.arg))
+        scope = self._names.inside()
+        scope.update({argument.arg: self._annotated(argument.annotation) for argument in given})
+        self._bodies.append((body, scope))
 
-    def _bind(self, target: ast.expr, value: ast.expr | None, meaning: Meaning | None) -> None:
+    def _bind(self, target: ast.expr, meaning: _Meaning | None) -> None:
         if isinstance(target, ast.Name):
-            if not (isinstance(value, ast.Constant) and value.value is None):  # `checkpoint = None`, for now
-                self._scope.bind(target.id, meaning)
+            self._names[target.id] = meaning
         elif isinstance(target, (ast.Tuple, ast.List)):
-            first = None if meaning is None else meaning.element()
             for number, element in enumerate(target.elts):
-                self._bind(element, None, first if number == 0 else None)
+                self._bind(element, _element(meaning) if number == 0 else None)
         else:
             self.visit(target)
 
-    def _bind_each(self, target: ast.expr, iterated: ast.expr) -> None:
-        meaning = self._scope.meaning(iterated)
-        self._bind(target, None, None if meaning is None else meaning.element())
+    def _bind_each(self, loop: ast.For | ast.AsyncFor | ast.comprehension) -> None:
+        self.visit(loop.iter)
+        self._bind(loop.target, _element(self._meaning(loop.iter)))
+
+    def _meaning(self, node: ast.expr) -> _Meaning | None:
+        match node:
+            case ast.Name():
+                found = self._names.get(node.id)
+            case ast.Attribute():
+                owner, name = self._member(node)
+                if name in ATTRIBUTES:
+                    found = _Meaning(ATTRIBUTES[name], is_value=True)
+                else:  # of a value, only methods lead on to Ray's: result.metrics is a dict like any other
+                    found = _Meaning(name) if owner and (not owner.is_value or name in RETURNS) else None
+            case ast.Call():
+                called = self._meaning(node.func)
+                found = None if called is None or called.is_value else self._returned(called.name)
+            case ast.Subscript():
+                found = _element(self._meaning(node.value))
+            case ast.NamedExpr():
+                found = self._meaning(node.value)
+            case ast.IfExp():
+                found = self._meaning(node.body) or self._meaning(node.orelse)
+            case _:
+                found = None
+        return found
+
+    def _member(self, node: ast.Attribute) -> tuple[_Meaning | None, str]:
+        """Return the owner of an attribute and the attribute's name, or None and nothing if it is not Ray's."""
+        owner = self._meaning(node.value)
+        return (None, "") if owner is None or owner.is_list else (owner, modern(f"{owner.name}.{node.attr}"))
+
+    def _returned(self, name: str) -> _Meaning | None:
+        if name in RETURNS:
+            return _Meaning(RETURNS[name], is_value=True)
+        is_class = name.rpartition(".")[2][:1].isupper() and self._equivalents.leads_on(name)
+        return _Meaning(name, is_value=True) if is_class else None
+
+    def _annotated(self, annotation: ast.expr | None) -> _Meaning | None:
+        """Return a value of the class that an annotation names, also in `X | None` and `Optional[X]`."""
+        if isinstance(annotation, ast.BinOp):
+            return self._annotated(annotation.left) or self._annotated(annotation.right)
+        if isinstance(annotation, ast.Subscript):
+            return self._annotated(annotation.slice)
+        meaning = None if annotation is None else self._meaning(annotation)
+        return None if meaning is None else self._returned(meaning.name)
 
     # Where it is used.
 
     def visit_Name(self, node: ast.Name) -> None:
-        meaning = self._scope.find(node.id)
-        if meaning is not None:
-            self._unused.pop(node.id, None)
+        if isinstance(node.ctx, ast.Store):
+            self._names[node.id] = None
+        elif (meaning := self._names.get(node.id)) is not None:
+            self._unused_imports.pop(node.id, None)
             if not meaning.is_value:
                 self._add(self._place(node), meaning.name)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        owner = self._scope.meaning(node.value)
-        if owner is None or owner.name.endswith("[]"):
+        owner, name = self._member(node)
+        root = _root(node)
+        if owner is None:
             self.visit(node.value)
-            return
-        name = modern(f"{owner.name}.{node.attr}")
-        root = _root(node.value)
-        if root is not None and (
-            not owner.is_value or isinstance(node.value, ast.Name)
-        ):  # ray.train.report, context.get_world_rank
-            self._unused.pop(root.id, None)
+        elif root is not None and (not owner.is_value or root is node.value):  # ray.train.report, context.get_world_rank
+            self._unused_imports.pop(root.id, None)
             self._add(self._place(node), name)
         else:  # get_context().get_world_rank, result.checkpoint.path: two names, of which this is the second
             self.visit(node.value)
@@ -232,7 +266,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self.visit(node.func)
-        called = self._scope.meaning(node.func)
+        called = self._meaning(node.func)
         if called is not None and not called.is_value and self._equivalents.has(called.name):
             for keyword, value in zip(PARAMETERS.get(called.name, ()), node.args, strict=False):
                 self.usages.add(Usage(*self._place(value), called.name, keyword, _shown(value)))
@@ -258,6 +292,12 @@ class _Finder(ast.NodeVisitor):
     def _visit_all(self, nodes: Sequence[ast.AST]) -> None:
         for node in nodes:
             self.visit(node)
+
+
+def _element(meaning: _Meaning | None) -> _Meaning | None:
+    if meaning is None or not meaning.is_list:
+        return None
+    return _Meaning(meaning.name.removesuffix("[]"), is_value=True)
 
 
 def _root(node: ast.expr) -> ast.Name | None:
