@@ -15,8 +15,8 @@ from prefect.types.entrypoint import EntrypointType
 from prefect_torch.flows.concurrency_leases import is_limited, warn_of_lost_lease
 from prefect_torch.flows.monitoring.events import COMMITTED
 
+from .job_templates import has_variable
 from .resuming import HEARTBEAT, resume
-from .work_pools import has_variable
 
 _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
 _MISSED_HEARTBEATS = 3

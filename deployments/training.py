@@ -20,7 +20,7 @@ from prefect_torch.flows.concurrency_leases import warn_of_lost_lease
 from pydantic import BaseModel
 
 from .automations import make_resumer, resume_by, resume_crashed
-from .work_pools import default_of, has_variable
+from .job_templates import default_of, has_variable
 
 _WORKERS_GIVE_S = 30.0  # Process and Docker workers, to what they cancel
 _TO_END_S = 5.0  # to stop ranks and to record how it ended

@@ -19,6 +19,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectAlreadyExists
 
 Kind: TypeAlias = Literal["process", "docker", "kubernetes"]
@@ -69,3 +70,13 @@ def create_work_pool(name: str, kind: Kind, **defaults: Any) -> UUID:
             raise ValueError(f"there is a work pool {name!r} already, of the type {known.type!r}: choose another name")
         client.update_work_pool(name, WorkPoolUpdate(base_job_template=template))
     return known.id
+
+
+def has_variable(work_pool: WorkPool, name: str) -> bool:
+    """Say whether jobs of `work_pool` have the variable `name`."""
+    return name in work_pool.base_job_template.get("variables", {}).get("properties", {})
+
+
+def default_of(work_pool: WorkPool, name: str) -> Any:
+    """Return what the variable `name` is unless a deployment says otherwise; None without one."""
+    return work_pool.base_job_template.get("variables", {}).get("properties", {}).get(name, {}).get("default")
