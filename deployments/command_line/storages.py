@@ -1,4 +1,4 @@
-"""From what a person writes for a storage to the storage."""
+"""Storages that a command is given as text."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,24 +11,24 @@ _RETRY = RetryPolicy(deadline_s=20.0)  # a person waits at a terminal; a trainin
 
 
 def open_existing_storage(text: str) -> Storage:
-    """Open the storage that `text` means, which must be there.
+    """Open the storage that `text` names.
 
     Raises:
-        ValueError: If it means none.
-        FileNotFoundError: If it is a folder that does not exist.
+        ValueError: If it names none.
+        FileNotFoundError: If it is a local directory that does not exist.
 
     """
     storage = open_named_storage(text)
     if "://" not in storage.url and not Path(storage.url).is_dir():
-        raise FileNotFoundError(f"there is no folder {storage.url}; give the storage that a training was given")
+        raise FileNotFoundError(f"there is no directory {storage.url}; give the storage of a training")
     return storage
 
 
 def open_named_storage(text: str) -> Storage:
-    """Open the storage that `text` means, which a training may yet have to make; only a block's name imports prefect.
+    """Open the storage that `text` names, which need not exist yet; only the name of a block imports prefect.
 
     Raises:
-        ValueError: If it means none.
+        ValueError: If it names none.
         StorageError: If its block cannot be loaded.
 
     """

@@ -218,7 +218,7 @@ def test_a_run_is_shown(storage, command, as_json):
     assert "flow run a-flow-run, process" in out
     assert "user: ValueError: bad [red]loss" in out
     assert "5 reports from 20" in out
-    assert "set aside as damaged: " in out
+    assert "quarantined as damaged: " in out
 
 
 def test_a_checkpoint_is_shown(storage, command, as_json):
@@ -285,7 +285,7 @@ def test_damage_is_named(local, command):
     Path(local, "run/manifests", f"{manifestless}.json").write_text("{}")
     code, out, err = command("verify", local, "run")
     assert code == 1
-    assert err.startswith(f"prefect-torch: 3 of 5 damaged, {short} first: ")
+    assert err.startswith(f"prefect-torch: 3 of 5 checkpoints damaged, the first is {short}: ")
     assert f"checkpoints/{short}/model has 5 bytes instead of 100000" in err
     assert f"checkpoints/{changed}/same differs from what rank 0 committed" in out
     assert f"{manifestless}.json is not a manifest" in out
@@ -412,7 +412,7 @@ def test_a_restore_brings_back_what_is_whole_and_says_why_not(storage, command):
     quarantine(store, first, "model differs")
     quarantine(store, second, "model differs")
     store.storage.delete([store.layout.data(second, "model")])
-    assert command("restore", storage, "run", first) == (0, f"{first} is whole, and back in run run\n", "")
+    assert command("restore", storage, "run", first) == (0, f"{first} is whole, and in run run again\n", "")
     assert first in store.ids()
     code, _, err = command("restore", storage, "run", second)
     assert (code, second in store.ids()) == (1, False)
@@ -479,16 +479,16 @@ def test_an_id_may_be_the_beginning_of_one(local, command):
     assert ids[1] in command("show", local, "run", ids[1][:16])[1]
     code, _, err = command("show", local, "run", "000001")
     assert code == 1
-    assert err.startswith(f"prefect-torch: 5 checkpoints begin with '000001': {ids[0]}, ")
+    assert err.startswith(f"prefect-torch: the ids of 5 checkpoints begin with '000001': {ids[0]}, ")
     code, _, err = command("show", local, "run", "9")
     assert code == 1
-    assert "no checkpoint that begins with '9'; give an id as ls shows it, latest or best" in err
+    assert "no checkpoint whose id begins with '9'; give an id as listed by ls, latest or best" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("ls", "/nowhere"), 1, "there is no folder /nowhere"),
+        (("ls", "/nowhere"), 1, "there is no directory /nowhere"),
         (("ls", "nosuch://x"), 1, "nosuch:// cannot be a storage"),
         (("ls", "{local}", "../run"), 1, "run name '../run': use"),
         (("ls", "{local}", "none"), 1, "there is no run 'none' in"),

@@ -1,4 +1,4 @@
-"""`doctor`: what would keep trainings from running here."""
+"""`doctor`: whether trainings can run on this machine."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from .torch_checks import check_backends, check_loopback, check_torch
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 _ORDERS: dict[ListingOrder, str] = {
     "keys": "in the order of keys",
-    "folders": "folder by folder",
+    "folders": "directory by directory",
     "none": "in no known order, so that the latest of more than a thousand checkpoints is found by listing them all",
 }
 _Check: TypeAlias = Callable[[], Iterable[Finding]]
@@ -30,10 +30,10 @@ _Check: TypeAlias = Callable[[], Iterable[Finding]]
 @click.argument("storage", metavar="[STORAGE]", required=False)
 @json_option
 def doctor(storage: str | None, as_json: bool) -> int:
-    """Check what trainings need here.
+    """Check what trainings need on this machine.
 
-    Also that STORAGE can be written, read, listed and deleted in, with a small object that does not stay. Each line is ok, a
-    warning, which some trainings will feel, or wrong, and then says what to do; exits with 1 when something is wrong.
+    With STORAGE, also write, read, list and delete small objects there. The status of each check is ok, warning (some trainings
+    are affected) or wrong (trainings fail), with advice; exits with 1 if something is wrong.
 
     \b
     --json: a list of
@@ -65,10 +65,10 @@ def _checks(storage: str | None) -> Iterator[tuple[str, _Check]]:
 
 
 def _check_storage(text: str) -> Iterator[Finding]:
-    """Write, list, read and delete small objects under a name that nobody has; leaves nothing behind."""
+    """Write, list, read and delete small objects under an unused name; nothing remains."""
     try:
         storage = open_named_storage(text)
-    except Exception as exc:  # noqa: BLE001 - told, whatever it is
+    except Exception as exc:  # noqa: BLE001 - any error is a finding
         yield Finding("storage", "wrong", str(exc), "give a path, a URL, or block-type-slug/block-name")
         return
     try:
@@ -81,7 +81,7 @@ def _check_storage(text: str) -> Iterator[Finding]:
 
 
 def _run(checks: Iterable[tuple[str, _Check]]) -> Iterator[Finding]:
-    """Yield what each check finds; one that raises is wrong itself, and does not keep the others from looking."""
+    """Yield the findings of all checks; the error of a check is a finding, and the other checks run."""
     for name, check in checks:
         try:
             yield from check()

@@ -1,4 +1,4 @@
-"""What a check found, and what to do about it."""
+"""The finding of a check."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -11,10 +11,10 @@ class Finding:
     """One line of `doctor`; the fields are the keys of its --json.
 
     Attributes:
-        check: What was looked at.
-        status: "ok", "warning" (some trainings will miss it) or "wrong" (trainings will fail).
-        found: What was there.
-        advice: What to do, empty when all is well.
+        check: What was checked.
+        status: "ok", "warning" (some trainings are affected) or "wrong" (trainings fail).
+        found: What was found.
+        advice: What to do; empty if the status is "ok".
 
     """
 

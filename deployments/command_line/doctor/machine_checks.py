@@ -1,4 +1,4 @@
-"""Whether the machine gives a training what it needs besides."""
+"""Checks of the machine: shared memory and open files."""
 
 import os
 import sys
@@ -9,19 +9,19 @@ from prefect_torch.ckpt.wording import show_bytes
 
 from .findings import Finding
 
-_DOCKERS_SHM_BYTES = 64 * 2**20  # what a container gets that nobody asked more for
+_DOCKERS_SHM_BYTES = 64 * 2**20  # the default of a container
 _FEW_FILES = 1024
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the very place
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - this very directory
 
 
-def check_shared_memory(folder: Path = Path(SHARED_MEMORY)) -> Iterator[Finding]:
-    """Look how much memory processes can share: data loaders and NCCL move tensors through it."""
+def check_shared_memory(directory: Path = Path(SHARED_MEMORY)) -> Iterator[Finding]:
+    """Check the size of shared memory, through which data loaders and NCCL move tensors."""
     if not sys.platform.startswith("linux"):
         return
-    if not folder.is_dir():
+    if not directory.is_dir():
         yield Finding(SHARED_MEMORY, "warning", "missing", "mount a tmpfs there, for data loaders and NCCL")
         return
-    filesystem = os.statvfs(folder)
+    filesystem = os.statvfs(directory)
     size, free = filesystem.f_blocks * filesystem.f_frsize, filesystem.f_bavail * filesystem.f_frsize
     found = f"{show_bytes(size)}, {show_bytes(free)} free"
     if size and free <= _DOCKERS_SHM_BYTES:
@@ -32,7 +32,7 @@ def check_shared_memory(folder: Path = Path(SHARED_MEMORY)) -> Iterator[Finding]
 
 
 def check_open_files() -> Iterator[Finding]:
-    """Look how many files and sockets a process may have open."""
+    """Check how many files and sockets a process may have open."""
     try:
         import resource  # noqa: PLC0415 - not on Windows
     except ImportError:

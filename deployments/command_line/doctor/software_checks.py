@@ -1,4 +1,4 @@
-"""Whether what is installed works together, and whether Prefect's API answers."""
+"""Checks of the installed versions and of Prefect's API."""
 
 import re
 import sys
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 _OLDEST_PYTHON = (3, 10)
-_NEWEST_STRICT_PREFECT = (3, 8, 8)  # its server, and those before, cannot use what `ServerLibrary` describes
+_NEWEST_STRICT_PREFECT = (3, 8, 8)  # up to this version the server cannot use a `ServerLibrary`'s refused versions
 _API_TIMEOUT_S = 10
 _MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLibrary:
-    """What a Prefect server runs on, and from which version on it cannot.
+    """A dependency of Prefect's server, and the first version with which the server fails.
 
     Attributes:
-        name: As pip knows it.
-        first_refused: That version.
-        consequence: What the server does then.
-        status: What that is where the server runs here.
+        name: Its name on PyPI.
+        first_refused: The first version with which the server fails.
+        consequence: How the server fails.
+        status: The status of the finding if the server runs on this machine.
 
     """
 
@@ -41,27 +41,27 @@ SQLALCHEMY = ServerLibrary("sqlalchemy", (2, 1), "starts no scheduled deployment
 
 
 def check_python() -> Iterator[Finding]:
-    """Look at the interpreter."""
+    """Check the version of the interpreter."""
     found = ".".join(str(part) for part in sys.version_info[:3])
     good = sys.version_info >= _OLDEST_PYTHON
     yield Finding("python", "ok" if good else "wrong", found, "" if good else "use Python 3.10 or newer")
 
 
 def check_prefect() -> Iterator[Finding]:
-    """Look at Prefect's version."""
+    """Check Prefect's version."""
     found = version("prefect")
     good = (3, 6) <= _parts(found) < (4,)
     yield Finding("prefect", "ok" if good else "wrong", found, "" if good else "pip install 'prefect>=3.6,<4'")
 
 
 def check_server_library(library: ServerLibrary) -> Iterator[Finding]:
-    """Look whether a Prefect server can run on what is installed."""
+    """Check whether a Prefect server can run with the installed version of a library."""
     name = library.name
     try:
         found = version(name)
     except PackageNotFoundError:
         yield Finding(
-            name, "warning", "not installed: no Prefect server runs here", "pip install prefect, or set PREFECT_API_URL"
+            name, "warning", "not installed: no Prefect server can run here", "pip install prefect, or set PREFECT_API_URL"
         )
         return
     if _parts(found) < library.first_refused or _parts(version("prefect")) > _NEWEST_STRICT_PREFECT:
@@ -71,21 +71,19 @@ def check_server_library(library: ServerLibrary) -> Iterator[Finding]:
         name,
         "warning" if _api_url() else library.status,
         f"{found}: with it, a server of prefect {version('prefect')} {library.consequence}",
-        f"pip install '{name}<{'.'.join(map(str, library.first_refused))}' wherever a Prefect server runs",
+        f"pip install '{name}<{'.'.join(map(str, library.first_refused))}' on the machine of the Prefect server",
     )
 
 
 def check_api() -> Iterator[Finding]:
-    """Ask Prefect's API something that needs its database and credentials, and whether its restart would end flow runs."""
+    """Query Prefect's API, which needs its database and credentials, and check whether its restart would end flow runs."""
     from prefect.client.orchestration import get_client  # noqa: PLC0415 - seconds, for doctor only
-    from prefect.settings import get_current_settings  # noqa: PLC0415 - as above
+    from prefect.settings import get_current_settings  # noqa: PLC0415 - seconds, for doctor only
 
     url = _api_url()
     if url is None:
         if get_current_settings().server.ephemeral.enabled:
-            yield Finding(
-                "prefect api", "ok", "no PREFECT_API_URL: each flow starts a server of its own, for as long as it runs"
-            )
+            yield Finding("prefect api", "ok", "no PREFECT_API_URL: each flow starts its own server for its duration")
         else:
             yield Finding("prefect api", "wrong", "no PREFECT_API_URL, and ephemeral mode is off", "set PREFECT_API_URL")
         return
@@ -93,7 +91,7 @@ def check_api() -> Iterator[Finding]:
         with get_client(httpx_settings={"timeout": _API_TIMEOUT_S}, sync_client=True) as client:
             client.read_flows(limit=1)
             limits = list(_check_deployments(client))
-    except Exception as exc:  # noqa: BLE001 - whatever it is, the API cannot be used
+    except Exception as exc:  # noqa: BLE001 - with any error the API cannot be used
         advice = "start it (prefect server start), correct PREFECT_API_URL, or log in (prefect cloud login)"
         yield Finding("prefect api", "wrong", f"{url}: {type(exc).__name__}: {exc}", advice)
     else:

@@ -1,4 +1,4 @@
-"""Whether torch finds its GPUs, its collectives, and its way over loopback."""
+"""Checks of torch: its GPUs, its backends of collectives, and connections over loopback."""
 
 import time
 import warnings
@@ -17,7 +17,7 @@ def check_torch() -> Iterator[Finding]:
     import torch  # noqa: PLC0415 - seconds, for doctor only
 
     yield Finding("torch", "ok", torch.__version__)
-    with warnings.catch_warnings(record=True) as told:  # torch says there why a driver does not suit it
+    with warnings.catch_warnings(record=True) as caught:  # torch warns there about an unsuitable driver
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
@@ -26,13 +26,13 @@ def check_torch() -> Iterator[Finding]:
         yield Finding("gpus", "ok", f"{count}: {names}; CUDA {torch.version.cuda}")
     elif Path("/dev/nvidiactl").exists():
         why = (
-            "; ".join(str(warning.message) for warning in told)
+            "; ".join(str(warning.message) for warning in caught)
             or f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"
         )
         yield Finding(
             "gpus",
             "warning",
-            f"NVIDIA's driver is here, and torch sees no GPU: {why}",
+            f"NVIDIA's driver is installed, but torch sees no GPU: {why}",
             "install a torch for this driver's CUDA",
         )
     else:
@@ -40,9 +40,9 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_backends() -> Iterator[Finding]:
-    """Look which collectives this torch was built with."""
-    import torch  # noqa: PLC0415 - as above
-    import torch.distributed as dist  # noqa: PLC0415 - as above
+    """Check which backends of collectives this torch was built with."""
+    import torch  # noqa: PLC0415 - seconds, for doctor only
+    import torch.distributed as dist  # noqa: PLC0415 - seconds, for doctor only
 
     if not dist.is_available():
         yield Finding("backends", "wrong", "torch was built without distributed", "install torch from PyPI or pytorch.org")
@@ -57,7 +57,7 @@ def check_backends() -> Iterator[Finding]:
 
 
 def check_loopback() -> Iterator[Finding]:
-    """Let a leader and a rank meet as they do in a training."""
+    """Check the rendezvous of a leader and a rank, as in a training."""
     from prefect_torch.tasks.rendezvous import Rendezvous, connect  # noqa: PLC0415 - for doctor only
 
     started_s = time.monotonic()

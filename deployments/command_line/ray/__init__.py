@@ -1,1 +1,1 @@
-"""The command `migrate-check`: names of Ray in a file, and what to write for them here."""
+"""The command `migrate-check`: the names of Ray in a file, and their equivalents here."""

@@ -1,4 +1,4 @@
-"""`migrate-check`: what of Ray a file uses, and what stands here for it."""
+"""`migrate-check`: the names of Ray that files use, and what to write for them here."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,11 +33,11 @@ class Finding:
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @json_option
 def migrate_check(files: Sequence[str], as_json: bool) -> int:
-    """List what FILE uses of Ray, with its equivalent here.
+    """List the names of Ray that FILE uses, with their equivalents here.
 
-    Every use of ray.train, and of ray.tune, ray.data and the rest of Ray, through whatever it was imported as: functions,
-    their arguments, methods and attributes. The files are read, never imported or run. Each is the same here, better,
-    different (the note says how) or missing; exits with 1 if something is missing.
+    Lists all uses of ray.train, ray.tune, ray.data and the rest of Ray, under any imported name: functions, their arguments,
+    methods and attributes. The files are read, never imported or run. A use is the same here, better, different (the note
+    explains how) or missing; exits with 1 if one is missing.
 
     \b
     --json: a list of
@@ -56,9 +56,9 @@ def migrate_check(files: Sequence[str], as_json: bool) -> int:
 def _read(name: str) -> bytes:
     path = Path(name)
     if path.is_dir():
-        raise click.UsageError(f"{name} is a folder: give the Python files in it")
+        raise click.UsageError(f"{name} is a directory: give the Python files in it")
     if path.suffix == ".ipynb":
-        raise click.UsageError(f"{name} is a notebook: give what 'jupyter nbconvert --to script {name}' makes of it")
+        raise click.UsageError(f"{name} is a notebook: give the output of 'jupyter nbconvert --to script {name}'")
     try:
         return path.read_bytes()
     except FileNotFoundError as exc:
@@ -78,22 +78,22 @@ def _find(name: str, source: bytes, equivalents: Equivalents) -> list[Usage]:
     try:
         return find_usages(source, equivalents)
     except UnicodeDecodeError as exc:
-        raise click.UsageError(f"{name} is not text in {exc.encoding}, which Python expects: {exc.reason}") from exc
+        raise click.UsageError(f"{name} is not text in {exc.encoding}, as Python expects: {exc.reason}") from exc
     except SyntaxError as exc:
-        place = name if exc.lineno is None else f"{name}:{exc.lineno}"
-        raise click.UsageError(f"{place} is no Python of this version: {exc.msg}") from exc
+        location = name if exc.lineno is None else f"{name}:{exc.lineno}"
+        raise click.UsageError(f"{location} is not valid Python for this interpreter: {exc.msg}") from exc
     except (RecursionError, MemoryError) as exc:
-        raise click.UsageError(f"{name} nests too deeply to be looked through") from exc
+        raise click.UsageError(f"{name} is nested too deeply to be analyzed") from exc
     except ValueError as exc:  # null bytes
-        raise click.UsageError(f"{name} is no Python: {exc}") from exc
+        raise click.UsageError(f"{name} is not valid Python: {exc}") from exc
 
 
 def _print(findings: Sequence[Finding]) -> None:
     if not findings:
-        say("nothing of Ray is used")
+        say("no name of Ray is used")
         return
     print_table(
-        ["place", "Ray", "", "here", "how it behaves"],
+        ["location", "Ray", "", "here", "how it behaves"],
         (
             [
                 f"{it.file}:{it.line}:{it.column}",
@@ -113,7 +113,7 @@ def _print(findings: Sequence[Finding]) -> None:
 
 
 def _imports(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the import statements that what stands here needs."""
+    """Yield the import statements for the equivalents."""
     names = sorted({name for finding in findings for name in finding.imports if "." in name})
     for module in sorted({name.rpartition(".")[0] for name in names}):
         of_module = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == module]

@@ -17,7 +17,7 @@ class Usage:
 
     Attributes:
         line: Its line, counted from 1.
-        column: Its place in the line, in characters from 1.
+        column: Its position in the line, in characters from 1.
         name: Ray's dotted name, also if the file calls it something else.
         keyword: The argument, if it is an argument of a call of `name` that is used; else empty.
         value: The argument's value if it is a constant, "(…)" if it is a tuple; else empty.
@@ -115,7 +115,7 @@ class _Scan(ast.NodeVisitor):
             else:
                 self._names[bound] = _Meaning(name)
                 if self._is_worth_a_line(name):
-                    self._unused_imports[bound] = Usage(*self._place(alias), name)
+                    self._unused_imports[bound] = Usage(*self._position(alias), name)
 
     def _import_all(self, module: str) -> None:
         for word in self._equivalents.words() - self._names.keys():
@@ -248,7 +248,7 @@ class _Scan(ast.NodeVisitor):
         elif (meaning := self._names.get(node.id)) is not None:
             self._unused_imports.pop(node.id, None)
             if not meaning.is_value:
-                self._add(self._place(node), meaning.name)
+                self._add(self._position(node), meaning.name)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         owner, name = self._member(node)
@@ -257,7 +257,7 @@ class _Scan(ast.NodeVisitor):
             self.visit(node.value)
         elif root is not None and (not owner.is_value or root is node.value):  # ray.train.report, context.get_world_rank
             self._unused_imports.pop(root.id, None)
-            self._add(self._place(node), name)
+            self._add(self._position(node), name)
         else:  # get_context().get_world_rank, result.checkpoint.path: two names, of which this is the second
             self.visit(node.value)
             assert node.end_lineno is not None
@@ -269,20 +269,20 @@ class _Scan(ast.NodeVisitor):
         called = self._meaning(node.func)
         if called is not None and not called.is_value and self._equivalents.has(called.name):
             for keyword, value in zip(PARAMETERS.get(called.name, ()), node.args, strict=False):
-                self.usages.add(Usage(*self._place(value), called.name, keyword, _shown(value)))
+                self.usages.add(Usage(*self._position(value), called.name, keyword, _shown(value)))
             for given in node.keywords:
                 if given.arg is not None:
-                    self.usages.add(Usage(*self._place(given), called.name, given.arg, _shown(given.value)))
+                    self.usages.add(Usage(*self._position(given), called.name, given.arg, _shown(given.value)))
         self._visit_all([*node.args, *(given.value for given in node.keywords)])
 
-    def _add(self, place: tuple[int, int], name: str) -> None:
+    def _add(self, position: tuple[int, int], name: str) -> None:
         if self._is_worth_a_line(name):
-            self.usages.add(Usage(*place, name))
+            self.usages.add(Usage(*position, name))
 
     def _is_worth_a_line(self, name: str) -> bool:
         return self._equivalents.has(name) or not self._equivalents.leads_on(name)
 
-    def _place(self, node: ast.expr | ast.alias | ast.keyword) -> tuple[int, int]:
+    def _position(self, node: ast.expr | ast.alias | ast.keyword) -> tuple[int, int]:
         return self._at(node.lineno, node.col_offset)
 
     def _at(self, line: int, offset: int) -> tuple[int, int]:

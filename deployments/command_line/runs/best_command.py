@@ -1,4 +1,4 @@
-"""`best`: the best checkpoints of a run."""
+"""`best`: the checkpoints of a run with the best score."""
 
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +15,7 @@ from prefect_torch.deployments.command_line.parameters import (
 )
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .ranking import rank, settle_ranking
+from .score import resolve_score, sort_by_score
 from .selection import open_run, read_manifests
 
 
@@ -24,21 +24,23 @@ from .selection import open_run, read_manifests
 @run_argument
 @metric_option
 @order_option
-@click.option("-k", "count", type=click.IntRange(min=1), default=1, show_default=True, help="How many at most.")
+@click.option(
+    "-k", "count", type=click.IntRange(min=1), default=1, show_default=True, help="The number of checkpoints to show."
+)
 @json_option
 def best(storage: str, run: str, metric: str | None, order: Any, count: int, as_json: bool) -> None:
     """Show the best checkpoints, best first.
 
-    Without --metric and --order they are those that the training ranks its checkpoints with. A checkpoint without the metric
-    comes last, after NaN; ties go to the newer. Costs a small read for each checkpoint.
+    Without --metric and --order, the score is the training's own. A checkpoint without the metric comes last, after NaN; of
+    equal values the newer comes first. Costs a small read for each checkpoint.
 
     \b
     --json: a list of
       id, step, value (of the metric, or null), metric, order, metrics, bytes
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run)
-    ranking = settle_ranking(store, metric, order)
-    chosen = [(it, find_metric(it.metrics, ranking.metric)) for it in rank(read_manifests(store), ranking)[:count]]
+    score = resolve_score(store, metric, order)
+    chosen = [(it, find_metric(it.metrics, score.metric)) for it in sort_by_score(read_manifests(store), score)[:count]]
     if as_json:
         print_json(
             [
@@ -46,7 +48,7 @@ def best(storage: str, run: str, metric: str | None, order: Any, count: int, as_
                     "id": manifest.id,
                     "step": manifest.step,
                     "value": value,
-                    **asdict(ranking),
+                    **asdict(score),
                     "metrics": manifest.metrics,
                     "bytes": manifest.total_bytes,
                 }
@@ -57,10 +59,10 @@ def best(storage: str, run: str, metric: str | None, order: Any, count: int, as_
         note(f"run {run} has no checkpoint")
     else:
         print_table(
-            ["id", "step", ranking.metric, "size"],
+            ["id", "step", score.metric, "size"],
             (
                 [it.id, it.step, None if value is None else show_number(value), show_bytes(it.total_bytes)]
                 for it, value in chosen
             ),
-            right={"step", ranking.metric, "size"},
+            right={"step", score.metric, "size"},
         )

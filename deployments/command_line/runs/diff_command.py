@@ -1,4 +1,4 @@
-"""`diff`: what two checkpoints differ in."""
+"""`diff`: the differences of two checkpoints."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,8 +33,8 @@ _STYLES = {"changed": "yellow", "removed": "red", "added": "green"}
 def diff(storage: str, run: str, checkpoint: str, other: str, metric: str | None, order: Any, as_json: bool) -> None:
     """Compare two checkpoints.
 
-    Shown are the metrics, and the files by their digests, which manifests hold: no file is read. OTHER is an ID of the same
-    run, or "run/ID" of another one in STORAGE.
+    Compares the metrics, and the files by the digests in their manifests: no file is read. OTHER is an ID of the same run, or
+    "run/ID" of another run in STORAGE.
 
     \b
     --json: from, to (each a path),

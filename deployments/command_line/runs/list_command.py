@@ -15,9 +15,9 @@ from prefect_torch.deployments.command_line.parameters import json_option, stora
 from prefect_torch.deployments.command_line.storages import open_existing_storage
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .ranking import policy_of
 from .run_state import STYLES, restored_by
 from .run_summaries import summarize_runs
+from .score import policy_of
 from .selection import open_run, read_manifests
 
 _SHOWN_METRICS = 4
@@ -30,10 +30,10 @@ _SHOWN_METRICS = 4
 def ls(storage: str, run: str | None, as_json: bool) -> None:
     """List runs, or the checkpoints of one.
 
-    The runs in STORAGE come by name, the checkpoints of RUN oldest first. Runs cost a listing each, a
-    request per thousand objects, and four small requests. Checkpoints cost a listing and a small read each, 32 at once.
+    The runs in STORAGE are sorted by name, the checkpoints of RUN from the oldest to the newest. Each run costs a listing, a
+    request per thousand objects, and four small requests. Checkpoints cost a listing and a small read each, 32 in parallel.
 
-    "kept because" says why the training's own retention policy keeps a checkpoint, and "nothing" where it would drop it.
+    "kept because" is the reason why the training's own retention policy keeps a checkpoint, or "nothing" if it would delete it.
 
     \b
     --json of runs: a list of
@@ -50,12 +50,12 @@ def ls(storage: str, run: str | None, as_json: bool) -> None:
 
 
 def _list_runs(storage: str, as_json: bool) -> None:
-    place = open_existing_storage(storage)
-    summaries = list(summarize_runs(place))
+    opened = open_existing_storage(storage)
+    summaries = list(summarize_runs(opened))
     if as_json:
         print_json([asdict(summary) for summary in summaries])
     elif not summaries:
-        note(f"no runs in {place.url}")
+        note(f"no runs in {opened.url}")
     else:
         print_table(
             ["run", "attempts", "latest step", "checkpoints", "size", "state"],
@@ -115,7 +115,7 @@ def _row(manifest: Manifest, kept: dict[str, tuple[str, ...]], first: str | None
 
 
 def _show_metrics(manifest: Manifest, first: str | None) -> str:
-    """Return some metrics, the one that ranks checkpoints before the others."""
+    """Return some metrics as text, the score first."""
     flat = sorted(flatten_metrics(manifest.metrics), key=lambda item: item[0] != first)
     more = f" and {len(flat) - _SHOWN_METRICS} more" if len(flat) > _SHOWN_METRICS else ""
     return ", ".join(f"{name}={show_number(value)}" for name, value in flat[:_SHOWN_METRICS]) + more

@@ -1,4 +1,4 @@
-"""What a run's history says of each metric: a pure summary."""
+"""Summaries of the metrics in a run's history."""
 
 import math
 from collections.abc import Iterable
@@ -10,15 +10,15 @@ from prefect_torch.ckpt.metrics import MetricValue, flatten_metrics
 
 @dataclass(frozen=True, slots=True)
 class MetricSummary:
-    """One metric over all reports.
+    """The summary of a metric over all reports.
 
     Attributes:
         name: "a/b" for a nested one.
-        reports: How many reports have it.
+        reports: The number of reports with it.
         first: Its first value.
         last: Its last value.
-        min: The smallest number among its values; None where there is none, NaN aside.
-        max: The largest.
+        min: The smallest number among its values, without NaN; None if there is no number.
+        max: The largest, as `min`.
 
     """
 
@@ -35,7 +35,7 @@ class MetricSummary:
 
 
 def summarize_metrics(history: Iterable[MetricRecord]) -> list[MetricSummary]:
-    """Return a summary of every metric, in the order in which they were first reported."""
+    """Return a summary of every metric, in the order of their first reports."""
     values: dict[str, list[MetricValue]] = {}
     for record in history:
         for name, value in flatten_metrics(record.metrics):

@@ -1,4 +1,4 @@
-"""`pin` and `unpin`: what the retention policy has no say in."""
+"""`pin` and `unpin`: exempt a checkpoint from retention policies."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from .selection import find_checkpoint, open_run
 @metric_option
 @order_option
 def pin(storage: str, run: str, checkpoint: str, metric: str | None, order: Any) -> None:
-    """Keep a checkpoint whatever policies say."""
+    """Keep a checkpoint regardless of retention policies."""
     store = open_run(storage, run)
     manifest = find_checkpoint(store, checkpoint, metric, order)
     store.pin(manifest.id)
@@ -36,9 +36,9 @@ def pin(storage: str, run: str, checkpoint: str, metric: str | None, order: Any)
 @metric_option
 @order_option
 def unpin(storage: str, run: str, checkpoint: str, metric: str | None, order: Any) -> None:
-    """Leave a checkpoint to the policies again.
+    """Subject a checkpoint to the retention policies again.
 
-    Harmless when it is not pinned.
+    Does nothing if it is not pinned.
     """
     store = open_run(storage, run)
     manifest = find_checkpoint(store, checkpoint, metric, order)

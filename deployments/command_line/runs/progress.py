@@ -1,4 +1,4 @@
-"""A bar on stderr while something long is done, on a terminal only."""
+"""A progress bar on stderr, on a terminal only."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +17,13 @@ from rich.progress import (
 
 
 @contextmanager
-def progress_bar(doing: str, total: int, *, unit: Literal["bytes", "checkpoints"]) -> Iterator[Callable[[int], None]]:
-    """Yield a function that is told how much more was done."""
+def progress_bar(description: str, total: int, *, unit: Literal["bytes", "checkpoints"]) -> Iterator[Callable[[int], None]]:
+    """Yield a function that adds to the bar."""
     to = console(stderr=True)
     if not to.is_terminal:
         yield lambda _: None
         return
     count: ProgressColumn = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
     with Progress(TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn(), console=to) as progress:
-        bar = progress.add_task(doing, total=total)
+        bar = progress.add_task(description, total=total)
         yield lambda more: progress.advance(bar, more)

@@ -1,4 +1,4 @@
-"""`prune`: delete what is not worth keeping, after saying what that is."""
+"""`prune`: delete the checkpoints that no retention policy keeps, after showing them."""
 
 import sys
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from prefect_torch.deployments.command_line.parameters import (
 )
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_count, show_number
 
-from .ranking import policy_of, rank, settle_ranking
+from .score import policy_of, resolve_score, sort_by_score
 from .selection import open_run, read_manifests
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What somebody asked to keep; None where they said nothing."""
+class PruneOptions:
+    """What to keep; None for options that are not given."""
 
     keep: int | None
     keep_last: int | None
@@ -39,13 +39,13 @@ class Wanted:
 @click.command
 @storage_argument
 @run_argument
-@click.option("--keep", type=click.IntRange(min=1), help="How many of the best to keep; of the newest where no metric ranks.")
+@click.option("--keep", type=click.IntRange(min=1), help="How many of the best to keep; of the newest without a metric.")
 @metric_option
 @order_option
-@click.option("--keep-last", type=click.IntRange(min=1), help="How many of the newest to keep besides.")
+@click.option("--keep-last", type=click.IntRange(min=1), help="How many of the newest to keep in addition.")
 @click.option("--every", type=click.IntRange(min=1), help="Keep every checkpoint whose step is a multiple of this.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@click.option("--yes", is_flag=True, help="Do not ask; needed where nobody can be asked.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@click.option("--yes", is_flag=True, help="Do not ask; required without a terminal.")
 @json_option
 def prune(
     storage: str,
@@ -59,12 +59,11 @@ def prune(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Delete the checkpoints that nothing keeps.
+    """Delete the checkpoints that no policy keeps.
 
-    First it shows what stays, why, and what goes, and asks. Without --keep, --keep-last and --every it is what the training
-    itself would keep. The newest checkpoint and pinned ones stay in any case; while the run is trained, so do the one that
-    its ranks restored and those whose reports are not in the metric history yet. Costs a small read for each checkpoint,
-    three times.
+    First shows which checkpoints stay, why, and which go, and asks. Without --keep, --keep-last and --every, the policy is the
+    training's own. The newest checkpoint and pinned ones always stay; while the run is trained, so do the one that its ranks
+    restored and those whose reports are not in the metric history yet. Costs three small reads for each checkpoint.
 
     \b
     --json: dry_run, dropped_bytes,
@@ -73,7 +72,7 @@ def prune(
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run)
     attempt = newest_attempt(store)
-    policy = _policy(store, attempt, Wanted(keep, keep_last, every, metric, order))
+    policy = _policy(store, attempt, PruneOptions(keep, keep_last, every, metric, order))
     limits = prune_limits(store, attempt)
     manifests = {manifest.id: manifest for manifest in read_manifests(store)}
     decided = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to)
@@ -87,36 +86,36 @@ def prune(
     if not yes and not _agrees(decided):
         note("nothing was deleted")
         return 1
-    doomed = {manifest.id for manifest in decided.drop}
-    # What came since the question was asked stays: nobody was asked about it.
-    spared = tuple(checkpoint_id for checkpoint_id in store.ids() if checkpoint_id not in doomed)
-    deleted = store.prune(policy, in_use=spared, up_to=limits.up_to).drop
+    to_delete = {manifest.id for manifest in decided.drop}
+    # Checkpoints committed since the question stay: they were not part of it.
+    to_keep = tuple(checkpoint_id for checkpoint_id in store.ids() if checkpoint_id not in to_delete)
+    deleted = store.prune(policy, in_use=to_keep, up_to=limits.up_to).drop
     if not as_json:
         freed_bytes = sum(manifest.total_bytes for manifest in deleted)
         say(f"deleted {show_count(len(deleted), 'checkpoint')}, {show_bytes(freed_bytes)}")
     return 0
 
 
-def _policy(store: CheckpointStore, attempt: Attempt | None, wanted: Wanted) -> RetentionPolicy:
+def _policy(store: CheckpointStore, attempt: Attempt | None, options: PruneOptions) -> RetentionPolicy:
     own = policy_of(attempt)
-    if wanted.keep is None:
-        if wanted.metric is not None or wanted.order is not None:
-            raise click.UsageError("give --keep, which says how many of the best stay")
-        if wanted.keep_last is None and wanted.every is None:
+    if options.keep is None:
+        if options.metric is not None or options.order is not None:
+            raise click.UsageError("give --keep, the number of the best to keep")
+        if options.keep_last is None and options.every is None:
             return own
-        return RetentionPolicy(wanted.keep_last or 1, keep_every_n_steps=wanted.every)
-    newest = wanted.keep_last or 1
-    if wanted.metric is None and wanted.order is None and own.checkpoint_score_attribute is None:
-        return RetentionPolicy(wanted.keep, keep_last=newest, keep_every_n_steps=wanted.every)
-    ranking = settle_ranking(store, wanted.metric, wanted.order)
-    rank(read_manifests(store), ranking)  # refuses a metric that no checkpoint has: any of them could go
-    awaited_s = own.evaluation_timeout_s if ranking.metric == own.checkpoint_score_attribute else None
-    return RetentionPolicy(wanted.keep, ranking.metric, ranking.order, newest, wanted.every, awaited_s)
+        return RetentionPolicy(options.keep_last or 1, keep_every_n_steps=options.every)
+    newest = options.keep_last or 1
+    if options.metric is None and options.order is None and own.checkpoint_score_attribute is None:
+        return RetentionPolicy(options.keep, keep_last=newest, keep_every_n_steps=options.every)
+    score = resolve_score(store, options.metric, options.order)
+    sort_by_score(read_manifests(store), score)  # refuses a metric that no checkpoint has: it would delete arbitrary ones
+    awaited_s = own.evaluation_timeout_s if score.metric == own.checkpoint_score_attribute else None
+    return RetentionPolicy(options.keep, score.metric, score.order, newest, options.every, awaited_s)
 
 
 def _agrees(decided: Plan[Manifest]) -> bool:
     if not sys.stdin.isatty():
-        raise click.UsageError("nobody can be asked here: give --yes to delete, or --dry-run to look")
+        raise click.UsageError("there is no terminal to ask on: give --yes to delete, or --dry-run to look")
     return click.confirm(f"Delete {show_count(len(decided.drop), 'checkpoint')} for good?", err=True)
 
 

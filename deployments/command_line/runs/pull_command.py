@@ -1,4 +1,4 @@
-"""`pull`: a checkpoint, or a part of it, verified, in a directory of one's own."""
+"""`pull`: a verified copy of a checkpoint, or of a part of it."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ from .progress import progress_bar
 from .selection import find_checkpoint, open_run
 
 _LOOK_EVERY_S = 0.1
-_BLOCK_BYTES = 512  # what a file's blocks are counted in (man 2 stat)
+_BLOCK_BYTES = 512  # the unit of st_blocks (man 2 stat)
 _WHOLE = "model.safetensors"
 
 
@@ -28,13 +28,16 @@ _WHOLE = "model.safetensors"
 @run_argument
 @click.argument("names", metavar="[ID] DIRECTORY", nargs=-1)
 @click.option(
-    "--include", metavar="PATTERN", multiple=True, help='Only files that match, as "*.pt", or a folder; may be repeated.'
+    "--include",
+    metavar="PATTERN",
+    multiple=True,
+    help='Only files that match, as "*.pt", or a directory; may be repeated.',
 )
-@click.option("--consolidate", is_flag=True, help=f"Only the model of a reported state, whole, as one file {_WHOLE}.")
-@click.option("--key", metavar="NAME", help='What to consolidate: its name in the state; "model" if not given.')
+@click.option("--consolidate", is_flag=True, help=f"Only the model of a reported state, unsharded, as one file {_WHOLE}.")
+@click.option("--key", metavar="NAME", help='The key of the state to consolidate; "model" if not given.')
 @metric_option
 @order_option
-@click.option("--force", is_flag=True, help="Into a directory that holds something: replaces what has the same name.")
+@click.option("--force", is_flag=True, help="Allow a directory that is not empty, and replace files of the same name.")
 def pull(
     storage: str,
     run: str,
@@ -48,18 +51,18 @@ def pull(
 ) -> None:
     """Copy a checkpoint to a directory.
 
-    That of ID, or the latest of RUN, to DIRECTORY, which is made if missing. Every byte is verified on the way. The files
+    Copies checkpoint ID, or the latest of RUN, to DIRECTORY, which is created if missing. Every byte is verified. The files
     appear together at the end: an interrupted or failed pull leaves none.
 
-    With --consolidate, what all ranks stored of the model is put together in one safetensors file, with little memory.
-    DIRECTORY may then be the file itself, with a name that ends in ".safetensors".
+    With --consolidate, the shards of the model from all ranks become one safetensors file, with little memory. DIRECTORY may
+    then be the file itself, with a name that ends in ".safetensors".
     """
     if len(names) not in (1, 2):
         raise click.UsageError("give DIRECTORY, or ID and DIRECTORY")
     if include and consolidate:
-        raise click.UsageError("--consolidate reads what it needs: give it without --include")
+        raise click.UsageError("--consolidate selects its files itself: give it without --include")
     if key is not None and not consolidate:
-        raise click.UsageError("--key says what to consolidate: give it with --consolidate")
+        raise click.UsageError("--key is an option of --consolidate: give both")
     *chosen, directory = names
     target = Path(directory).expanduser()
     file = (target if target.suffix == ".safetensors" else target / _WHOLE) if consolidate else None
@@ -100,49 +103,49 @@ def _named(manifest: Manifest) -> str:
 
 
 def _pull(target: Path, total_bytes: int, write: Callable[[Path], object]) -> None:
-    """Let `write` write into a folder, and move what it wrote into `target` once it is whole."""
+    """Call `write` with a temporary directory, and move its files into `target` at the end."""
     target.mkdir(parents=True, exist_ok=True)
-    partial = Path(mkdtemp(prefix=".prefect-torch-pull-", dir=target))  # in there, so that a rename is enough
+    partial = Path(mkdtemp(prefix=".prefect-torch-pull-", dir=target))  # inside the target, so that a rename is enough
     try:
         _show_progress(partial, total_bytes, write)
         _move_all(partial, target)
     except KeyboardInterrupt:
         shutil.rmtree(partial, ignore_errors=True)
         note("prefect-torch: interrupted; nothing was pulled")
-        os._exit(INTERRUPTED)  # threads that download know no way to be stopped, and an exit would wait for them
+        os._exit(INTERRUPTED)  # downloading threads cannot be stopped, and a normal exit would wait for them
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _show_progress(partial: Path, total_bytes: int, write: Callable[[Path], object]) -> None:
     with progress_bar("pulling", total_bytes, unit="bytes") as bar:
-        pool = ThreadPoolExecutor(1, "prefect-torch-pull")  # not as a context, which would wait for it after Ctrl-C
+        pool = ThreadPoolExecutor(1, "prefect-torch-pull")  # not as a context manager, which would wait for it after Ctrl-C
         done = pool.submit(write, partial)
         shown = 0
         while not wait([done], _LOOK_EVERY_S).done:
-            there = _bytes_below(partial)
-            bar(there - shown)
-            shown = there
+            written = _bytes_below(partial)
+            bar(written - shown)
+            shown = written
         done.result()
         bar(total_bytes - shown)
         pool.shutdown()
 
 
-def _bytes_below(folder: Path) -> int:
+def _bytes_below(directory: Path) -> int:
     total = 0
-    for parent, _, names in os.walk(folder):
+    for parent, _, names in os.walk(directory):
         for name in names:
             try:
-                status = os.stat(f"{parent}/{name}")  # noqa: PTH116 - many small ones, ten times a second
-            except FileNotFoundError:  # renamed since
+                status = os.stat(f"{parent}/{name}")  # noqa: PTH116 - many calls, ten times a second
+            except FileNotFoundError:  # renamed meanwhile
                 continue
-            total += min(status.st_size, status.st_blocks * _BLOCK_BYTES)  # a consolidated file has its size at once
+            total += min(status.st_size, status.st_blocks * _BLOCK_BYTES)  # a consolidated file has its full size at first
     return total
 
 
 def _move_all(source: Path, target: Path) -> None:
     for path in sorted(source.rglob("*")):
         if path.is_file():
-            place = target / path.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(place)
+            destination = target / path.relative_to(source)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(destination)

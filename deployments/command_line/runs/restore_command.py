@@ -1,4 +1,4 @@
-"""`restore`: a quarantined checkpoint back into its run, once every byte of it is proven."""
+"""`restore`: return a quarantined checkpoint to its run after verifying it."""
 
 import click
 from prefect_torch.deployments.command_line.parameters import run_argument, storage_argument
@@ -12,10 +12,10 @@ from .selection import open_run
 @run_argument
 @click.argument("checkpoint", metavar="ID")
 def restore(storage: str, run: str, checkpoint: str) -> None:
-    """Bring a checkpoint back from quarantine.
+    """Return a checkpoint from quarantine to its run.
 
-    ID is the whole id, as show lists it. Every byte is read first. What is damaged stays where it is, and the command exits
-    with 1 and says why. A policy may drop the checkpoint like any other, so pin it to keep it.
+    ID is the whole id, as listed by show. Every byte is verified first. A damaged checkpoint stays in quarantine, and the
+    command exits with 1 and names the damage. A policy may delete the checkpoint like any other, so pin it to keep it.
     """
     manifest = open_run(storage, run).restore(checkpoint)
-    say(f"{manifest.id} is whole, and back in run {run}")
+    say(f"{manifest.id} is whole, and in run {run} again")

@@ -1,4 +1,4 @@
-"""How a run stands: what its newest attempt recorded, else whether the process that leads it is there."""
+"""The state of a run: the recorded outcome of its newest attempt, else whether its leading process is alive."""
 
 from typing import Literal, TypeAlias, cast
 
@@ -10,7 +10,7 @@ STYLES = {"completed": "green", "failed": "red", "lost": "red", "preempted": "ye
 
 
 def state_of(owner: Owner, ending: str | None) -> State:
-    """Return the state of an attempt that `owner` leads and that recorded `ending`, or could not."""
+    """Return the state of an attempt led by `owner`, with `ending` as recorded, or None without a record."""
     if ending in ("completed", "failed", "preempted", "cancelled"):
         return cast("State", ending)
     dead = owner.is_dead()
@@ -18,13 +18,13 @@ def state_of(owner: Owner, ending: str | None) -> State:
 
 
 def ending_of(store: CheckpointStore, attempt: int) -> str | None:
-    """Return the ending that an attempt recorded, by one small read; None if it runs, or its leader was killed."""
+    """Return the recorded ending of an attempt, by one small read; None if it is running, or its leader was killed."""
     outcome = read_outcome(store, attempt)
     return None if outcome is None else outcome.ending
 
 
 def restored_by(store: CheckpointStore, attempt: Attempt | None) -> tuple[str, ...]:
-    """Return the id of the checkpoint that a living attempt restores, which nobody may delete."""
+    """Return the id of the checkpoint that a running attempt restores, which must not be deleted."""
     if attempt is None or attempt.restored_id is None:
         return ()
     if state_of(attempt.owner, ending_of(store, attempt.number)) not in ("running", "unknown"):

@@ -1,4 +1,4 @@
-"""The runs in a storage, told from its listing: no manifest is read."""
+"""Summaries of the runs in a storage, made from listings: no manifest is read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ from .run_state import State, ending_of, state_of
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a listing tells of a run; the fields are the keys of `ls --json`.
+    """The summary of a run; the fields are the keys of `ls --json`.
 
     Attributes:
         name: The run's name.
-        attempts: How many attempts it has had.
+        attempts: The number of its attempts.
         latest_step: The step of the newest checkpoint, or None.
-        checkpoints: How many are committed.
-        bytes: What all data of checkpoints takes, committed or not.
-        state: How the newest attempt ended; else "running", "lost" (its process is gone) or "unknown" (it runs, or ran, on
-            another machine).
+        checkpoints: The number of committed checkpoints.
+        bytes: The size of all checkpoint data, committed or not.
+        state: The recorded ending of the newest attempt; else "running", "lost" (its process is gone) or "unknown" (its
+            process is on another machine).
 
     """
 
@@ -38,7 +38,7 @@ class RunSummary:
 
 
 def summarize_runs(storage: Storage) -> Iterator[RunSummary]:
-    """Yield the runs by name; costs a listing of each, and four small requests."""
+    """Yield the runs sorted by name; each costs a listing and four small requests."""
     for name in sorted(list_runs(storage)):
         seen = _Seen(Layout(name))
         try:
@@ -59,7 +59,7 @@ class _Seen:
     outcomes: set[str] = field(default_factory=set)
 
     def add(self, info: ObjectInfo) -> None:
-        """Enter one object; they come in any order, and one may come twice."""
+        """Add an object of the listing; the order is arbitrary, and an object may be listed twice."""
         if info.key.startswith(self.layout.checkpoints):
             self.data[info.key] = info.bytes
         elif info.key.startswith(self.layout.manifests):

@@ -1,4 +1,4 @@
-"""From what a person writes to what they mean: a run, a checkpoint."""
+"""Runs and checkpoints that a command is given as text."""
 
 from prefect_torch.ckpt import (
     CheckpointCorruptError,
@@ -15,32 +15,30 @@ from prefect_torch.ckpt.wording import show_some
 from prefect_torch.deployments.command_line.storages import open_existing_storage
 from prefect_torch.deployments.command_line.terminal import note
 
-from .ranking import rank, settle_ranking
+from .score import resolve_score, sort_by_score
 
 
 def open_run(storage: str, run: str) -> CheckpointStore:
-    """Open a run that is there.
+    """Open an existing run.
 
     Raises:
-        FileNotFoundError: If it is not.
+        FileNotFoundError: If there is no such run.
 
     """
     store = CheckpointStore.open(open_existing_storage(storage), run)
     layout = store.layout
     if not any(next(store.storage.list(prefix), None) for prefix in (layout.attempts, layout.manifests)):
-        raise FileNotFoundError(
-            f"there is no run {run!r} in {store.storage.url}; prefect-torch ls {storage} shows those there are"
-        )
+        raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; prefect-torch ls {storage} lists the runs")
     return store
 
 
 def read_manifests(store: CheckpointStore) -> list[Manifest]:
-    """Return every readable manifest, oldest first: a small read each, many at once; of others, stderr tells why."""
+    """Return every readable manifest, oldest first, by parallel small reads; the others are named on stderr."""
 
     def read(listed: ListedCheckpoint) -> Manifest | None:
         try:
             return store.read(listed)
-        except CheckpointNotFoundError:  # pruned since it was listed
+        except CheckpointNotFoundError:  # pruned since the listing
             return None
         except CheckpointCorruptError as exc:
             note(f"left out, damaged: {exc}")
@@ -53,11 +51,11 @@ def read_manifests(store: CheckpointStore) -> list[Manifest]:
 
 
 def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None, order: Order | None = None) -> Manifest:
-    """Return the checkpoint that `text` means: an id, the beginning of one, "latest" or "best".
+    """Return the checkpoint that `text` names: an id, the beginning of an id, "latest" or "best".
 
     Raises:
-        CheckpointNotFoundError: If there is none.
-        ValueError: If several begin so.
+        CheckpointNotFoundError: If there is no such checkpoint.
+        ValueError: If several ids begin with `text`.
 
     """
     if is_id(text):
@@ -65,8 +63,8 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None
     if text == "latest":
         found = store.latest()
     elif text == "best":
-        ranking = settle_ranking(store, metric, order)
-        found = next(iter(rank(read_manifests(store), ranking)), None)
+        score = resolve_score(store, metric, order)
+        found = next(iter(sort_by_score(read_manifests(store), score)), None)
     else:
         return store.get(_only_id(store, text))
     if found is None:
@@ -78,9 +76,9 @@ def _only_id(store: CheckpointStore, beginning: str) -> str:
     matching = [checkpoint_id for checkpoint_id in store.ids() if checkpoint_id.startswith(beginning)]
     if not matching:
         raise CheckpointNotFoundError(
-            f"run {store.run!r} in {store.storage.url} has no checkpoint that begins with {beginning!r}; "
-            "give an id as ls shows it, latest or best"
+            f"run {store.run!r} in {store.storage.url} has no checkpoint whose id begins with {beginning!r}; "
+            "give an id as listed by ls, latest or best"
         )
     if len(matching) > 1:
-        raise ValueError(f"{len(matching)} checkpoints begin with {beginning!r}: {show_some(matching)}")
+        raise ValueError(f"the ids of {len(matching)} checkpoints begin with {beginning!r}: {show_some(matching)}")
     return matching[0]

@@ -1,4 +1,4 @@
-"""`show`: everything that is known of a run, or of one checkpoint."""
+"""`show`: the details of a run or of a checkpoint."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -33,10 +33,10 @@ from .selection import find_checkpoint, open_run
 @order_option
 @json_option
 def show(storage: str, run: str, checkpoint: str | None, metric: str | None, order: Any, as_json: bool) -> None:
-    """Show all of a run, or of one checkpoint.
+    """Show the details of a run or of a checkpoint.
 
-    Of RUN its attempts and metrics, of ID its manifest, files and metadata. A run costs its whole history of metrics, and a
-    small read for each attempt and checkpoint.
+    For RUN its attempts and metrics, for ID its manifest, files and metadata. A run costs reading its whole history of metrics,
+    and a small read for each attempt and checkpoint.
 
     \b
     --json of a run: name, path, reports, first_report_at, last_report_at,
@@ -47,7 +47,7 @@ def show(storage: str, run: str, checkpoint: str | None, metric: str | None, ord
       quarantined: a list of id, reason
     --json of a checkpoint: id, path, step, attempt, metrics, world_size,
       parent, created_at, bytes, pinned, timings, metadata,
-      evaluations: a list of what in metrics was attached since,
+      evaluations: the keys of metrics that evaluations attached,
       files: a list of path, bytes, digest, rank
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run)
@@ -127,7 +127,7 @@ def _print_run(run: dict[str, Any]) -> None:
             right={"reports", "first", "last", "min", "max"},
         )
     for damaged in run["quarantined"]:
-        say(f"set aside as damaged: {damaged['id']}: {damaged['reason']}", "red")
+        say(f"quarantined as damaged: {damaged['id']}: {damaged['reason']}", "red")
 
 
 def _attempt_row(attempt: dict[str, Any]) -> Iterator[object]:
@@ -142,7 +142,7 @@ def _attempt_row(attempt: dict[str, Any]) -> Iterator[object]:
 
 
 def _reason(kind: str | None, error: str | None) -> str | None:
-    """Return the last line of the error, which says what happened; --json has the whole traceback."""
+    """Return the kind and the last line of the error; --json has the whole traceback."""
     lines = (error or "").strip().splitlines()
     return f"{kind}: {lines[-1].strip()}" if kind and lines else kind or (lines[-1].strip() if lines else None)
 

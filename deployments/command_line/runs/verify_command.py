@@ -1,4 +1,4 @@
-"""`verify`: whether what is stored is what was committed."""
+"""`verify`: whether the stored files are those that were committed."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ from .selection import find_checkpoint, open_run
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found; the fields are keys of `verify --json`."""
+    """The result for a checkpoint; the fields are keys of `verify --json`."""
 
     id: str
     whole: bool
@@ -37,16 +37,16 @@ class Verdict:
     type=click.Choice(["size", "digest"]),
     default="digest",
     show_default=True,
-    help="Compare sizes by a listing, or read every byte besides.",
+    help="Compare only sizes, by a listing, or also digests, by reading every byte.",
 )
 @metric_option
 @order_option
 @json_option
 def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: str | None, order: Any, as_json: bool) -> None:
-    """Prove checkpoints whole, or name the damage.
+    """Verify checkpoints, and name the damage.
 
-    One of RUN, or all of them; exits with 1 if one is damaged. Nothing is changed: the next start of the training sets a
-    damaged checkpoint aside, and goes on from the one before.
+    Verifies one checkpoint of RUN, or all; exits with 1 if one is damaged. Nothing is changed: the next start of the training
+    quarantines a damaged checkpoint and resumes from the previous one.
 
     \b
     --json: a list of
@@ -66,7 +66,7 @@ def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: s
     if damaged:
         first = damaged[0]
         raise CheckpointCorruptError(
-            f"{len(damaged)} of {len(verdicts)} damaged, {first.id} first: {first.damage}; use another one"
+            f"{len(damaged)} of {len(verdicts)} checkpoints damaged, the first is {first.id}: {first.damage}; use another one"
         )
 
 

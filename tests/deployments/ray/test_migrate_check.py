@@ -197,7 +197,7 @@ def test_a_file_is_told_line_by_line_and_ends_with_its_imports(check):
 
 def test_a_file_with_an_equivalent_for_everything_exits_with_0(check):
     assert check("import ray.train\nray.train.report({})")[0] == 0
-    assert check("print('hello')") == (0, "nothing of Ray is used\n", "")
+    assert check("print('hello')") == (0, "no name of Ray is used\n", "")
 
 
 def test_json_has_the_keys_that_the_help_names(check):
@@ -250,13 +250,13 @@ def test_an_encoding_that_the_file_names_counts(check, encoding):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.py", b"def f(:\n", "a.py:1 is no Python of this version: invalid syntax"),
-        ("a.py", b"x = 1\ny = '\xe9'\n", "a.py is not text in utf-8, which Python expects"),
-        ("a.py", b"# coding: nothing\n", "a.py is no Python of this version: unknown encoding: nothing"),
-        ("a.py", b"x\0", "a.py is no Python"),
+        ("a.py", b"def f(:\n", "a.py:1 is not valid Python for this interpreter: invalid syntax"),
+        ("a.py", b"x = 1\ny = '\xe9'\n", "a.py is not text in utf-8, as Python expects"),
+        ("a.py", b"# coding: nothing\n", "a.py is not valid Python for this interpreter: unknown encoding: nothing"),
+        ("a.py", b"x\0", "a.py is not valid Python"),
         ("a.py", b"(" * 100_000, "a.py"),
-        ("a.py", b"x = 0" + b" + 1" * 3000, "a.py nests too deeply to be looked through"),
-        ("a.ipynb", b"{}", "a.ipynb is a notebook: give what 'jupyter nbconvert --to script"),
+        ("a.py", b"x = 0" + b" + 1" * 3000, "a.py is nested too deeply to be analyzed"),
+        ("a.ipynb", b"{}", "a.ipynb is a notebook: give the output of 'jupyter nbconvert --to script"),
     ],
 )
 def test_what_is_no_python_is_told_in_one_line(check, name, content, message):
@@ -266,7 +266,7 @@ def test_what_is_no_python_is_told_in_one_line(check, name, content, message):
 
 
 def test_a_folder_and_nothing_are_no_files(tmp_path, capsys):
-    for path, message in [(tmp_path, "is a folder: give the Python files in it"), (tmp_path / "none.py", "there is no file")]:
+    for path, message in [(tmp_path, "is a directory: give the Python files"), (tmp_path / "none.py", "there is no file")]:
         assert run(["migrate-check", str(path)]) == 2
         assert message in capsys.readouterr().err
     assert run(["migrate-check"]) == 2
@@ -336,4 +336,4 @@ def test_an_argument_without_a_row_has_the_same_name_here():
 
 def test_ports_of_rays_examples_use_nothing_of_ray(check):
     for path in (Path(__file__).parents[3] / "examples").rglob("*.py"):
-        assert check(path.read_bytes())[1] == "nothing of Ray is used\n", path
+        assert check(path.read_bytes())[1] == "no name of Ray is used\n", path

@@ -87,8 +87,8 @@ def test_what_cannot_be_consolidated_leaves_nothing(store, pull, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--consolidate", "--include", "*"), "--consolidate reads what it needs: give it without --include"),
-        (("--key", "model"), "--key says what to consolidate: give it with --consolidate"),
+        (("--consolidate", "--include", "*"), "--consolidate selects its files itself: give it without --include"),
+        (("--key", "model"), "--key is an option of --consolidate: give both"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(capsys, tmp_path, options, said):
