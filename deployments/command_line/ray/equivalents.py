@@ -14,7 +14,6 @@ Verdict: TypeAlias = Literal["same", "better", "different", "missing", "more"]
 
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_bytes())
 _UNKNOWN = "not in the tables of this version: look at what it does"
-_LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
 
 # The arguments of Ray's functions and classes, in order: for positional ones, and to recognize new ones. An argument without a
 # row of its own has the same name here.
@@ -46,16 +45,6 @@ class Equivalent:
     here: str
     note: str
     imports: tuple[str, ...] = ()
-
-    @property
-    def plain_here(self) -> str:
-        """What to write, as plain text."""
-        return _plain(self.here)
-
-    @property
-    def plain_note(self) -> str:
-        """How it behaves, as plain text."""
-        return _plain(self.note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +121,3 @@ def modern(name: str) -> str:
 
 def _row(fields: dict[str, Any]) -> Equivalent:
     return Equivalent(**{"ray": "", "here": "", "note": "", **fields, "imports": tuple(fields.get("imports", ()))})
-
-
-def _plain(markdown: str) -> str:
-    return _LINK.sub(r"\1", markdown).replace("`", "")

@@ -1,5 +1,6 @@
 """`migrate-check`: the names of Ray that files use, and what to write for them here."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from prefect_torch.deployments.command_line.terminal import print_json, print_ta
 from .equivalents import Equivalents
 from .usages import Usage, find_usages
 
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
 _STYLES = {"same": "green", "better": "green", "different": "yellow", "missing": "bold red"}
 
 
@@ -71,7 +73,11 @@ def _check(name: str, source: bytes) -> Iterator[Finding]:
         row = equivalents.of_argument(usage.name, usage.keyword, usage.value) if usage.keyword else equivalents.of(usage.name)
         if row is not None:
             shown = row.ray if usage.keyword else usage.name
-            yield Finding(name, usage.line, usage.column, shown, row.verdict, row.plain_here, row.plain_note, row.imports)
+            yield Finding(name, usage.line, usage.column, shown, row.verdict, _plain(row.here), _plain(row.note), row.imports)
+
+
+def _plain(markdown: str) -> str:
+    return _LINK.sub(r"\1", markdown).replace("`", "")
 
 
 def _find(name: str, source: bytes, equivalents: Equivalents) -> list[Usage]:
