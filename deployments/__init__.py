@@ -1,6 +1,6 @@
-"""Trainings that schedules and the Prefect UI start, and the command `prefect-torch`.
+"""Trainings as Prefect deployments, and the command `prefect-torch`.
 
-Lazy for one reason: the command looks at a folder of checkpoints in a fraction of the seconds that importing prefect takes.
+Imports are lazy so that the command can list checkpoints in a fraction of the seconds that importing prefect takes.
 """
 
 from importlib import import_module

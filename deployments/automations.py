@@ -1,4 +1,4 @@
-"""Automations by one call: run crashed trainings again, and evaluate every new best checkpoint."""
+"""Automations: run crashed trainings again, and evaluate every new best checkpoint."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,8 +15,8 @@ from prefect.types.entrypoint import EntrypointType
 from prefect_torch.flows.concurrency_leases import is_limited, warn_of_lost_lease
 from prefect_torch.flows.monitoring.events import COMMITTED
 
+from .job_templates import has_variable
 from .resuming import HEARTBEAT, resume
-from .work_pools import has_variable
 
 _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
 _MISSED_HEARTBEATS = 3
@@ -24,17 +24,17 @@ _FREQUENCY_S = 180  # Prefect's own default
 
 
 def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: timedelta | float | None = None) -> Automation:
-    """Let Prefect run `deployment` again, on the same run, whenever a flow run of it crashes or falls silent.
+    """Make Prefect run `deployment` again, on the same run, whenever one of its flow runs crashes or has no heartbeat.
 
     Creates or updates one automation, "Resume <deployment>", and the deployment "resume/<name>" in the same work pool, in its
-    default queue if the deployment's own has a concurrency limit. Its flow runs take seconds and no GPU: each looks at the flow
-    run again, so that none is run twice, or while it is alive, or after it has ended well between two heartbeats. A nameless
-    run continues under the name it was given.
+    default queue if the deployment's own has a concurrency limit. Its flow runs take seconds and no GPU: each reads the state
+    of the flow run again, so that none is run twice, while it is alive, or after it ended normally between two heartbeats. A
+    run without a name continues under its generated name.
 
     Args:
-        deployment: "flow/deployment", or its id. One that is served is resumed by `serve(..., max_restarts=n)`.
-        max_restarts: How often one training is run again, however many flow runs that makes.
-        within: Silence for so long (a timedelta, or seconds) means that the process is dead; three of
+        deployment: "flow/deployment", or its id. A served deployment is resumed by `serve(..., max_restarts=n)`.
+        max_restarts: The number of restarts of one training, over all of its flow runs.
+        within: The time without a heartbeat (a timedelta, or seconds) after which the process counts as dead; three times
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY if None. At least 10 s, and more than the time between two heartbeats.
 
     Raises:
@@ -46,7 +46,7 @@ def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: tim
         trained = _read_deployment(client, deployment)
         if trained.work_pool_name is None:
             raise ValueError(
-                f"deployment {trained.name!r} has no work pool, so nobody would run what resumes it: "
+                f"deployment {trained.name!r} has no work pool in which its resumer could run: "
                 "serve it with serve(..., max_restarts=n), or deploy it to a work pool"
             )
         job_variables = dict(trained.job_variables or {})
@@ -69,7 +69,7 @@ def make_resumer(name: str) -> RunnerDeployment:
 def resume_by(
     resumer: RunnerDeployment, trained: DeploymentResponse, max_restarts: int, within: timedelta | float | None
 ) -> Automation:
-    """Register `resumer` and let it look after `trained`; see `resume_crashed`."""
+    """Register `resumer` and the automation that starts it for `trained`; see `resume_crashed`."""
     silent = _silence(within)
     full_name = _full_name(trained)
     parameters = {
@@ -98,18 +98,18 @@ def evaluate_new_best(
     run: str | None = None,
     storage: str | None = None,
 ) -> Automation:
-    """Let Prefect run `deployment` for every checkpoint that is better than all before it in its run.
+    """Make Prefect run `deployment` for every checkpoint that is better than all previous ones of its run.
 
-    Creates or updates one automation, "Evaluate new best by <deployment>", which is named after what limits it, too. What is
-    best says the training's own `CheckpointConfig`; without a score, each newer checkpoint is.
+    Creates or updates one automation, "Evaluate new best by <deployment>", whose name includes its conditions. The score is
+    that of the training's own `CheckpointConfig`; without a score, each newer checkpoint is better.
 
     Args:
-        deployment: What to run, "flow/deployment" or its id.
-        parameter: Which of its parameters is given the checkpoint's path or URL.
-        parameters: The others; texts may be templates such as "{{ event.resource['run'] }}".
-        trained_by: Only checkpoints that this deployment has trained, "flow/deployment" or its id.
-        run: Only this run's, or those whose name begins so, with a "*" at the end.
-        storage: Only those in this storage: its absolute path or URL, or the beginning of one and a "*".
+        deployment: The deployment to run, "flow/deployment" or its id.
+        parameter: The parameter that receives the checkpoint's path or URL.
+        parameters: The other parameters; strings may be templates such as "{{ event.resource['run'] }}".
+        trained_by: Only checkpoints of this deployment's trainings, "flow/deployment" or its id.
+        run: Only checkpoints of this run, or with a "*" at the end of all runs whose names begin so.
+        storage: Only checkpoints in this storage: its absolute path or URL, or the beginning of one and a "*".
 
     Raises:
         ObjectNotFound: If there is no such deployment.
@@ -136,9 +136,9 @@ def evaluate_new_best(
 
 
 def _unlimited_queue(client: SyncPrefectClient, trained: DeploymentResponse) -> str | None:
-    """Return the work queue of `trained`, or the work pool's own where that is limited.
+    """Return the work queue of `trained`, or None, the work pool's default queue, if it has a concurrency limit.
 
-    A flow run that died silently takes a place of its queue until it has been looked at, which must not wait for that place.
+    A flow run that died silently occupies a slot of its queue until it is resumed; the resumer must not wait for that slot.
     """
     if trained.work_queue_id is None or client.read_work_queue(trained.work_queue_id).concurrency_limit is None:
         return trained.work_queue_name
@@ -192,7 +192,7 @@ def _create_or_update(automation: AutomationCore) -> Automation:
     with get_client(sync_client=True) as client:
         known = client.read_automations_by_name(automation.name)
         if known:
-            # The client sends what was set, and the server wants it all.
+            # The client sends only fields that were set, and the server requires all.
             client.update_automation(known[0].id, AutomationCore(**automation.model_dump(exclude={"owner_resource"})))
         automation_id = known[0].id if known else client.create_automation(automation)
     return Automation(id=automation_id, **automation.model_dump())

@@ -1,4 +1,4 @@
-"""The flow that runs a crashed training again: it looks twice before it does, and counts."""
+"""The flow that runs a crashed training again, after checking its state, and counts the restarts."""
 
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT = "prefect.flow-run.heartbeat"
 FLOW_RUN = "prefect.flow-run."
-_KUBERNETES_POD = "prefect.kubernetes.pod."  # what Prefect's Kubernetes worker tells of a flow run's pod
+_KUBERNETES_POD = "prefect.kubernetes.pod."  # events of Prefect's Kubernetes worker about a flow run's pod
 _OOM_KILLED = "OOMKilled"
 _RESTARTS = "prefect-torch.restarts"
 _OUT_OF_MEMORY = "prefect-torch.out-of-memory"
@@ -30,23 +30,23 @@ _FIRST_NAME = "prefect-torch.first-name"
 
 @flow(name="resume", retries=3, retry_delay_seconds=10, persist_result=False)
 def resume(
-    flow_run: Annotated[str, Field(description="The flow run that crashed or is silent: its id, as automations tell it, too.")],
-    max_restarts: Annotated[int, Field(ge=0, description="How often a training is run again at most.")] = 3,
+    flow_run: Annotated[str, Field(description="The crashed or silent flow run: its id, or its resource id in an event.")],
+    max_restarts: Annotated[int, Field(ge=0, description="The largest number of restarts of a training.")] = 3,
     silent_s: Annotated[
-        float, Field(gt=0, description="After how many seconds without a heartbeat it counts as dead.")
+        float, Field(gt=0, description="The seconds without a heartbeat after which it counts as dead.")
     ] = 540.0,
 ) -> str | None:
     """Run a crashed flow run's deployment again, with its parameters and its run's name; return the new flow run's id.
 
-    Does nothing, and returns None, if the flow run has ended in any other way, if a heartbeat came within `silent_s`, if the
-    user is cancelling it, or if it is the `max_restarts`-th restart already; nor if it is a training whose container Kubernetes
-    killed for lack of memory, unless its `FailureConfig.max_out_of_memory_failures` allows it. Called twice for one flow run,
-    it starts one.
+    Does nothing, and returns None, if the flow run is in any other final state, if a heartbeat came within `silent_s`, if it is
+    being cancelled, or if it is already the `max_restarts`-th restart; also if it is a training whose container Kubernetes
+    killed for lack of memory, unless its `FailureConfig.max_out_of_memory_failures` allows it. Two calls for the same flow run
+    start one new flow run.
 
     Args:
         flow_run: The flow run's id, or "prefect.flow-run.<id>".
-        max_restarts: How often a training is run again, counted over the whole chain of flow runs.
-        silent_s: A flow run that is still running and had no heartbeat for so long is marked as crashed.
+        max_restarts: The number of restarts of a training, counted over the whole chain of flow runs.
+        silent_s: The seconds without a heartbeat after which a Running flow run is set to Crashed.
 
     """
     flow_run_id = UUID(flow_run.removeprefix(FLOW_RUN))
@@ -78,7 +78,7 @@ def _why_not(client: SyncPrefectClient, crashed: FlowRun, max_restarts: int, sil
 
 
 def _out_of_memory_budget(crashed: FlowRun) -> int | None:
-    """Return how often a training may run out of memory; None without a bound, and for a user's own flow."""
+    """Return how often a training may run out of memory; None if unlimited, and for a user's own flow."""
     if "train_fn" not in crashed.parameters:
         return None
     failure = FailureConfig.model_validate(crashed.parameters.get("failure") or {})
@@ -86,11 +86,11 @@ def _out_of_memory_budget(crashed: FlowRun) -> int | None:
 
 
 def _num_out_of_memory(client: SyncPrefectClient, crashed: FlowRun) -> int:
-    """Return how often Kubernetes has killed a flow run and those it continues for lack of memory.
+    """Return how often Kubernetes has killed a flow run and its predecessors for lack of memory.
 
-    The kernel's own count went with the container. Others than Kubernetes tell exit code 137, which any SIGKILL gives.
+    The kernel's own count is lost with the container. Other workers report exit code 137, which any SIGKILL causes.
     """
-    told = EventFilter.model_validate(
+    pod_events = EventFilter.model_validate(
         {
             "event": {"prefix": [_KUBERNETES_POD]},
             "related": {"id": [f"{FLOW_RUN}{crashed.id}"]},
@@ -98,26 +98,26 @@ def _num_out_of_memory(client: SyncPrefectClient, crashed: FlowRun) -> int:
             "order": "DESC",
         }
     )
-    pods = [dict(event.resource.root) for event in client.read_events(told, limit=50).events]
+    pods = [dict(event.resource.root) for event in client.read_events(pod_events, limit=50).events]
     message = "" if crashed.state is None else crashed.state.message or ""
     is_killed = _OOM_KILLED in message or any(_OOM_KILLED in pod.values() for pod in pods)
     return int(str(crashed.labels.get(_OUT_OF_MEMORY, 0))) + is_killed
 
 
 def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float) -> State[Any] | None:
-    """Return the state of a flow run that seems to be running: now Crashed if it is silent, None if it is alive."""
+    """Return the new state of a silent flow run, Crashed unless it has ended meanwhile; None if it is alive."""
     heartbeats = EventFilter.model_validate(
         {
             "event": {"name": [HEARTBEAT]},
             "resource": {"id": [f"{FLOW_RUN}{running.id}"]},
-            "occurred": {"until": _now() + timedelta(days=1)},  # by another machine's clock
+            "occurred": {"until": _now() + timedelta(days=1)},  # another machine's clock may be ahead
             "order": "DESC",
         }
     )
     newest = client.read_events(heartbeats, limit=1).events
-    if not newest or _now() - newest[0].occurred < timedelta(seconds=silent_s):  # one that never had any tells nothing
+    if not newest or _now() - newest[0].occurred < timedelta(seconds=silent_s):  # without any heartbeat, silence means nothing
         return None
-    # Not forced: what has ended meanwhile stays as it ended.
+    # Not forced: a flow run that has ended meanwhile keeps its state.
     message = f"No heartbeat for {silent_s:g} s: its process is dead, or cut off."
     answer: OrchestrationResult[Any] = client.set_flow_run_state(running.id, Crashed(message=message))
     return answer.state if answer.status == SetStateStatus.ACCEPT else client.read_flow_run(running.id).state
@@ -132,7 +132,7 @@ def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:
         parameters=_same_run(client, crashed),
         name=f"{first_name}-restart-{number}",
         tags=crashed.tags,
-        idempotency_key=f"prefect-torch-resume-{crashed.id}",  # both triggers may tell of one crash
+        idempotency_key=f"prefect-torch-resume-{crashed.id}",  # both triggers may fire for one crash
         work_queue_name=crashed.work_queue_name,
         job_variables=crashed.job_variables,
         labels={
@@ -149,13 +149,13 @@ def _num_restarts(flow_run: FlowRun) -> int:
 
 
 def _same_run(client: SyncPrefectClient, crashed: FlowRun) -> dict[str, Any]:
-    """Return the parameters of `crashed`, with the name that its run has, if it is a training."""
+    """Return the parameters of `crashed`, with the name of its run if it is a training."""
     parameters = dict(crashed.parameters)
     if "train_fn" not in parameters:  # a user's own flow
         return parameters
     run = dict(parameters.get("run") or {})
     run["name"] = run.get("name") or name_run(client, crashed)
-    if run.get("resume") == "never" and _has_begun(client, crashed):  # it has begun anew, and that once is enough
+    if run.get("resume") == "never" and _has_begun(client, crashed):  # the fresh start has been made
         run["resume"] = "auto"
     return {**parameters, "run": run}
 

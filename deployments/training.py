@@ -1,4 +1,4 @@
-"""A user's training function as a deployment of the flow `train`."""
+"""Deployments of the flow `train` for a user's training function."""
 
 import re
 import warnings
@@ -20,10 +20,10 @@ from prefect_torch.flows.concurrency_leases import warn_of_lost_lease
 from pydantic import BaseModel
 
 from .automations import make_resumer, resume_by, resume_crashed
-from .work_pools import default_of, has_variable
+from .job_templates import default_of, has_variable
 
-_WORKERS_GIVE_S = 30.0  # Process and Docker workers, to what they cancel
-_TO_END_S = 5.0  # to stop ranks and to record how it ended
+_WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation
+_TO_END_S = 5.0  # to stop ranks and to record the outcome
 _RELATIVE = re.compile(r"(?!/|~|[A-Za-z][A-Za-z0-9+.-]+://)")
 
 
@@ -40,22 +40,22 @@ def make_deployment(
     timezone: str | None = None,
     tags: Iterable[str] = (),
 ) -> RunnerDeployment:
-    """Return a deployment of `train` with these parameters as defaults, which its Run form can change.
+    """Return a deployment of `train` with these parameters as defaults, which can be changed in its Run form.
 
     Args:
         name: The deployment's name.
         train_fn: "module:function" or "path/to/file.py:function", found where the flow runs.
-        config: What the function is called with.
-        scaling: How many ranks, and on what.
-        run: Which run, where its checkpoints lie, how it begins; without a name, each scheduled run starts fresh.
-        checkpoint: Which checkpoints are kept.
-        failure: How often a training is restarted.
-        cron: When to run it on its own, as in crontab(5); never if None.
-        timezone: Of the cron expression, such as "Europe/Berlin"; UTC if None.
+        config: The argument of the function.
+        scaling: The number of ranks, and their devices.
+        run: The run's name, its storage, and whether it resumes; without a name, each scheduled run is a fresh start.
+        checkpoint: The retention policy.
+        failure: The budgets for restarts.
+        cron: The schedule, as in crontab(5); no schedule if None.
+        timezone: The time zone of the cron expression, such as "Europe/Berlin"; UTC if None.
         tags: The deployment's tags.
 
     Raises:
-        ValueError: If the storage is a block that is not saved.
+        ValueError: If the storage is an unsaved block.
 
     """
     given = {"config": config, "scaling": scaling, "run": _with_named_block(run), "checkpoint": checkpoint, "failure": failure}
@@ -86,31 +86,31 @@ def deploy(
     timezone: str | None = None,
     tags: Iterable[str] = (),
 ) -> UUID:
-    """Register a deployment of `train` in a work pool, whose workers run what is scheduled or triggered; return its id.
+    """Register a deployment of `train` in a work pool, whose workers run its scheduled and triggered flow runs; return its id.
 
-    A process worker runs it in the current directory, where `train_fn` and a relative storage are found, unless the job
-    variable `working_dir` says another. In containers, `train_fn` must be part of the image. A work pool with the variable
-    `num_gpus`, as in this package's job templates, is asked for as many GPUs as there are ranks.
+    A process worker runs it in the current directory, to which `train_fn` and a relative storage are relative, unless the job
+    variable `working_dir` is set. In containers, `train_fn` must be part of the image. If the work pool has the variable
+    `num_gpus`, as in this package's job templates, it requests one GPU for each rank.
 
     Args:
-        name: The deployment's name; one that exists is updated.
+        name: The deployment's name; an existing deployment is updated.
         train_fn: "module:function" or "path/to/file.py:function", found where the flow runs.
-        config: What the function is called with.
-        scaling: How many ranks, and on what.
-        run: Which run, where its checkpoints lie, how it begins; without a name, each scheduled run starts fresh.
-        checkpoint: Which checkpoints are kept.
-        failure: How often a training is restarted within its flow run.
+        config: The argument of the function.
+        scaling: The number of ranks, and their devices.
+        run: The run's name, its storage, and whether it resumes; without a name, each scheduled run is a fresh start.
+        checkpoint: The retention policy.
+        failure: The budgets for restarts within the flow run.
         work_pool: The work pool's name.
-        image: The image of a Docker or Kubernetes work pool's jobs, as it is in the registry; nothing is built.
-        job_variables: More of the work pool's variables.
-        max_restarts: How often a flow run that crashed or fell silent is run again on the same run, as by `resume_crashed`;
-            None for never.
-        cron: When to run it on its own, as in crontab(5); never if None.
-        timezone: Of the cron expression, such as "Europe/Berlin"; UTC if None.
+        image: The image of a Docker or Kubernetes work pool's jobs, as named in the registry; nothing is built.
+        job_variables: Additional variables of the work pool.
+        max_restarts: The number of restarts, on the same run, after a flow run crashed or has no heartbeat, as by
+            `resume_crashed`; no restarts if None.
+        cron: The schedule, as in crontab(5); no schedule if None.
+        timezone: The time zone of the cron expression, such as "Europe/Berlin"; UTC if None.
         tags: The deployment's tags.
 
     Raises:
-        ValueError: If there is no such work pool, or a container's checkpoints would vanish with it.
+        ValueError: If there is no such work pool, or the checkpoints would be lost with the container.
 
     """
     pool = _read_work_pool(work_pool)
@@ -127,12 +127,12 @@ def deploy(
 
 
 def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> None:
-    """Register `deployments` and run what is scheduled or triggered, on this machine, until interrupted.
+    """Register `deployments` and run their scheduled and triggered flow runs on this machine, until interrupted.
 
     Args:
-        deployments: What `make_deployment` returned.
-        max_restarts: How often a flow run that crashed or fell silent is run again on the same run; None for never. What
-            looks after them, `resume_crashed`, is served here, too.
+        deployments: Return values of `make_deployment`.
+        max_restarts: The number of restarts, on the same run, after a flow run crashed or has no heartbeat; no restarts if
+            None. Their resumers, as by `resume_crashed`, are served as well.
 
     """
     for deployment in deployments:
@@ -147,12 +147,12 @@ def _as_json(value: BaseModel | dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_named_block(run: RunConfig | None) -> RunConfig | None:
-    """Return `run` with a block named, not spelled out: a deployment's parameters are shown to everybody."""
+    """Return `run` with the name of its block instead of the fields: a deployment's parameters are visible to everybody."""
     if run is None or isinstance(run.storage, str):
         return run
-    name = run.storage._block_document_name  # noqa: SLF001 - Prefect tells it nowhere else
+    name = run.storage._block_document_name  # noqa: SLF001 - Prefect has no public name for it
     if name is None:
-        raise ValueError("the storage is a block that is not saved, and a deployment needs its name: call its save(name) first")
+        raise ValueError("the storage is an unsaved block, and a deployment needs its name: call its save(name) first")
     return run.model_copy(update={"storage": f"{run.storage.get_block_type_slug()}/{name}"})
 
 
@@ -180,8 +180,8 @@ def _warn_of_short_time(pool: WorkPool, job_variables: Mapping[str, Any], failur
     given_s = job_variables.get("termination_grace_s", default_of(pool, "termination_grace_s") or _WORKERS_GIVE_S)
     if failure.grace_s + _TO_END_S > given_s:
         warnings.warn(
-            f"grace_s={failure.grace_s:g} will not hold: a flow run of work pool {pool.name!r} is killed {given_s:g} s after "
-            f"it is cancelled, and needs {_TO_END_S:g} s of them to stop; give at most grace_s={given_s - _TO_END_S:g}, or "
+            f"grace_s={failure.grace_s:g} is too long: a flow run of work pool {pool.name!r} is killed {given_s:g} s after "
+            f"it is cancelled, and needs {_TO_END_S:g} s of that to stop; give at most grace_s={given_s - _TO_END_S:g}, or "
             "in a Kubernetes work pool of create_work_pool() a larger termination_grace_s",
             stacklevel=3,
         )
@@ -189,12 +189,12 @@ def _warn_of_short_time(pool: WorkPool, job_variables: Mapping[str, Any], failur
 
 def _job_variables(pool: WorkPool, scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:
     variables: dict[str, Any] = {}
-    if has_variable(pool, "working_dir"):  # else it would be a folder that is deleted with the flow run
+    if has_variable(pool, "working_dir"):  # the default is a temporary directory of the flow run
         variables["working_dir"] = str(Path.cwd())
     elif isinstance(run.storage, str) and _RELATIVE.match(run.storage) and not is_block_slug(run.storage):
         raise ValueError(
-            f"storage {run.storage!r} is a folder of a container, which vanishes with it: give RunConfig(storage=...) a URL, a "
-            "block, or the absolute path of a volume"
+            f"storage {run.storage!r} is a directory of a container, which is lost with it: give RunConfig(storage=...) a URL, "
+            "a block, or the absolute path of a volume"
         )
     if has_variable(pool, "num_gpus"):
         variables["num_gpus"] = scaling.num_workers if scaling.use_gpu else 0

@@ -16,7 +16,7 @@ import pytest
 import tomllib
 from packaging.requirements import Requirement
 from prefect_servers import PrefectServer
-from prefect_torch.deployments.command_line.software_checks import FASTAPI, SQLALCHEMY
+from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -112,7 +112,8 @@ def test_the_sdist_carries_the_constraints_and_the_wheel_every_module(built):
         names = set(archive.namelist())
     for source in SOURCES:
         assert f"{_package(source.parent).replace('.', '/')}/{source.name}" in names
-    assert {"prefect_torch/py.typed", "prefect_torch/deployments/job_templates/kubernetes.json"} <= names
+    data = ("job_templates/kubernetes.json", "command_line/ray/equivalents.json")
+    assert {"prefect_torch/py.typed", *(f"prefect_torch/deployments/{name}" for name in data)} <= names
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What pages say about Ray Train is what the command and the tests say: nothing is told twice by hand."""
+"""The pages about Ray Train are those that the command's data and the tests generate."""
 
 import ast
 import importlib.util

@@ -1,4 +1,5 @@
-"""The command `prefect-torch`: what a person at a terminal sees of runs, and does with their checkpoints.
+"""The command `prefect-torch`, for runs and their checkpoints, for a machine, and for code written for Ray.
 
-Importing any of its modules imports neither prefect nor torch; a saved block, and `doctor`, import what they look at.
+Importing its modules imports neither prefect nor torch, except `execution`. Opening a saved block imports prefect, and
+`doctor` both.
 """

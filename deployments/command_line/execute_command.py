@@ -1,4 +1,4 @@
-"""`execute`: what a container of a Docker or Kubernetes work pool runs."""
+"""`execute`: the command of containers in Docker and Kubernetes work pools."""
 
 from uuid import UUID
 
@@ -8,11 +8,11 @@ import click
 @click.command
 @click.argument("flow_run", metavar="[FLOW_RUN]", type=click.UUID, envvar="PREFECT__FLOW_RUN_ID")
 def execute(flow_run: UUID) -> int:
-    """Execute a flow run, as `prefect flow-run execute` does, and give it its grace.
+    """Execute a flow run, as `prefect flow-run execute` does, with its full grace.
 
-    The id is taken from PREFECT__FLOW_RUN_ID, as workers set it, unless FLOW_RUN says it. On SIGTERM, ranks have the training's
-    grace_s for a last checkpoint, and nothing but the container's own end cuts it short; Prefect's command kills after 30 s.
+    The id is FLOW_RUN, or PREFECT__FLOW_RUN_ID, which workers set. On SIGTERM, ranks have the training's grace_s for a last
+    checkpoint, limited only by the container's own grace period; Prefect's command kills after 30 s.
     """
-    from .execution import execute_patiently  # noqa: PLC0415 - seconds, for this command only
+    from .execution import execute_gracefully  # noqa: PLC0415 - seconds, for this command only
 
-    return execute_patiently(flow_run)
+    return execute_gracefully(flow_run)

@@ -1,4 +1,4 @@
-"""A container's flow run from its start to its end; SIGTERM waits for the last checkpoint as long as the container allows."""
+"""The flow run of a container; SIGTERM leaves it all of the container's grace for a last checkpoint."""
 
 import asyncio
 import os
@@ -19,20 +19,20 @@ BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
 _POLL_S = 0.2
 
 
-def execute_patiently(flow_run_id: UUID) -> int:
-    """Execute a flow run as `prefect flow-run execute` does; on SIGTERM, let it end by itself; return the exit code.
+def execute_gracefully(flow_run_id: UUID) -> int:
+    """Execute a flow run as `prefect flow-run execute` does; on SIGTERM, wait until it exits; return the exit code.
 
-    Prefect kills the flow 30 s after SIGTERM, or at once where its engine is slow to answer. Before that it lets the flow run
+    Prefect kills the flow 30 s after SIGTERM, or immediately if its engine is slow to answer. Before that it lets the flow run
     be scheduled elsewhere: a second process would fence the first, which then cannot commit its last checkpoint. Here the flow
-    run is handed on when its process has ended, and what bounds its time is the grace of the container alone.
+    run is rescheduled after its process has exited, and only the container's grace period limits its time.
 
-    What PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR says holds: "reschedule" (also when nothing is said): the flow run is awaited
-    elsewhere; "relinquish": it stays Running, and the exit code 1 has Kubernetes start another pod for it; "crash".
+    PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR is respected: "reschedule" (the default) makes the flow run AwaitingRetry;
+    "relinquish" leaves it Running, and the exit code 1 makes Kubernetes start another pod for it; "crash" makes it Crashed.
     """
     behavior = os.environ.get(BEHAVIOR, "").lower()
-    # Of the three, the one that proposes no state: not before the process has ended.
+    # The one of the three that proposes no state: a state may be proposed only after the process has exited.
     os.environ[BEHAVIOR] = "relinquish"
-    terminated = _end_by_themselves()
+    terminated = _wait_instead_of_kill()
     try:
         asyncio.run(execute(flow_run_id))
     except SystemExit as exc:
@@ -41,31 +41,31 @@ def execute_patiently(flow_run_id: UUID) -> int:
         exit_code = 0
     if behavior == "relinquish" or flow_run_id not in terminated:
         return exit_code
-    _hand_on(flow_run_id, Crashed(message="Ended by SIGTERM.") if behavior == "crash" else AwaitingRetry())
+    _propose(flow_run_id, Crashed(message="Ended by SIGTERM.") if behavior == "crash" else AwaitingRetry())
     return 0
 
 
-def _end_by_themselves() -> set[UUID]:
-    """Have Prefect kill no process that may yet end by itself; return the flow runs that were told to end, which grows."""
+def _wait_instead_of_kill() -> set[UUID]:
+    """Make Prefect wait for the exit of a process instead of killing it; return the terminated flow runs, a set that grows."""
     terminated = set[UUID]()
 
-    async def end_by_itself(
+    async def terminate_and_wait(
         manager: ProcessManager, flow_run_id: UUID, grace_seconds: float = 30, *, force: bool = False
     ) -> None:
-        del grace_seconds, force  # they are for a supervisor that has promised the flow run to another already
+        del grace_seconds, force  # for a supervisor that has already rescheduled the flow run
         terminated.add(flow_run_id)
         handle = manager.get(flow_run_id)
         if handle is not None and handle.is_alive():
             handle.graceful_kill()
-            while handle.is_alive():  # noqa: ASYNC110 - of a process there is no event
+            while handle.is_alive():  # noqa: ASYNC110 - a process has no event
                 await anyio.sleep(_POLL_S)
 
-    setattr(ProcessManager, "kill", end_by_itself)  # noqa: B010 - a method, which type checkers let nobody assign
+    setattr(ProcessManager, "kill", terminate_and_wait)  # noqa: B010 - type checkers refuse assignments to a method
     return terminated
 
 
-def _hand_on(flow_run_id: UUID, state: State[Any]) -> None:
-    """Propose `state` for a flow run unless it has ended or is being cancelled; Crashed, as its engine may say, is no end."""
+def _propose(flow_run_id: UUID, state: State[Any]) -> None:
+    """Propose `state` for a flow run that is neither being cancelled nor in a final state other than Crashed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with get_client(sync_client=True) as client:
         left = client.read_flow_run(flow_run_id).state
@@ -73,5 +73,5 @@ def _hand_on(flow_run_id: UUID, state: State[Any]) -> None:
             return
         try:
             propose_state_sync(client, state, flow_run_id=flow_run_id)
-        except (Abort, Pause):  # the server knows better
+        except (Abort, Pause):  # the server refuses: its state is newer
             return

@@ -1,4 +1,4 @@
-"""The program itself: its commands, loaded when asked for, and what it says and returns when something is wrong."""
+"""The program: its commands, loaded on demand, and the messages and exit codes of its errors."""
 
 import importlib
 import sys
@@ -12,32 +12,32 @@ from .terminal import INTERRUPTED, abandon_output, plain
 
 NAME = "prefect-torch"
 _MODULES = {
-    "ls": "list_command",
-    "show": "show_command",
-    "best": "best_command",
-    "diff": "diff_command",
-    "verify": "verify_command",
-    "pull": "pull_command",
-    "pin": "pin_commands",
-    "unpin": "pin_commands",
-    "restore": "restore_command",
-    "prune": "prune_command",
-    "doctor": "doctor_command",
-    "migrate-check": "migrate_check_command",
+    "ls": "runs.list_command",
+    "show": "runs.show_command",
+    "best": "runs.best_command",
+    "diff": "runs.diff_command",
+    "verify": "runs.verify_command",
+    "pull": "runs.pull_command",
+    "pin": "runs.pin_commands",
+    "unpin": "runs.pin_commands",
+    "restore": "runs.restore_command",
+    "prune": "runs.prune_command",
+    "doctor": "doctor.doctor_command",
+    "migrate-check": "ray.migrate_check_command",
     "execute": "execute_command",
 }
 
 
 class _Commands(click.Group):
-    """Loads a command's module only when that command is asked for."""
+    """Loads the module of a command on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order in which one meets them."""
+        """Return the names in the order of the help."""
         del ctx
         return list(_MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command, or None where there is none of that name."""
+        """Return the command, or None if there is no command of that name."""
         del ctx
         if cmd_name not in _MODULES:
             return None
@@ -46,7 +46,7 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; a reader that has seen enough, as `head` has, is no error."""
+        """Run the command; a reader that closes the pipe early, such as `head`, is no error."""
         try:
             exit_code = super().invoke(ctx)
             sys.stdout.flush()
@@ -59,25 +59,25 @@ class _Commands(click.Group):
 @click.version_option(package_name=NAME, prog_name=NAME)
 @click.pass_context
 def prefect_torch(ctx: click.Context) -> None:
-    """Look at the runs of trainings and their checkpoints, and look after them.
+    """List, inspect and maintain the runs of trainings and their checkpoints.
 
-    STORAGE is what trainings were given: a local path, a URL (s3://bucket/folder, gs://, az://), or
-    "block-type-slug/block-name". ID is a checkpoint's id or the beginning of one, "latest", or "best" (by --metric, or by the
-    metric that the training ranks its checkpoints with).
+    STORAGE is the storage of the trainings: a local path, a URL (s3://bucket/prefix, gs://, az://), or
+    "block-type-slug/block-name". ID is a checkpoint's id or the beginning of one, "latest", or "best" (by --metric, or by
+    the training's own score).
 
-    With --json a command prints the keys that its help names; a float that strict JSON cannot hold is
-    {"__float__": "nan"}, "inf" or "-inf". A command exits with 0 when all is well, 1 when something is not, 2 when it was
-    called wrongly, 130 after Ctrl-C.
+    With --json a command prints the keys that its help names; a float that strict JSON cannot represent is
+    {"__float__": "nan"}, "inf" or "-inf". Exit codes: 0 for success, 1 for an error or a negative result, 2 for wrong usage,
+    130 after Ctrl-C.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code; what is wrong is told in one line on stderr.
+    """Run the program and return its exit code; an error is one line on stderr.
 
     Args:
-        arguments: What stands behind the program's name; the process's own if None.
+        arguments: The arguments without the program's name; those of the process if None.
 
     """
     try:
@@ -88,17 +88,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.Abort as exc:
         if isinstance(exc.__cause__ or exc.__context__, KeyboardInterrupt):
             return _fail("interrupted", INTERRUPTED)
-        return _fail("nobody answered, so nothing was done", 1)
+        return _fail("there was no answer, so nothing was done", 1)
     except (CheckpointError, ValueError, OSError) as exc:
-        advice = "; run it as somebody who may, or give credentials" if isinstance(exc, PermissionError) else ""
+        advice = "; run it as a user with access, or give credentials" if isinstance(exc, PermissionError) else ""
         return _fail(f"{exc}{advice}", 1)
     return outcome if isinstance(outcome, int) else 0
 
 
 def main() -> None:
-    """Be the console script."""
+    """Run the console script."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal that cannot show all
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without some characters
     sys.exit(run())
 
 

@@ -1,4 +1,4 @@
-"""What is printed, and how: tables and bars for a terminal, plain columns for a pipe, JSON for programs."""
+"""Output: tables for a terminal, plain columns for a pipe, JSON for programs."""
 
 import json
 import os
@@ -11,37 +11,37 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
+INTERRUPTED = 130  # the exit status of a shell for a program ended by Ctrl-C
 _UNBOUNDED = 100_000  # columns: a pipe has no edge at which to fold or cut an id
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Let whoever called see it: no error here."""
+        """Raise it for the caller, instead of exiting."""
         raise BrokenPipeError
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return where to print: with colours and the terminal's width on a terminal, else plain; NO_COLOR counts."""
+    """Return a console with colours and the terminal's width on a terminal, else a plain one; NO_COLOR is respected."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _UNBOUNDED
     return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
 def abandon_output() -> int:
-    """Let what is still buffered for stdout go nowhere, and return the exit code of a program whose reader has gone."""
+    """Discard the buffered rest of stdout, and return the exit code of a program whose reader has closed the pipe."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     return 0
 
 
 def say(text: str, style: str = "") -> None:
-    """Print one line of `text`, which may come from a storage that others write to."""
+    """Print `text` in one line; it may come from a storage with other writers, so control characters are replaced."""
     console().print(Text(plain(text), style=style))
 
 
 def note(text: str) -> None:
-    """Print one line beside the output: on stderr, where no program reads it as part of a table."""
+    """Print one line on stderr, where no program reads it as part of the output."""
     click.echo(plain(text), err=True)
 
 
@@ -56,7 +56,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], *, rig
     Args:
         columns: The names.
         rows: As many cells each.
-        right: The columns that hold numbers.
+        right: The columns with numbers.
 
     """
     cells = [[_cell(value) for value in row] for row in rows]
@@ -67,7 +67,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], *, rig
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         is_right = column in right
-        is_text = number > 0 and not is_right  # what a narrow terminal folds first: names and numbers stay whole
+        is_text = number > 0 and not is_right  # a narrow terminal folds texts; names and numbers stay whole
         table.add_column(column, justify="right" if is_right else "left", overflow="fold", no_wrap=not is_text)
     for row in cells:
         table.add_row(*(Text(text, style=style) for text, style in row))
@@ -75,7 +75,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], *, rig
 
 
 def _print_columns(lines: Sequence[Sequence[str]], are_right: Sequence[bool]) -> None:
-    """Print aligned text: what rich makes of ten thousand rows is the same, in ten times the time."""
+    """Print aligned text; rich prints the same, but takes ten times as long for ten thousand rows."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         aligned = (
@@ -86,17 +86,17 @@ def _print_columns(lines: Sequence[Sequence[str]], are_right: Sequence[bool]) ->
 
 
 def plain(value: object) -> str:
-    """Return `value` as one line of text in which nothing can steer a terminal."""
+    """Return `value` as one line of text without control characters."""
     return "".join(character if character.isprintable() else " " for character in " ".join(str(value).split()))
 
 
 def show_number(value: MetricValue) -> str:
-    """Return a metric for people: floats with six digits."""
+    """Return a metric as text: floats with six digits."""
     return f"{value:.6g}" if isinstance(value, float) else plain(value)
 
 
 def show_count(number: int, noun: str) -> str:
-    """Return how many there are, for people."""
+    """Return a number with its noun in the right form."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

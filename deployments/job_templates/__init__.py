@@ -1,15 +1,15 @@
-"""Base job templates of work pools whose flow runs train on GPUs: Prefect's own, with all their variables, and a few more.
+"""Base job templates for work pools with GPUs: Prefect's own, with additional variables.
 
 - process: `visible_gpus`, as CUDA_VISIBLE_DEVICES; memory and /dev/shm are the machine's. A cancelled flow run has 30 seconds.
-- docker: `num_gpus`, `shared_memory`, and an init process that passes signals on; the machine needs NVIDIA's container toolkit.
-  A cancelled flow run has 30 seconds: Docker workers give them. What else one could say in `container_create_kwargs`, which
-  cannot be merged, has variables of its own where trainings need it: `ipc_mode`, `ulimits`, `devices`, `cap_add`, ….
+- docker: `num_gpus`, `shared_memory`, and an init process that forwards signals; the machine needs NVIDIA's container toolkit.
+  A cancelled flow run has 30 seconds, the limit of Docker workers. `container_create_kwargs` cannot be merged, so the parts
+  that trainings need are separate variables: `ipc_mode`, `ulimits`, `devices`, `cap_add`, ….
 - kubernetes: `num_gpus`, `shared_memory`, `termination_grace_s`, `node_selector`, `tolerations`; the cluster needs NVIDIA's
   device plugin.
 
-Containers run `prefect-torch execute`, which lets a flow commit a last checkpoint for as long as the container's own grace.
+Containers run `prefect-torch execute`, which leaves a flow the container's whole grace period for a last checkpoint.
 
-From a terminal: `prefect work-pool create gpu-pool --type kubernetes --base-job-template FILE`, with a file of this folder.
+From a terminal: `prefect work-pool create gpu-pool --type kubernetes --base-job-template FILE`, with a file of this directory.
 """
 
 import json
@@ -19,6 +19,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectAlreadyExists
 
 Kind: TypeAlias = Literal["process", "docker", "kubernetes"]
@@ -30,7 +31,7 @@ def job_template(kind: Kind, **defaults: Any) -> dict[str, Any]:
 
     Args:
         kind: "process", "docker" or "kubernetes".
-        defaults: What its variables are unless a deployment says otherwise, such as `num_gpus=8`.
+        defaults: Default values of its variables, such as `num_gpus=8`.
 
     Raises:
         ValueError: If there is no such template, or it has no such variable.
@@ -48,12 +49,12 @@ def job_template(kind: Kind, **defaults: Any) -> dict[str, Any]:
 
 
 def create_work_pool(name: str, kind: Kind, **defaults: Any) -> UUID:
-    """Create the work pool `name` with this package's template, or give that to one that exists; return its id.
+    """Create the work pool `name` with this package's template, or update an existing one; return its id.
 
     Args:
         name: The work pool's name.
-        kind: "process", "docker" or "kubernetes"; of a work pool that exists, its type must be the same.
-        defaults: What the template's variables are unless a deployment says otherwise, such as `num_gpus=8`.
+        kind: "process", "docker" or "kubernetes"; an existing work pool must have this type.
+        defaults: Default values of the template's variables, such as `num_gpus=8`.
 
     Raises:
         ValueError: If there is no such template, it has no such variable, or the work pool is of another type.
@@ -66,6 +67,16 @@ def create_work_pool(name: str, kind: Kind, **defaults: Any) -> UUID:
         except ObjectAlreadyExists:
             known = client.read_work_pool(name)
         if known.type != kind:
-            raise ValueError(f"there is a work pool {name!r} already, of the type {known.type!r}: choose another name")
+            raise ValueError(f"work pool {name!r} exists already, with the type {known.type!r}: choose another name")
         client.update_work_pool(name, WorkPoolUpdate(base_job_template=template))
     return known.id
+
+
+def has_variable(work_pool: WorkPool, name: str) -> bool:
+    """Return whether jobs of `work_pool` have the variable `name`."""
+    return name in work_pool.base_job_template.get("variables", {}).get("properties", {})
+
+
+def default_of(work_pool: WorkPool, name: str) -> Any:
+    """Return the default of the variable `name`; None without one."""
+    return work_pool.base_job_template.get("variables", {}).get("properties", {}).get(name, {}).get("default")

@@ -1,9 +1,9 @@
-"""Writes what is said about Ray Train where it is read, from where it is tested.
+"""Write the pages about Ray Train from their tested sources.
 
     python docs/extensions/ray_pages.py
 
 The tables of docs/how-to/from-ray-train.md are the rows of `prefect-torch migrate-check`; docs/how-to/ray-behaviours.md and
-the table in README.md are what tests/test_ray_behaviours.py says of its tests.
+the table in README.md are made of the decorators in tests/test_ray_behaviours.py.
 """
 
 import ast
@@ -15,12 +15,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from prefect_torch.deployments.command_line.ray_equivalents import UNKNOWN, Section, sections
+from prefect_torch.deployments.command_line.ray.equivalents import Section, sections
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests/test_ray_behaviours.py"
 _VERDICTS = ("same", "better", "different", "missing")
-# With empty lines around the table, or Markdown takes it for a part of the comment.
+# With empty lines around the table, else Markdown parses it as a part of the comment.
 _BEGIN, _END = "<!-- {}: written by docs/extensions/ray_pages.py -->\n\n", "\n<!-- end -->"
 
 _INTRODUCTION = """# Ray Train's behaviours
@@ -33,7 +33,7 @@ What to write for each name stands in [Moving from Ray Train](from-ray-train.md)
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """What a test says that Ray documents, and how it is here."""
+    """A behaviour that Ray documents, and the one here, as a test declares them."""
 
     api: str
     documented: str
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def pages() -> dict[Path, str]:
-    """Return each page as it should be."""
+    """Return the text of each page."""
     moving, readme = ROOT / "docs/how-to/from-ray-train.md", ROOT / "README.md"
     behaviours = read_behaviours(TESTS)
     return {
@@ -60,14 +60,14 @@ def pages() -> dict[Path, str]:
 
 
 def read_behaviours(path: Path) -> list[Behaviour]:
-    """Return what the decorators `behaviour` of a file of tests say, in its order; nothing is imported."""
+    """Return the `behaviour` decorators of a test file, in its order; nothing is imported."""
     tests = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
     marks = (mark for test in tests for mark in test.decorator_list if isinstance(mark, ast.Call))
     return [_read(mark) for mark in marks if isinstance(mark.func, ast.Name) and mark.func.id == "behaviour"]
 
 
 def summary(behaviours: Sequence[Behaviour]) -> str:
-    """Return the table that counts what is the same, with what is most worth knowing."""
+    """Return the table of the number of behaviours by verdict, with the notable ones."""
     rows = [
         [f"`{api}`", *(str(count) for count in _counts(of_api)), "; ".join(it.short for it in of_api if it.short)]
         for api, of_api in _by_api(behaviours)
@@ -82,10 +82,10 @@ def _read(mark: ast.Call) -> Behaviour:
 
 
 def _by_api(behaviours: Iterable[Behaviour]) -> Iterator[tuple[str, list[Behaviour]]]:
-    ranks: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for it in behaviours:
-        ranks.setdefault(it.api, len(ranks))
-    in_order = sorted(behaviours, key=lambda it: ranks[it.api])
+        positions.setdefault(it.api, len(positions))
+    in_order = sorted(behaviours, key=lambda it: positions[it.api])
     return ((api, list(of_api)) for api, of_api in groupby(in_order, key=lambda it: it.api))
 
 
@@ -111,7 +111,6 @@ def _section_table(section: Section) -> str:
             row.note,
         ]
         for row in section.rows
-        if row.note != UNKNOWN
     )
     return _table([f"`{section.prefix.rstrip('.') or 'ray'}`", "Here", "", "How it behaves"], rows)
 
@@ -122,7 +121,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _filled(text: str, tables: dict[str, str]) -> str:
-    """Return `text` with each table between the comments that name it."""
+    """Return `text` with each table between the comments with its name."""
     for name, table in tables.items():
         begin = _BEGIN.format(name)
         if begin not in text:

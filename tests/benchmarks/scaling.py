@@ -50,7 +50,6 @@ sys.path[:0] = [str(HERE.parent / "support")]
 from counting_storage import CountingStorage  # noqa: E402 - here and below: found by the line above, or as the others are
 from memory_storage import MemoryStorage  # noqa: E402
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext  # noqa: E402
-from prefect_torch.ckpt.clock import utc_now  # noqa: E402
 from prefect_torch.ckpt.reporting.agreement import Intent  # noqa: E402
 from prefect_torch.ckpt.reporting.peers import RankEnd, announce_end  # noqa: E402
 from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
@@ -61,6 +60,7 @@ from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory  # noqa: E402
 from prefect_torch.ckpt.runs.pruning import collect_garbage  # noqa: E402
 from prefect_torch.ckpt.runs.resume import choose_checkpoint  # noqa: E402
 from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: E402
+from prefect_torch.ckpt.text import utc_now  # noqa: E402
 
 RESULT = HERE / "results" / "scaling.txt"
 DIGEST = "0" * 32

@@ -35,7 +35,7 @@ def test_the_server_takes_each_template_and_a_second_call_changes_its_defaults(c
 
 
 def test_a_work_pool_of_another_type_is_left_alone(client):
-    with pytest.raises(ValueError, match="'process-pool' already, of the type 'process'"):
+    with pytest.raises(ValueError, match="'process-pool' exists already, with the type 'process'"):
         create_work_pool("process-pool", "docker")
     assert client.read_work_pool("process-pool").type == "process"
 
@@ -63,7 +63,7 @@ def test_containers_are_asked_for_a_gpu_for_each_rank(client, kind):
 
 
 def test_checkpoints_that_would_vanish_with_their_container_are_refused():
-    with pytest.raises(ValueError, match=r"'./checkpoints' is a folder of a container, which vanishes with it"):
+    with pytest.raises(ValueError, match=r"'./checkpoints' is a directory of a container, which is lost with it"):
         deploy("lost", "my_training:train_fn", work_pool="docker-pool")
     deploy("volume", "my_training:train_fn", run=RunConfig(storage="/volume/runs"), work_pool="docker-pool")
 
@@ -84,7 +84,7 @@ def test_a_grace_that_will_not_hold_is_warned_of(recwarn, kind, job_variables, g
 
     deploy_with(most)
     assert not recwarn.list
-    with pytest.warns(UserWarning, match=f"grace_s={grace_s} will not hold: .* give at most grace_s={most}"):
+    with pytest.warns(UserWarning, match=f"grace_s={grace_s} is too long: .* give at most grace_s={most}"):
         deploy_with(grace_s)
 
 
@@ -95,7 +95,7 @@ def test_a_work_pool_that_does_not_exist_is_named():
 
 def test_a_block_is_named_in_the_parameters_and_must_be_saved(prefect_server):
     block = CheckpointStorage(storage="s3://bucket/of-a-block")
-    with pytest.raises(ValueError, match="a block that is not saved"):
+    with pytest.raises(ValueError, match="an unsaved block"):
         make_deployment("blocked", "my_training:train_fn", run=RunConfig(storage=block))
     block.save("of-a-test")
     deployment = make_deployment("blocked", "my_training:train_fn", run=RunConfig(storage=block))

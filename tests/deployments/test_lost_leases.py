@@ -15,7 +15,7 @@ from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import read_outcomes
 from prefect_torch.deployments import create_work_pool, deploy, make_deployment, resume_crashed, serve
-from prefect_torch.deployments.command_line.software_checks import check_api
+from prefect_torch.deployments.command_line.doctor.software_checks import check_api
 
 SUPPORT = Path(__file__).parents[1] / "support"
 DEPLOYMENTS = yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]

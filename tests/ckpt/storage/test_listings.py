@@ -26,7 +26,7 @@ from prefect_torch.ckpt.storage.object_store import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store_listing import BucketListing
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
-from prefect_torch.deployments.command_line.run_summaries import summarize_runs
+from prefect_torch.deployments.command_line.runs.run_summaries import summarize_runs
 
 BY_ACCURACY = RetentionPolicy(2, "eval/accuracy")
 NOW = "2026-11-21T00:00:00+00:00"

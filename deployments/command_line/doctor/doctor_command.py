@@ -1,0 +1,97 @@
+"""`doctor`: whether trainings can run on this machine."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import TypeAlias
+
+import click
+from prefect_torch.ckpt.storage.probe import ListingOrder, StorageUnfitError, probe_storage
+from prefect_torch.deployments.command_line.parameters import json_option
+from prefect_torch.deployments.command_line.storages import open_named_storage
+from prefect_torch.deployments.command_line.terminal import console, plain, print_json
+from rich.text import Text
+
+from .findings import Finding
+from .machine_checks import SHARED_MEMORY, check_open_files, check_shared_memory
+from .software_checks import FASTAPI, SQLALCHEMY, check_api, check_prefect, check_python, check_server_library
+from .torch_checks import check_backends, check_loopback, check_torch
+
+_STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
+_ORDERS: dict[ListingOrder, str] = {
+    "keys": "in the order of keys",
+    "folders": "directory by directory",
+    "none": "in no known order, so that the latest of more than a thousand checkpoints is found by listing them all",
+}
+_Check: TypeAlias = Callable[[], Iterable[Finding]]
+
+
+@click.command
+@click.argument("storage", metavar="[STORAGE]", required=False)
+@json_option
+def doctor(storage: str | None, as_json: bool) -> int:
+    """Check what trainings need on this machine.
+
+    With STORAGE, also write, read, list and delete small objects there. The status of each check is ok, warning (some trainings
+    are affected) or wrong (trainings fail), with advice; exits with 1 if something is wrong.
+
+    \b
+    --json: a list of
+      check, status (ok, warning, wrong), found, advice
+    """  # noqa: D301 - click's mark for lines that it must not fill
+    findings = []
+    for finding in _run(_checks(storage)):
+        findings.append(finding)
+        if not as_json:
+            _print(finding)
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    return int(any(finding.status == "wrong" for finding in findings))
+
+
+def _checks(storage: str | None) -> Iterator[tuple[str, _Check]]:
+    yield "python", check_python
+    yield "prefect", check_prefect
+    for library in (FASTAPI, SQLALCHEMY):
+        yield library.name, partial(check_server_library, library)
+    yield "prefect api", check_api
+    yield "torch", check_torch
+    yield "backends", check_backends
+    yield "loopback", check_loopback
+    yield SHARED_MEMORY, check_shared_memory
+    yield "open files", check_open_files
+    if storage is not None:
+        yield "storage", partial(_check_storage, storage)
+
+
+def _check_storage(text: str) -> Iterator[Finding]:
+    """Write, list, read and delete small objects under an unused name; nothing remains."""
+    try:
+        storage = open_named_storage(text)
+    except Exception as exc:  # noqa: BLE001 - any error is a finding
+        yield Finding("storage", "wrong", str(exc), "give a path, a URL, or block-type-slug/block-name")
+        return
+    try:
+        probe = probe_storage(storage)
+    except StorageUnfitError as exc:
+        yield Finding("storage", "wrong", exc.found, exc.advice)
+        return
+    found = f"{probe.url}: wrote, listed, read and deleted in {probe.total_s:.2f} s; lists {_ORDERS[probe.order]}"
+    yield Finding("storage", "ok", found)
+
+
+def _run(checks: Iterable[tuple[str, _Check]]) -> Iterator[Finding]:
+    """Yield the findings of all checks; the error of a check is a finding, and the other checks run."""
+    for name, check in checks:
+        try:
+            yield from check()
+        except Exception as exc:  # noqa: BLE001 - a broken installation raises anything
+            yield Finding(name, "wrong", f"{type(exc).__name__}: {exc}", "this should not happen: see the error")
+
+
+def _print(finding: Finding) -> None:
+    advice = f" -> {finding.advice}" if finding.advice else ""
+    line = Text.assemble(
+        (f"{finding.status:<9}", _STYLES[finding.status]), f"{finding.check:<13}", plain(f"{finding.found}{advice}")
+    )
+    console().print(line)

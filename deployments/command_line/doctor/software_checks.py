@@ -1,0 +1,122 @@
+"""Checks of the installed versions and of Prefect's API."""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from .findings import Finding, Status
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+_OLDEST_PYTHON = (3, 10)
+_NEWEST_STRICT_PREFECT = (3, 8, 8)  # up to this version the server cannot use a `ServerLibrary`'s refused versions
+_API_TIMEOUT_S = 10
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLibrary:
+    """A dependency of Prefect's server, and the first version with which the server fails.
+
+    Attributes:
+        name: Its name on PyPI.
+        first_refused: The first version with which the server fails.
+        consequence: How the server fails.
+        status: The status of the finding if the server runs on this machine.
+
+    """
+
+    name: str
+    first_refused: tuple[int, int]
+    consequence: str
+    status: Status
+
+
+FASTAPI = ServerLibrary("fastapi", (0, 154), "refuses its own client's requests, or does not start", "wrong")
+SQLALCHEMY = ServerLibrary("sqlalchemy", (2, 1), "starts no scheduled deployment", "warning")
+
+
+def check_python() -> Iterator[Finding]:
+    """Check the version of the interpreter."""
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    good = sys.version_info >= _OLDEST_PYTHON
+    yield Finding("python", "ok" if good else "wrong", found, "" if good else "use Python 3.10 or newer")
+
+
+def check_prefect() -> Iterator[Finding]:
+    """Check Prefect's version."""
+    found = version("prefect")
+    good = (3, 6) <= _parts(found) < (4,)
+    yield Finding("prefect", "ok" if good else "wrong", found, "" if good else "pip install 'prefect>=3.6,<4'")
+
+
+def check_server_library(library: ServerLibrary) -> Iterator[Finding]:
+    """Check whether a Prefect server can run with the installed version of a library."""
+    name = library.name
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        yield Finding(
+            name, "warning", "not installed: no Prefect server can run here", "pip install prefect, or set PREFECT_API_URL"
+        )
+        return
+    if _parts(found) < library.first_refused or _parts(version("prefect")) > _NEWEST_STRICT_PREFECT:
+        yield Finding(name, "ok", found)
+        return
+    yield Finding(
+        name,
+        "warning" if _api_url() else library.status,
+        f"{found}: with it, a server of prefect {version('prefect')} {library.consequence}",
+        f"pip install '{name}<{'.'.join(map(str, library.first_refused))}' on the machine of the Prefect server",
+    )
+
+
+def check_api() -> Iterator[Finding]:
+    """Query Prefect's API, which needs its database and credentials, and check whether its restart would end flow runs."""
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 - seconds, for doctor only
+    from prefect.settings import get_current_settings  # noqa: PLC0415 - seconds, for doctor only
+
+    url = _api_url()
+    if url is None:
+        if get_current_settings().server.ephemeral.enabled:
+            yield Finding("prefect api", "ok", "no PREFECT_API_URL: each flow starts its own server for its duration")
+        else:
+            yield Finding("prefect api", "wrong", "no PREFECT_API_URL, and ephemeral mode is off", "set PREFECT_API_URL")
+        return
+    try:
+        with get_client(httpx_settings={"timeout": _API_TIMEOUT_S}, sync_client=True) as client:
+            client.read_flows(limit=1)
+            limits = list(_check_deployments(client))
+    except Exception as exc:  # noqa: BLE001 - with any error the API cannot be used
+        advice = "start it (prefect server start), correct PREFECT_API_URL, or log in (prefect cloud login)"
+        yield Finding("prefect api", "wrong", f"{url}: {type(exc).__name__}: {exc}", advice)
+    else:
+        yield Finding("prefect api", "ok", f"{url} answers")
+        yield from limits
+
+
+def _check_deployments(client: "SyncPrefectClient") -> Iterator[Finding]:
+    from prefect_torch.flows import concurrency_leases as limits  # noqa: PLC0415 - seconds, for doctor only
+
+    limited = sorted(limits.limited_deployments(client))
+    if not limited or not limits.keeps_leases_in_memory(client):
+        yield Finding("deployments", "ok", f"{len(limited) or 'none'} with a concurrency limit")
+        return
+    more = f" and {len(limited) - _MAX_NAMED} more" if len(limited) > _MAX_NAMED else ""
+    found = f"concurrency limits on {', '.join(limited[:_MAX_NAMED])}{more}: {limits.LEASES_LOST}"
+    yield Finding("deployments", "warning", found, limits.WITHOUT_LEASE)
+
+
+def _api_url() -> str | None:
+    from prefect.settings import get_current_settings  # noqa: PLC0415 - seconds, for doctor only
+
+    url = get_current_settings().api.url
+    return None if url is None else re.sub(r"//[^/@]*@", "//", url)  # without a password
+
+
+def _parts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

@@ -1,0 +1,1 @@
+"""The commands that look at stored runs and look after their checkpoints."""

@@ -1,0 +1,68 @@
+"""`best`: the checkpoints of a run with the best score."""
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+from prefect_torch.ckpt.runs.metrics import find_metric
+from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.deployments.command_line.parameters import (
+    json_option,
+    metric_option,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
+
+from .score import resolve_score, sort_by_score
+from .selection import open_run, read_manifests
+
+
+@click.command
+@storage_argument
+@run_argument
+@metric_option
+@order_option
+@click.option(
+    "-k", "count", type=click.IntRange(min=1), default=1, show_default=True, help="The number of checkpoints to show."
+)
+@json_option
+def best(storage: str, run: str, metric: str | None, order: Any, count: int, as_json: bool) -> None:
+    """Show the best checkpoints, best first.
+
+    Without --metric and --order, the score is the training's own. A checkpoint without the metric comes last, after NaN; of
+    equal values the newer comes first. Costs a small read for each checkpoint.
+
+    \b
+    --json: a list of
+      id, step, value (of the metric, or null), metric, order, metrics, bytes
+    """  # noqa: D301 - click's mark for lines that it must not fill
+    store = open_run(storage, run)
+    score = resolve_score(store, metric, order)
+    chosen = [(it, find_metric(it.metrics, score.metric)) for it in sort_by_score(read_manifests(store), score)[:count]]
+    if as_json:
+        print_json(
+            [
+                {
+                    "id": manifest.id,
+                    "step": manifest.step,
+                    "value": value,
+                    **asdict(score),
+                    "metrics": manifest.metrics,
+                    "bytes": manifest.total_bytes,
+                }
+                for manifest, value in chosen
+            ]
+        )
+    elif not chosen:
+        note(f"run {run} has no checkpoint")
+    else:
+        print_table(
+            ["id", "step", score.metric, "size"],
+            (
+                [it.id, it.step, None if value is None else show_number(value), show_bytes(it.total_bytes)]
+                for it, value in chosen
+            ),
+            right={"step", score.metric, "size"},
+        )

@@ -1,0 +1,121 @@
+"""`ls`: the runs in a storage, or the checkpoints of a run."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Any
+
+import click
+from prefect_torch.ckpt import CheckpointStore, Manifest
+from prefect_torch.ckpt.runs.attempts import newest_attempt
+from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
+from prefect_torch.ckpt.text import show_age, show_bytes
+from prefect_torch.deployments.command_line.parameters import json_option, storage_argument
+from prefect_torch.deployments.command_line.storages import open_existing_storage
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
+
+from .run_state import STYLES, restored_by
+from .run_summaries import summarize_runs
+from .score import policy_of
+from .selection import open_run, read_manifests
+
+_SHOWN_METRICS = 4
+
+
+@click.command
+@storage_argument
+@click.argument("run", metavar="[RUN]", required=False)
+@json_option
+def ls(storage: str, run: str | None, as_json: bool) -> None:
+    """List runs, or the checkpoints of one.
+
+    The runs in STORAGE are sorted by name, the checkpoints of RUN from the oldest to the newest. Each run costs a listing, a
+    request per thousand objects, and four small requests. Checkpoints cost a listing and a small read each, 32 in parallel.
+
+    "kept because" is the reason why the training's own retention policy keeps a checkpoint, or "nothing" if it would delete it.
+
+    \b
+    --json of runs: a list of
+      name, attempts, latest_step (or null), checkpoints, bytes,
+      state: completed, failed, preempted, cancelled, running,
+        lost (its process is gone), unknown (it is on another machine)
+    --json of checkpoints: a list of
+      id, step, attempt, metrics, bytes, created_at, pinned, kept_because
+    """  # noqa: D301 - click's mark for lines that it must not fill
+    if run is None:
+        _list_runs(storage, as_json)
+    else:
+        _list_checkpoints(open_run(storage, run), as_json)
+
+
+def _list_runs(storage: str, as_json: bool) -> None:
+    opened = open_existing_storage(storage)
+    summaries = list(summarize_runs(opened))
+    if as_json:
+        print_json([asdict(summary) for summary in summaries])
+    elif not summaries:
+        note(f"no runs in {opened.url}")
+    else:
+        print_table(
+            ["run", "attempts", "latest step", "checkpoints", "size", "state"],
+            (
+                (
+                    it.name,
+                    it.attempts,
+                    it.latest_step,
+                    it.checkpoints,
+                    show_bytes(it.bytes),
+                    (it.state, STYLES.get(it.state, "")),
+                )
+                for it in summaries
+            ),
+            right={"attempts", "latest step", "checkpoints", "size"},
+        )
+
+
+def _list_checkpoints(store: CheckpointStore, as_json: bool) -> None:
+    attempt = newest_attempt(store)
+    policy = policy_of(attempt)
+    manifests = read_manifests(store)
+    pinned = store.pinned()
+    in_use = restored_by(store, attempt)
+    overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))
+    kept = plan(manifests, policy, pinned=pinned, in_use=in_use, overdue=overdue).keep
+    if as_json:
+        print_json([_describe(it, kept.get(it.id, ()), it.id in pinned) for it in manifests])
+    elif not manifests:
+        note(f"run {store.run} has no checkpoint")
+    else:
+        rows = (_row(manifest, kept, policy.checkpoint_score_attribute) for manifest in manifests)
+        print_table(["id", "step", "metrics", "size", "age", "kept because"], rows, right={"step", "size", "age"})
+
+
+def _describe(manifest: Manifest, kept_because: Iterable[str], pinned: bool) -> dict[str, Any]:
+    return {
+        "id": manifest.id,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "metrics": manifest.metrics,
+        "bytes": manifest.total_bytes,
+        "created_at": manifest.created_at.isoformat(),
+        "pinned": pinned,
+        "kept_because": list(kept_because),
+    }
+
+
+def _row(manifest: Manifest, kept: dict[str, tuple[str, ...]], first: str | None) -> Iterator[object]:
+    yield manifest.id
+    yield manifest.step
+    yield _show_metrics(manifest, first)
+    yield show_bytes(manifest.total_bytes)
+    yield show_age((datetime.now(timezone.utc) - manifest.created_at).total_seconds())
+    why = kept.get(manifest.id)
+    yield ", ".join(why) if why else ("nothing", "yellow")
+
+
+def _show_metrics(manifest: Manifest, first: str | None) -> str:
+    """Return some metrics as text, the score first."""
+    flat = sorted(flatten_metrics(manifest.metrics), key=lambda item: item[0] != first)
+    more = f" and {len(flat) - _SHOWN_METRICS} more" if len(flat) > _SHOWN_METRICS else ""
+    return ", ".join(f"{name}={show_number(value)}" for name, value in flat[:_SHOWN_METRICS]) + more

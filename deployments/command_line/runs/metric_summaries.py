@@ -1,0 +1,48 @@
+"""Summaries of the metrics in a run's history."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSummary:
+    """The summary of a metric over all reports.
+
+    Attributes:
+        name: "a/b" for a nested one.
+        reports: The number of reports with it.
+        first: Its first value.
+        last: Its last value.
+        min: The smallest number among its values, without NaN; None if there is no number.
+        max: The largest, as `min`.
+
+    """
+
+    name: str
+    reports: int
+    first: MetricValue
+    last: MetricValue
+    min: float | None
+    max: float | None
+
+    def numbers(self) -> tuple[MetricValue, MetricValue, MetricValue, MetricValue]:
+        """Return the values in the order of a table."""
+        return self.first, self.last, self.min, self.max
+
+
+def summarize_metrics(history: Iterable[MetricRecord]) -> list[MetricSummary]:
+    """Return a summary of every metric, in the order of their first reports."""
+    values: dict[str, list[MetricValue]] = {}
+    for record in history:
+        for name, value in flatten_metrics(record.metrics):
+            values.setdefault(name, []).append(value)
+    return [_summarize(name, reported) for name, reported in values.items()]
+
+
+def _summarize(name: str, reported: list[MetricValue]) -> MetricSummary:
+    numbers = [value for value in reported if isinstance(value, (int, float)) and not math.isnan(value)]
+    return MetricSummary(name, len(reported), reported[0], reported[-1], min(numbers, default=None), max(numbers, default=None))

@@ -1,0 +1,46 @@
+"""`pin` and `unpin`: exempt a checkpoint from retention policies."""
+
+from typing import Any
+
+import click
+from prefect_torch.deployments.command_line.parameters import (
+    checkpoint_argument,
+    metric_option,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.terminal import say
+
+from .selection import find_checkpoint, open_run
+
+
+@click.command
+@storage_argument
+@run_argument
+@checkpoint_argument
+@metric_option
+@order_option
+def pin(storage: str, run: str, checkpoint: str, metric: str | None, order: Any) -> None:
+    """Keep a checkpoint regardless of retention policies."""
+    store = open_run(storage, run)
+    manifest = find_checkpoint(store, checkpoint, metric, order)
+    store.pin(manifest.id)
+    say(f"{manifest.id} is pinned")
+
+
+@click.command
+@storage_argument
+@run_argument
+@checkpoint_argument
+@metric_option
+@order_option
+def unpin(storage: str, run: str, checkpoint: str, metric: str | None, order: Any) -> None:
+    """Subject a checkpoint to the retention policies again.
+
+    Does nothing if it is not pinned.
+    """
+    store = open_run(storage, run)
+    manifest = find_checkpoint(store, checkpoint, metric, order)
+    store.unpin(manifest.id)
+    say(f"{manifest.id} is not pinned")

@@ -1,0 +1,29 @@
+"""A progress bar on stderr, on a terminal only."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from prefect_torch.deployments.command_line.terminal import console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+
+@contextmanager
+def progress_bar(description: str, total: int, *, unit: Literal["bytes", "checkpoints"]) -> Iterator[Callable[[int], None]]:
+    """Yield a function that adds to the bar."""
+    to = console(stderr=True)
+    if not to.is_terminal:
+        yield lambda _: None
+        return
+    count: ProgressColumn = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
+    with Progress(TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn(), console=to) as progress:
+        bar = progress.add_task(description, total=total)
+        yield lambda more: progress.advance(bar, more)

@@ -1,0 +1,94 @@
+"""Summaries of the runs in a storage, made from listings: no manifest is read."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
+from prefect_torch.ckpt.runs.attempts import read_attempt
+from prefect_torch.ckpt.runs.evaluations import manifest_id
+from prefect_torch.ckpt.runs.layout import Layout, attempt_number, stem
+from prefect_torch.ckpt.runs.listing import list_runs
+from prefect_torch.ckpt.runs.manifest import step_of
+from prefect_torch.deployments.command_line.terminal import note
+
+from .run_state import State, ending_of, state_of
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The summary of a run; the fields are the keys of `ls --json`.
+
+    Attributes:
+        name: The run's name.
+        attempts: The number of its attempts.
+        latest_step: The step of the newest checkpoint, or None.
+        checkpoints: The number of committed checkpoints.
+        bytes: The size of all checkpoint data, committed or not.
+        state: The recorded ending of the newest attempt; else "running", "lost" (its process is gone) or "unknown" (its
+            process is on another machine).
+
+    """
+
+    name: str
+    attempts: int
+    latest_step: int | None
+    checkpoints: int
+    bytes: int
+    state: State
+
+
+def summarize_runs(storage: Storage) -> Iterator[RunSummary]:
+    """Yield the runs sorted by name; each costs a listing and four small requests."""
+    for name in sorted(list_runs(storage)):
+        seen = _Seen(Layout(name))
+        try:
+            for info in storage.list(f"{name}/"):
+                seen.add(info)
+            if seen.is_run:
+                yield seen.summary(CheckpointStore.open(storage, name))
+        except PermissionError as exc:
+            note(f"left out: {exc}")
+
+
+@dataclass(slots=True)
+class _Seen:
+    layout: Layout
+    data: dict[str, int] = field(default_factory=dict)
+    checkpoints: set[str] = field(default_factory=set)
+    attempts: set[str] = field(default_factory=set)
+    outcomes: set[str] = field(default_factory=set)
+
+    def add(self, info: ObjectInfo) -> None:
+        """Add an object of the listing; the order is arbitrary, and an object may be listed twice."""
+        if info.key.startswith(self.layout.checkpoints):
+            self.data[info.key] = info.bytes
+        elif info.key.startswith(self.layout.manifests):
+            if (checkpoint_id := manifest_id(self.layout, info.key)) is not None:
+                self.checkpoints.add(checkpoint_id)
+        elif info.key.startswith(self.layout.attempts):
+            if attempt_number(info.key):
+                self.attempts.add(info.key)
+        elif info.key.startswith(self.layout.outcomes):
+            self.outcomes.add(stem(info.key))
+
+    @property
+    def is_run(self) -> bool:
+        return bool(self.attempts or self.checkpoints)
+
+    def summary(self, store: CheckpointStore) -> RunSummary:
+        return RunSummary(
+            name=store.run,
+            attempts=max(map(attempt_number, self.attempts), default=0),
+            latest_step=step_of(max(self.checkpoints)) if self.checkpoints else None,
+            checkpoints=len(self.checkpoints),
+            bytes=sum(self.data.values()),
+            state=self._state(store),
+        )
+
+    def _state(self, store: CheckpointStore) -> State:
+        newest = max(self.attempts, default=None)
+        claim = None if newest is None else store.leave_out_newer(lambda: read_attempt(store, newest))
+        if claim is None:
+            return "unknown"
+        ended = stem(self.layout.outcome(claim.number)) in self.outcomes
+        return state_of(claim.owner, ending_of(store, claim.number) if ended else None)

@@ -1,0 +1,84 @@
+"""Runs and checkpoints that a command is given as text."""
+
+from prefect_torch.ckpt import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    Manifest,
+    UnsupportedFormatError,
+)
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.runs.retention import Order
+from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.text import show_some
+from prefect_torch.deployments.command_line.storages import open_existing_storage
+from prefect_torch.deployments.command_line.terminal import note
+
+from .score import resolve_score, sort_by_score
+
+
+def open_run(storage: str, run: str) -> CheckpointStore:
+    """Open an existing run.
+
+    Raises:
+        FileNotFoundError: If there is no such run.
+
+    """
+    store = CheckpointStore.open(open_existing_storage(storage), run)
+    layout = store.layout
+    if not any(next(store.storage.list(prefix), None) for prefix in (layout.attempts, layout.manifests)):
+        raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; prefect-torch ls {storage} lists the runs")
+    return store
+
+
+def read_manifests(store: CheckpointStore) -> list[Manifest]:
+    """Return every readable manifest, oldest first, by parallel small reads; the others are named on stderr."""
+
+    def read(listed: ListedCheckpoint) -> Manifest | None:
+        try:
+            return store.read(listed)
+        except CheckpointNotFoundError:  # pruned since the listing
+            return None
+        except CheckpointCorruptError as exc:
+            note(f"left out, damaged: {exc}")
+            return None
+        except UnsupportedFormatError as exc:
+            note(f"left out: {exc}")
+            return None
+
+    return [manifest for manifest in read_all(store.listed(), read) if manifest is not None]
+
+
+def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None, order: Order | None = None) -> Manifest:
+    """Return the checkpoint that `text` names: an id, the beginning of an id, "latest" or "best".
+
+    Raises:
+        CheckpointNotFoundError: If there is no such checkpoint.
+        ValueError: If several ids begin with `text`.
+
+    """
+    if is_id(text):
+        return store.get(text)
+    if text == "latest":
+        found = store.latest()
+    elif text == "best":
+        score = resolve_score(store, metric, order)
+        found = next(iter(sort_by_score(read_manifests(store), score)), None)
+    else:
+        return store.get(_only_id(store, text))
+    if found is None:
+        raise CheckpointNotFoundError(f"run {store.run!r} in {store.storage.url} has no checkpoint yet")
+    return found
+
+
+def _only_id(store: CheckpointStore, beginning: str) -> str:
+    matching = [checkpoint_id for checkpoint_id in store.ids() if checkpoint_id.startswith(beginning)]
+    if not matching:
+        raise CheckpointNotFoundError(
+            f"run {store.run!r} in {store.storage.url} has no checkpoint whose id begins with {beginning!r}; "
+            "give an id as listed by ls, latest or best"
+        )
+    if len(matching) > 1:
+        raise ValueError(f"the ids of {len(matching)} checkpoints begin with {beginning!r}: {show_some(matching)}")
+    return matching[0]

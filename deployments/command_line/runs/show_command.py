@@ -1,0 +1,168 @@
+"""`show`: the details of a run or of a checkpoint."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+from prefect_torch.ckpt import CheckpointStore, Manifest
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.history import read_history
+from prefect_torch.ckpt.runs.layout import stem
+from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.deployments.command_line.parameters import (
+    json_option,
+    metric_option,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_count, show_number
+
+from .metric_summaries import MetricSummary, summarize_metrics
+from .run_state import STYLES, state_of
+from .selection import find_checkpoint, open_run
+
+
+@click.command
+@storage_argument
+@run_argument
+@click.argument("checkpoint", metavar="[ID]", required=False)
+@metric_option
+@order_option
+@json_option
+def show(storage: str, run: str, checkpoint: str | None, metric: str | None, order: Any, as_json: bool) -> None:
+    """Show the details of a run or of a checkpoint.
+
+    For RUN its attempts and metrics, for ID its manifest, files and metadata. A run costs reading its whole history of metrics,
+    and a small read for each attempt and checkpoint.
+
+    \b
+    --json of a run: name, path, reports, first_report_at, last_report_at,
+      attempts: a list of number, state, kind (of failure, or null), error,
+        errors (by rank), flow_run_id, host, pid, world_size, claimed_at,
+        resumed_from, settings
+      metrics: a list of name, reports, first, last, min, max
+      quarantined: a list of id, reason
+    --json of a checkpoint: id, path, step, attempt, metrics, world_size,
+      parent, created_at, bytes, pinned, timings, metadata,
+      evaluations: the keys of metrics that evaluations attached,
+      files: a list of path, bytes, digest, rank
+    """  # noqa: D301 - click's mark for lines that it must not fill
+    store = open_run(storage, run)
+    if checkpoint is None:
+        described = _describe_run(store)
+    else:
+        described = _describe_checkpoint(store, find_checkpoint(store, checkpoint, metric, order))
+    if as_json:
+        print_json(described)
+    elif checkpoint is None:
+        _print_run(described)
+    else:
+        _print_checkpoint(described)
+
+
+def _describe_run(store: CheckpointStore) -> dict[str, Any]:
+    outcomes = {outcome.attempt: outcome for outcome in read_outcomes(store)}
+    history = read_history(store)
+    notes = ((stem(key), store.get_json(key)) for key in store.keys(store.layout.quarantined))
+    return {
+        "name": store.run,
+        "path": store.path,
+        "attempts": [_describe_attempt(attempt, outcomes.get(attempt.number)) for attempt in list_attempts(store)],
+        "reports": len(history),
+        "first_report_at": history[0].reported_at if history else None,
+        "last_report_at": history[-1].reported_at if history else None,
+        "metrics": [asdict(summary) for summary in summarize_metrics(history)],
+        "quarantined": [{"id": checkpoint_id, "reason": (known or {}).get("reason")} for checkpoint_id, known in notes],
+    }
+
+
+def _describe_attempt(attempt: Attempt, outcome: Outcome | None) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "state": state_of(attempt.owner, None if outcome is None else outcome.ending),
+        "kind": None if outcome is None else outcome.kind,
+        "error": None if outcome is None else outcome.error,
+        "errors": {} if outcome is None else outcome.errors,
+        "flow_run_id": attempt.owner.flow_run_id,
+        "host": attempt.owner.machine,
+        "pid": attempt.owner.pid,
+        "world_size": attempt.world_size,
+        "claimed_at": attempt.claimed_at,
+        "resumed_from": attempt.resumed_from,
+        "settings": attempt.settings,
+    }
+
+
+def _describe_checkpoint(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:
+    return {
+        **asdict(manifest),
+        "path": store.path_of(manifest.id),
+        "created_at": manifest.created_at.isoformat(),
+        "bytes": manifest.total_bytes,
+        "pinned": manifest.id in store.pinned(),
+        "metadata": store.metadata(manifest),
+    }
+
+
+def _print_run(run: dict[str, Any]) -> None:
+    say(run["path"], "bold")
+    print_table(
+        ["attempt", "state", "ranks", "led by", "claimed at", "resumed from", "reason"],
+        (_attempt_row(attempt) for attempt in run["attempts"]),
+        right={"attempt", "ranks"},
+    )
+    say("")
+    say(
+        show_count(run["reports"], "report")
+        + (f" from {run['first_report_at']} to {run['last_report_at']}" if run["reports"] else "")
+    )
+    if run["metrics"]:
+        summaries = [MetricSummary(**fields) for fields in run["metrics"]]
+        print_table(
+            ["metric", "reports", "first", "last", "min", "max"],
+            ([it.name, it.reports, *(show_number(number) for number in it.numbers())] for it in summaries),
+            right={"reports", "first", "last", "min", "max"},
+        )
+    for damaged in run["quarantined"]:
+        say(f"quarantined as damaged: {damaged['id']}: {damaged['reason']}", "red")
+
+
+def _attempt_row(attempt: dict[str, Any]) -> Iterator[object]:
+    yield attempt["number"]
+    yield attempt["state"], STYLES.get(attempt["state"], "")
+    yield attempt["world_size"]
+    flow_run = f"flow run {attempt['flow_run_id']}, " if attempt["flow_run_id"] else ""
+    yield f"{flow_run}process {attempt['pid']} on {attempt['host']}"
+    yield attempt["claimed_at"]
+    yield attempt["resumed_from"] and attempt["resumed_from"].rpartition("/")[2]
+    yield _reason(attempt["kind"], attempt["error"])
+
+
+def _reason(kind: str | None, error: str | None) -> str | None:
+    """Return the kind and the last line of the error; --json has the whole traceback."""
+    lines = (error or "").strip().splitlines()
+    return f"{kind}: {lines[-1].strip()}" if kind and lines else kind or (lines[-1].strip() if lines else None)
+
+
+def _print_checkpoint(checkpoint: dict[str, Any]) -> None:
+    say(checkpoint["path"], "bold")
+    print_table(["key", "value"], _facts(checkpoint))
+    say("")
+    files: Sequence[dict[str, Any]] = checkpoint["files"]
+    print_table(
+        ["file", "size", "rank", "xxh3-128"],
+        ([entry["path"], show_bytes(entry["bytes"]), entry["rank"], entry["digest"]] for entry in files),
+        right={"size", "rank"},
+    )
+
+
+def _facts(checkpoint: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    for key in ("step", "attempt", "world_size", "parent", "created_at", "pinned"):
+        yield key, checkpoint[key]
+    yield "size", f"{show_bytes(checkpoint['bytes'])} in {show_count(len(checkpoint['files']), 'file')}"
+    for group in ("metrics", "timings", "metadata"):
+        for name, value in flatten_metrics(checkpoint[group]):
+            yield f"{group}/{name}", show_number(value)

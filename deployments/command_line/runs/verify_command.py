@@ -1,0 +1,90 @@
+"""`verify`: whether the stored files are those that were committed."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, UnsupportedFormatError
+from prefect_torch.deployments.command_line.parameters import (
+    json_option,
+    metric_option,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table
+
+from .progress import progress_bar
+from .selection import find_checkpoint, open_run
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result for a checkpoint; the fields are keys of `verify --json`."""
+
+    id: str
+    whole: bool
+    damage: str | None
+
+
+@click.command
+@storage_argument
+@run_argument
+@click.argument("checkpoint", metavar="[ID]", required=False)
+@click.option(
+    "--level",
+    type=click.Choice(["size", "digest"]),
+    default="digest",
+    show_default=True,
+    help="Compare only sizes, by a listing, or also digests, by reading every byte.",
+)
+@metric_option
+@order_option
+@json_option
+def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: str | None, order: Any, as_json: bool) -> None:
+    """Verify checkpoints, and name the damage.
+
+    Verifies one checkpoint of RUN, or all; exits with 1 if one is damaged. Nothing is changed: the next start of the training
+    quarantines a damaged checkpoint and resumes from the previous one.
+
+    \b
+    --json: a list of
+      id, level, whole (true or false), damage (the first in the checkpoint, or null)
+    """  # noqa: D301 - click's mark for lines that it must not fill
+    store = open_run(storage, run)
+    ids = list(store.ids()) if checkpoint is None else [find_checkpoint(store, checkpoint, metric, order).id]
+    verdicts = list(_verify_all(store, ids, level))
+    if as_json:
+        print_json([{"level": level, **asdict(verdict)} for verdict in verdicts])
+    elif verdicts:
+        print_table(
+            ["id", level, "damage"],
+            ([it.id, ("whole", "green") if it.whole else ("damaged", "bold red"), it.damage or ""] for it in verdicts),
+        )
+    damaged = [verdict for verdict in verdicts if not verdict.whole]
+    if damaged:
+        first = damaged[0]
+        raise CheckpointCorruptError(
+            f"{len(damaged)} of {len(verdicts)} checkpoints damaged, the first is {first.id}: {first.damage}; use another one"
+        )
+
+
+def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> Iterator[Verdict]:
+    with progress_bar("verifying", len(ids), unit="checkpoints") as bar:
+        for checkpoint_id in ids:
+            try:
+                store.verify(store.get(checkpoint_id), level)
+            except CheckpointCorruptError as exc:
+                yield Verdict(checkpoint_id, whole=False, damage=str(exc))
+            except UnsupportedFormatError as exc:
+                if len(ids) == 1:
+                    raise
+                note(f"left out: {exc}")
+            except CheckpointNotFoundError:
+                if len(ids) == 1:
+                    raise
+                note(f"{checkpoint_id} was pruned meanwhile")
+            else:
+                yield Verdict(checkpoint_id, whole=True, damage=None)
+            bar(1)

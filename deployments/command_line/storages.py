@@ -1,0 +1,44 @@
+"""Storages that a command is given as text."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from prefect_torch.ckpt import Storage, StorageError
+from prefect_torch.ckpt.storage.location import is_block_slug
+from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+
+_RETRY = RetryPolicy(deadline_s=20.0)  # a person waits at a terminal; a training retries for two minutes
+
+
+def open_existing_storage(text: str) -> Storage:
+    """Open the storage that `text` names.
+
+    Raises:
+        ValueError: If it names none.
+        FileNotFoundError: If it is a local directory that does not exist.
+
+    """
+    storage = open_named_storage(text)
+    if "://" not in storage.url and not Path(storage.url).is_dir():
+        raise FileNotFoundError(f"there is no directory {storage.url}; give the storage of a training")
+    return storage
+
+
+def open_named_storage(text: str) -> Storage:
+    """Open the storage that `text` names, which need not exist yet; only the name of a block imports prefect.
+
+    Raises:
+        ValueError: If it names none.
+        StorageError: If its block cannot be loaded.
+
+    """
+    try:
+        spec = parse_storage(text)
+    except ValueError:
+        raise
+    except Exception as exc:
+        if not is_block_slug(text):
+            raise
+        raise StorageError(f"the block {text} could not be loaded: {exc}; is PREFECT_API_URL the server that has it?") from exc
+    return open_storage(replace(spec, retry=_RETRY))

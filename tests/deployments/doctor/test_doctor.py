@@ -1,0 +1,159 @@
+"""`prefect-torch doctor`: what it finds in order, and what it says of what is not."""
+
+import os
+import re
+import resource
+import shutil
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    temporary_settings,
+)
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.deployments.command_line.doctor import machine_checks, software_checks, torch_checks
+from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
+from servers import free_port
+
+
+@contextmanager
+def prefect_api(status):
+    """Answer whatever is asked with `status` and an empty list."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"[]")
+
+        do_POST = do_GET  # noqa: N815 - as http.server names it
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        api = f"http://127.0.0.1:{http.server_port}/api"
+        with temporary_settings(
+            {PREFECT_API_URL: api, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 0}
+        ):
+            yield
+        http.shutdown()
+
+
+def test_the_doctor_finds_nothing_wrong_here(storage, as_json):
+    with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}):
+        findings = {it["check"]: it for it in as_json("doctor", storage)}
+    software = {"python", "prefect", "fastapi", "sqlalchemy", "prefect api", "torch"}
+    assert software | {"gpus", "backends", "loopback", "storage"} <= set(findings)
+    assert [it["found"] for it in findings.values() if it["status"] == "wrong"] == []
+    assert findings["storage"]["found"].startswith(f"{storage}: wrote, listed, read and deleted in ")
+    assert list(CheckpointStore.open(storage, "x").storage.list("")) == []
+
+
+def test_the_doctor_leaves_no_folder_behind_where_there_was_none(as_json, tmp_path):
+    findings = as_json("doctor", tmp_path / "new/storage")
+    assert findings[-1]["status"] == "ok"
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_the_doctor_finds_wrong_ends_with_1_and_says_what_to_do(command, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    code, out, _ = command("doctor", tmp_path / "file")
+    assert code == 1
+    assert re.search(r"^wrong +storage +.*/file does not write: .* -> let this user write there", out, re.MULTILINE)
+
+
+def test_the_doctor_does_not_repeat_a_password(command):
+    code, out, _ = command("doctor", "s3://user:secret@bucket")
+    assert code == 1
+    assert "URL holds credentials" in out
+    assert "secret" not in out
+
+
+def test_a_storage_that_forgets_to_delete_is_wrong(command, local, monkeypatch):
+    monkeypatch.setattr("prefect_torch.ckpt.storage.local.LocalStorage.delete", lambda storage, keys: None)
+    code, out, _ = command("doctor", local)
+    assert code == 1
+    assert "does not forget: it still lists ['prefect-torch-probe-" in out
+    shutil.rmtree(local)
+
+
+@pytest.mark.parametrize(
+    ("library", "installed", "prefect", "url", "status"),
+    [
+        (FASTAPI, "0.145.0", "3.8.8", None, "ok"),
+        (FASTAPI, "0.154.0", "3.8.8", None, "wrong"),
+        (FASTAPI, "0.155.1", "3.6.0", "http://there/api", "warning"),
+        (FASTAPI, "0.155.1", "3.9.0", None, "ok"),
+        (SQLALCHEMY, "2.0.58", "3.8.8", None, "ok"),
+        (SQLALCHEMY, "2.1.0", "3.8.8", None, "warning"),
+    ],
+)
+def test_a_library_that_prefects_server_cannot_use_is_found(monkeypatch, library, installed, prefect, url, status):
+    monkeypatch.setattr(software_checks, "version", {library.name: installed, "prefect": prefect}.__getitem__)
+    with temporary_settings({PREFECT_API_URL: url}):
+        (finding,) = software_checks.check_server_library(library)
+    assert finding.status == status
+    assert (f"pip install '{library.name}<" in finding.advice) == (status != "ok")
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, "ok"), (401, "wrong"), (500, "wrong")])
+def test_prefects_api_is_asked(status, expected):
+    with prefect_api(status):
+        finding, *more = software_checks.check_api()
+    assert (finding.check, finding.status) == ("prefect api", expected), finding
+    assert [(it.check, it.status) for it in more] == ([("deployments", "ok")] if expected == "ok" else [])
+
+
+def test_an_api_that_is_away_is_wrong():
+    with temporary_settings({PREFECT_API_URL: f"http://user:secret@127.0.0.1:{free_port()}/api"}):
+        (finding,) = software_checks.check_api()
+    assert finding.status == "wrong"
+    assert "prefect server start" in finding.advice
+    assert "secret" not in finding.found
+
+
+def test_no_api_and_none_allowed_is_wrong():
+    with temporary_settings({PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
+        (finding,) = software_checks.check_api()
+    assert (finding.status, finding.advice) == ("wrong", "set PREFECT_API_URL")
+
+
+def test_a_torch_with_gpus_and_without_nccl_is_wrong(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    (finding,) = torch_checks.check_backends()
+    assert (finding.status, finding.found) == ("wrong", "gloo; nccl is missing")
+
+
+def test_gpus_are_named(monkeypatch):
+    class Properties:
+        name = "H200"
+        total_memory = 139 * 2**30
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: Properties)
+    _, finding = torch_checks.check_torch()
+    assert finding.found.startswith("2: H200 (139.0 GiB), H200 (139.0 GiB); CUDA ")
+
+
+def test_little_shared_memory_and_few_files_are_warnings(monkeypatch, tmp_path):
+    (missing,) = machine_checks.check_shared_memory(tmp_path / "none")
+    assert (missing.status, missing.found) == ("warning", "missing")
+    few = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda folder: few)
+    (little,) = machine_checks.check_shared_memory(tmp_path)
+    assert (little.status, little.found) == ("warning", "64.0 MiB, 64.0 MiB free")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
+    (files,) = machine_checks.check_open_files()
+    assert (files.status, files.found) == ("warning", "256, at most 4096")

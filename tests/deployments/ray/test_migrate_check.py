@@ -1,0 +1,339 @@
+"""`prefect-torch migrate-check`: what of Ray a file uses is found, whatever it is called, and what to write for it exists."""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, TrainContext
+from prefect_torch.deployments.command_line.program import run
+from prefect_torch.deployments.command_line.ray.equivalents import ATTRIBUTES, PARAMETERS, RETURNS, Equivalents, sections
+from prefect_torch.deployments.command_line.ray.usages import find_usages
+from prefect_torch.flows import Result
+
+ROWS = [row for section in sections() for row in section.rows]
+PACKAGES = ("ckpt", "ckpt.lightning", "ckpt.transformers", "flows", "tasks", "deployments")
+# What rows call the objects of our classes.
+INSTANCES = {
+    "checkpoint": Checkpoint,
+    "CheckpointStore": CheckpointStore,
+    "get_context()": TrainContext,
+    "manifest": Manifest,
+    "result": Result,
+    "store": CheckpointStore,
+}
+
+
+def uses(source):
+    """Return the names that a file uses, with their arguments, in its order."""
+    return [
+        f"{usage.name.removeprefix('ray.')}({usage.keyword}={usage.value})"
+        if usage.keyword
+        else usage.name.removeprefix("ray.")
+        for usage in find_usages(textwrap.dedent(source).encode(), Equivalents())
+    ]
+
+
+@pytest.fixture
+def check(tmp_path, capsys):
+    """Check a file, and return the exit code, what was printed, and what was said on stderr."""
+
+    def call(content, *options, name="training.py"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else textwrap.dedent(content).strip().encode())
+        code = run(["migrate-check", *options, str(path)])
+        return code, *(text.replace(f"{tmp_path}/", "") for text in capsys.readouterr())
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import ray\nray.train.report({})",
+        "import ray.train\nray.train.report({})",
+        "import ray.train as rt\nrt.report({})",
+        "from ray import train\ntrain.report({})",
+        "from ray.train import report\nreport({})",
+        "from ray.train import report as tell\ntell({})",
+        "from ray.train import *\nreport({})",
+        "from ray.air import session\nsession.report({})",
+        "from ray.train.v2.api.train_fn_utils import report\nreport({})",
+        "from ray import tune\ntune.report({})",
+        "from ray.tune import *\nreport({})",
+        "def train_func():\n    from ray.train import report\n    report({})",
+        "def train_func():\n    report({})\nfrom ray.train import report",
+        "class Callback:\n    import ray.train as rt\n    rt.report({})",
+        "import ray.train\nlambda: ray.train.report({})",
+        "import ray.train\n[ray.train.report({}) for _ in ()]",
+    ],
+)
+def test_a_name_is_followed_through_imports(source):
+    assert uses(source)[:1] == ["train.report"]
+
+
+def test_methods_are_found_through_what_calls_return():
+    assert uses("""
+        from ray.train import get_context, get_checkpoint, get_all_reported_checkpoints
+        from ray.train.torch import TorchTrainer
+        rank = get_context().get_world_rank()
+        context = get_context()
+        context.get_world_size()
+        if (found := get_checkpoint()) is not None:
+            with found.as_directory() as folder:
+                folder.upper()
+        for reported in get_all_reported_checkpoints():
+            reported.metrics["loss"].hex()
+            reported.checkpoint.to_directory()
+        TorchTrainer(print).fit().best_checkpoints[0][0].path
+    """) == [
+        *("train.get_context", "train.TrainContext.get_world_rank", "train.get_context", "train.TrainContext.get_world_size"),
+        *("train.get_checkpoint", "train.Checkpoint.as_directory", "train.get_all_reported_checkpoints"),
+        *("train.ReportedCheckpoint.metrics", "train.ReportedCheckpoint.checkpoint", "train.Checkpoint.to_directory"),
+        *("train.torch.TorchTrainer", "train.torch.TorchTrainer(train_loop_per_worker=)", "train.torch.TorchTrainer.fit"),
+        *("train.Result.best_checkpoints", "train.Checkpoint.path"),
+    ]
+
+
+def test_annotations_tell_what_is_passed():
+    assert uses("""
+        import ray.train
+        def use(result: ray.train.Result, checkpoint: ray.train.Checkpoint | None = None):
+            for best, metrics in result.best_checkpoints:
+                best.filesystem, metrics.keys()
+            checkpoint.uri
+    """) == [
+        *("train.Result", "train.Checkpoint", "train.Result.best_checkpoints", "train.Checkpoint.filesystem"),
+        "train.Checkpoint.uri",
+    ]
+
+
+def test_arguments_are_found_by_name_and_by_place():
+    found = uses("""
+        from ray.train import *
+        report({}, None, "name", checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+        ScalingConfig(num_workers=(2, 8), use_gpu=True)
+    """)
+    assert found == [
+        *(
+            "train.report",
+            "train.report(metrics=)",
+            "train.report(checkpoint=None)",
+            "train.report(checkpoint_dir_name='name')",
+        ),
+        *("train.report(checkpoint_upload_mode=)", "train.CheckpointUploadMode.ASYNC", "train.ScalingConfig"),
+        *("train.ScalingConfig(num_workers=(…))", "train.ScalingConfig(use_gpu=True)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "report({})",
+        "from elsewhere import report\nreport({})",
+        "from ray.train import report\ndef report(metrics): ...\nreport({})",
+        "import ray.train\ndef use(ray): ray.train.report({})",
+        "import rayon as ray\nray.train.report({})",
+        "'import ray.train; ray.train.report({})'",
+        "# ray.train.report({})",
+    ],
+)
+def test_what_is_not_rays_is_not_listed(source):
+    assert [name for name in uses(source) if "report" in name][1:] == []
+
+
+def test_a_name_is_known_from_the_module_that_defines_it():
+    assert uses("""
+        from ray.train.torch.config import TorchConfig
+        from ray.train.base_trainer import TrainingFailedError
+        from ray.train.context import TrainContext
+    """) == ["train.torch.TorchConfig", "train.TrainingFailedError", "train.TrainContext"]
+
+
+def test_what_tune_has_of_a_trainings_is_listed_as_that_and_the_rest_for_itself():
+    assert uses("""
+        from ray import tune
+        tune.get_context().get_trial_id()
+        results = tune.Tuner(print, run_config=tune.RunConfig(stop=stop)).fit()
+        results.get_best_result("loss", "min").checkpoint.to_directory()
+    """) == [
+        *("train.get_context", "train.TrainContext.get_trial_id", "tune.Tuner", "tune.Tuner(run_config=)", "train.RunConfig"),
+        *("train.RunConfig(stop=)", "tune.Tuner.fit", "tune.ResultGrid.get_best_result", "train.Result.checkpoint"),
+        "train.Checkpoint.to_directory",
+    ]
+
+
+def test_an_import_that_nothing_uses_is_listed_for_itself():
+    assert uses("import ray.train\nfrom ray.train import SyncConfig") == ["train.SyncConfig"]
+
+
+def test_a_file_is_told_line_by_line_and_ends_with_its_imports(check):
+    code, out, err = check("""
+        import ray.train
+
+        def train_func(config):
+            print("é", ray.train.get_context().get_world_rank())
+            ray.train.report({}, checkpoint_upload_fn=print)
+    """)
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[:3] for line in lines[1:5]] == [
+        ["training.py:4:16", "ray.train.get_context", "same"],
+        ["training.py:4:40", "ray.train.TrainContext.get_world_rank", "same"],
+        ["training.py:5:5", "ray.train.report", "better"],
+        ["training.py:5:26", "ray.train.report(checkpoint_upload_fn=)", "missing"],
+    ]
+    assert out.splitlines()[-2:] == [
+        "4 uses: 2 same, 1 better, 1 missing",
+        "from prefect_torch.ckpt import get_context, report",
+    ]
+    assert (code, err) == (1, "")
+
+
+def test_a_file_with_an_equivalent_for_everything_exits_with_0(check):
+    assert check("import ray.train\nray.train.report({})")[0] == 0
+    assert check("print('hello')") == (0, "no name of Ray is used\n", "")
+
+
+def test_json_has_the_keys_that_the_help_names(check):
+    code, out, _ = check("import ray.train\nray.train.report({}, validation=True)\nray.tune.run(print)", "--json")
+    reported, validated, tuned = json.loads(out)
+    assert code == 1
+    assert reported | {"note": ""} == {
+        "file": "training.py",
+        "line": 2,
+        "column": 1,
+        "ray": "ray.train.report",
+        "verdict": "better",
+        "here": "report(metrics, checkpoint=)",
+        "note": "",
+        "imports": ["prefect_torch.ckpt.report"],
+    }
+    assert (validated["ray"], validated["verdict"], validated["column"]) == ("ray.train.report(validation=)", "different", 22)
+    assert (tuned["ray"], tuned["verdict"], tuned["here"]) == ("ray.tune.run", "missing", "")
+
+
+def test_a_file_is_read_and_never_run(check, tmp_path):
+    assert check(f"open({str(tmp_path / 'written')!r}, 'w')\nimport nothing_of_that_name")[0] == 0
+    assert not (tmp_path / "written").exists()
+
+
+def test_neither_prefect_nor_torch_is_waited_for(tmp_path):
+    (tmp_path / "training.py").write_text("import ray.train\nray.train.report({})")
+    program = f"""
+import sys
+from prefect_torch.deployments.command_line.program import run
+assert run(["migrate-check", {str(tmp_path / "training.py")!r}]) == 0
+assert not {{"prefect", "torch", "ray"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_a_name_that_no_table_has_is_missing(check):
+    code, out, _ = check("import ray.train\nray.train.new()\nray.train.report({}, newer=1)")
+    assert code == 1
+    assert re.findall(r"ray\.train\.(\S+) +missing", out) == ["new", "report(newer=)"]
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8-sig"])
+def test_an_encoding_that_the_file_names_counts(check, encoding):
+    cookie = "# -*- coding: latin-1 -*-\n" if encoding == "latin-1" else "\n"
+    code, out, _ = check(f"{cookie}import ray.train\n'é', ray.train.report({{}})".encode(encoding))
+    assert (code, out.splitlines()[1].split()[0]) == (0, "training.py:3:6")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.py", b"def f(:\n", "a.py:1 is not valid Python for this interpreter: invalid syntax"),
+        ("a.py", b"x = 1\ny = '\xe9'\n", "a.py is not text in utf-8, as Python expects"),
+        ("a.py", b"# coding: nothing\n", "a.py is not valid Python for this interpreter: unknown encoding: nothing"),
+        ("a.py", b"x\0", "a.py is not valid Python"),
+        ("a.py", b"(" * 100_000, "a.py"),
+        ("a.py", b"x = 0" + b" + 1" * 3000, "a.py is nested too deeply to be analyzed"),
+        ("a.ipynb", b"{}", "a.ipynb is a notebook: give the output of 'jupyter nbconvert --to script"),
+    ],
+)
+def test_what_is_no_python_is_told_in_one_line(check, name, content, message):
+    code, out, err = check(content, name=name)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_folder_and_nothing_are_no_files(tmp_path, capsys):
+    for path, message in [(tmp_path, "is a directory: give the Python files"), (tmp_path / "none.py", "there is no file")]:
+        assert run(["migrate-check", str(path)]) == 2
+        assert message in capsys.readouterr().err
+    assert run(["migrate-check"]) == 2
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.ray or row.here)
+def test_what_stands_here_exists(row):
+    assert (row.verdict == "missing") <= (row.here == "")
+    assert row.verdict in ("same", "better", "different", "missing", "more")
+    for name in row.imports:
+        package, _, attribute = name.rpartition(".")
+        assert not package or hasattr(importlib.import_module(package), attribute), name
+    for code in re.findall(r"`([^`]+)`", f"{row.here} {row.note}"):
+        _check_exists(code)
+
+
+def _check_exists(code):
+    """Refuse names and arguments of ours that do not exist, as far as a row tells whose they are."""
+    try:
+        node = ast.parse(code.replace("…", "*_"), mode="eval").body
+    except SyntaxError:
+        try:
+            node = ast.parse(re.sub(r"=(?=[,)])", "=0", code.replace("(…, ", "(*_, ").replace("…", "_")), mode="eval").body
+        except SyntaxError:  # `with … as`, `upload="async"`
+            return
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and (owner := INSTANCES.get(ast.unparse(part.value))) is not None:
+            known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ()), "path", "ckpt"}  # checkpoint.ckpt is a file
+            assert part.attr in known, code
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and (function := _public(part.func.id)) is not None:
+            known = getattr(function, "model_fields", None) or inspect.signature(getattr(function, "fn", function)).parameters
+            assert {keyword.arg for keyword in part.keywords} <= set(known), code
+
+
+def _public(name):
+    for package in PACKAGES:
+        module = importlib.import_module(f"prefect_torch.{package}")
+        if name in getattr(module, "__all__", ()):
+            return getattr(module, name)
+    return None
+
+
+def test_no_name_has_two_rows():
+    names = [row.ray for row in ROWS if row.ray]
+    assert len(names) == len(set(names))
+
+
+def test_what_is_known_of_rays_calls_is_about_names_with_rows():
+    rows = Equivalents()
+    for name in [*PARAMETERS, *RETURNS, *ATTRIBUTES]:
+        assert rows.has(name), name
+    for argument in [row.ray for row in ROWS if "(" in row.ray]:
+        name, _, keyword = argument.partition("(")
+        assert keyword.partition("=")[0] in PARAMETERS[name], argument
+
+
+def test_an_argument_without_a_row_has_the_same_name_here():
+    rows = Equivalents()
+    for name, parameters in PARAMETERS.items():
+        for keyword in parameters:
+            if rows.of_argument(name, keyword, "") is None:
+                ours = re.match(r"`(?:\w+\.)?(\w+)\(", rows.of(name).here)[1]
+                function = _public(ours) or getattr(Result, ours)
+                known = getattr(function, "model_fields", None) or inspect.signature(function).parameters
+                assert keyword in known or name == "ray.train.Result.from_path", f"{name}({keyword}=)"
+
+
+def test_ports_of_rays_examples_use_nothing_of_ray(check):
+    for path in (Path(__file__).parents[3] / "examples").rglob("*.py"):
+        assert check(path.read_bytes())[1] == "no name of Ray is used\n", path
