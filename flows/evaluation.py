@@ -10,9 +10,7 @@ from prefect_torch.ckpt.attempts import newest_attempt
 from prefect_torch.ckpt.evaluations import check_evaluation_name
 from prefect_torch.ckpt.metrics import Metrics
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
-from prefect_torch.tasks.api_outage import outlast_api_outages
 from prefect_torch.tasks.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.function import PackedFunction, pack_function
 from prefect_torch.tasks.gang import ONE_THREAD_PER_RANK
@@ -24,7 +22,9 @@ from prefect_torch.tasks.storage_choice import StorageChoice
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
+from .api_outage import outlast_api_outages
 from .checkpoint_choice import Unevaluated, find_named
+from .embedded_server import tie_embedded_server
 from .gpus import require_gpus
 
 

@@ -18,10 +18,8 @@ from prefect_torch.tasks import (
     ScalingConfig,
     train_workers,
 )
-from prefect_torch.tasks.api_outage import outlast_api_outages
 from prefect_torch.tasks.audience import Audience
 from prefect_torch.tasks.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.function import pack_function
 from prefect_torch.tasks.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.job import TrainJob
@@ -32,12 +30,14 @@ from prefect_torch.tasks.termination import TERMINATIONS, Termination
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
+from .api_outage import outlast_api_outages
 from .checkpoint_choice import find_named
+from .embedded_server import tie_embedded_server
 from .ending import note_ending, tell_ending
 from .gpus import require_gpus
 from .monitoring.console import console_progress
-from .monitoring.events import EventObserver
-from .monitoring.pages import Pages
+from .monitoring.events.observer import EventObserver
+from .monitoring.pages.observer import Pages
 from .result import Result
 from .run_name import count_call_in_task, name_run
 

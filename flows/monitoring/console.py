@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .wording import show_duration, show_number
+from .text import show_duration, show_number
 
 _SHOWN_INCIDENTS = 3
 _REFRESHES_PER_S = 2.0

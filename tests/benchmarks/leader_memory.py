@@ -23,7 +23,7 @@ from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.events import CommitEvent, EventReceiver, EventSender, ReportEvent
 from prefect_torch.ckpt.history import MetricRecord
 from prefect_torch.ckpt.manifest_memory import ManifestMemory
-from prefect_torch.flows.monitoring.run_notes import RunNotes
+from prefect_torch.flows.monitoring.pages.run_view import RunNotes
 from prefect_torch.tasks import retention_schedule
 from prefect_torch.tasks.audience import AttemptStarted
 from prefect_torch.tasks.rendezvous import Rendezvous, connect

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prefect_torch.ckpt.metrics import find_metric, flatten_metrics
 from prefect_torch.ckpt.wording import show_age, show_bytes
+from prefect_torch.flows.monitoring.text import show_number, show_time
 
 from .stored_checkpoints import StoredCheckpoint
-from .wording import show_number, show_time
 
 MAX_ROWS = 100
 _MAX_METRICS = 8

@@ -4,10 +4,10 @@ import re
 
 import pytest
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.flows.monitoring.checkpoint_table import MAX_ROWS, checkpoint_rows
-from prefect_torch.flows.monitoring.live_artifact import artifact_key
-from prefect_torch.flows.monitoring.storage_console import StorageConsole
-from prefect_torch.flows.monitoring.stored_checkpoints import StoredCheckpoint
+from prefect_torch.flows.monitoring.pages.checkpoint_table import MAX_ROWS, checkpoint_rows
+from prefect_torch.flows.monitoring.pages.live_artifact import artifact_key
+from prefect_torch.flows.monitoring.pages.storage_console import StorageConsole
+from prefect_torch.flows.monitoring.pages.stored_checkpoints import StoredCheckpoint
 from run_stories import checkpoint_id
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from prefect_torch.flows.monitoring.text import show_duration
+
 from .chart import document, text
 from .goodput import TimeSpent
-from .wording import show_duration
 
 _WIDTH = 720
 _BAR = 16

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.flows.monitoring.attempt_log import frontiers
-from prefect_torch.flows.monitoring.goodput import TimeSpent, time_spent
+from prefect_torch.flows.monitoring.pages.attempt_log import frontiers
+from prefect_torch.flows.monitoring.pages.goodput import TimeSpent, time_spent
 from run_stories import BEGUN_S, checkpoint_id, told
 
 

@@ -10,6 +10,7 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.flows.monitoring.text import plain_text, show_time
 from prefect_torch.tasks.audience import Happening
 from prefect_torch.tasks.job import TrainJob
 
@@ -18,10 +19,9 @@ from .checkpoint_table import MAX_ROWS, checkpoint_rows
 from .live_artifact import LiveArtifact, artifact_key
 from .pace import Pace
 from .rank_logs import RankLogs, page_of
-from .run_notes import RunNotes
+from .run_view import RunNotes
 from .storage_console import StorageConsole
 from .summary import Surroundings, write_summary
-from .wording import plain_text, show_time
 
 _REQUEST_S = 15.0
 

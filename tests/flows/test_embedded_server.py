@@ -6,8 +6,8 @@ import threading
 import pytest
 from prefect.logging import disable_run_logger
 from prefect.server.api.server import SubprocessASGIServer
-from prefect_torch.tasks import embedded_server
-from prefect_torch.tasks.embedded_server import ServerKeeper, _start_tied
+from prefect_torch.flows import embedded_server
+from prefect_torch.flows.embedded_server import ServerKeeper, _start_tied
 
 
 def test_the_server_runs_as_a_module_does_but_looks_in_the_working_folder_last(tmp_path, monkeypatch):

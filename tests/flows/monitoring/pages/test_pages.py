@@ -15,10 +15,10 @@ from xml.etree import ElementTree as ET
 import pytest
 from prefect_servers import PrefectServer, rows
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.flows.monitoring.live_artifact import artifact_key
-from prefect_torch.flows.monitoring.pace import FIRST_S, Pace
+from prefect_torch.flows.monitoring.pages.live_artifact import artifact_key
+from prefect_torch.flows.monitoring.pages.pace import FIRST_S, Pace
 
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[3] / "support"
 REQUEST = re.compile(r'"(?P<verb>GET|POST|PATCH|PUT|DELETE) /api(?P<path>/[^ ?]*)\S* HTTP')
 KEEPS_TWO = {"num_to_keep": 2, "checkpoint_score_attribute": "deep/loss", "checkpoint_score_order": "min"}
 

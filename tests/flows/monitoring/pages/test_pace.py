@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from prefect_torch.flows.monitoring.pace import Pace
+from prefect_torch.flows.monitoring.pages.pace import Pace
 
 
 def published_within(seconds, asked_every_s=0.1):

@@ -8,9 +8,9 @@ from typing import TypeAlias
 from prefect_torch.ckpt.attempts import Attempt, Outcome
 from prefect_torch.ckpt.history import MetricRecord
 from prefect_torch.ckpt.manifest import attempt_of, step_of
+from prefect_torch.flows.monitoring.text import seconds_of
 
 from .commit_marks import CommitMarks
-from .wording import seconds_of
 
 Place: TypeAlias = tuple[float, float]  # an attempt and a step: places of a run sort by age
 BEGINNING: Place = (0, -1)

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from prefect_torch.flows.monitoring.text import shorten, show_compact, show_number
+
 from .attempt_log import Place
 from .axis import Axis, step_axis, value_axis
 from .curves import Curve, Point
-from .wording import shorten, show_compact, show_number
 
 MAX_PANELS = 8
 _MAX_LOST = 6
