@@ -23,9 +23,8 @@ from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from .api_outage import outlast_api_outages
-from .checkpoint_choice import Unevaluated, find_named
+from .arguments import find_named, require_gpus
 from .embedded_server import tie_embedded_server
-from .gpus import require_gpus
 
 
 @flow(name="evaluate", task_runner=ONE_THREAD_PER_RANK, persist_result=False)
@@ -146,16 +145,30 @@ def _choose(
 
 
 def _new_checkpoints(store: CheckpointStore, name: str, poll_s: float | None) -> Iterator[CheckpointRef]:
-    unevaluated = Unevaluated(store, name)
+    seen: set[str] = set()
     while True:
         may_come = poll_s is not None and is_being_trained(store)  # first: what is committed before its end is found below
         with library_logs_in_run():
-            new = list(unevaluated.find())
+            new = _unevaluated(store, name, seen)
         yield from new
         if poll_s is None or not (may_come or new):
             return
         if not new:
             time.sleep(poll_s)
+
+
+def _unevaluated(store: CheckpointStore, name: str, seen: set[str]) -> list[CheckpointRef]:
+    """Return the checkpoints that have no evaluation `name`, oldest first, without those in `seen`, and add all to `seen`.
+
+    Costs a listing, and a small read for each object of a new checkpoint. A damaged checkpoint is left out.
+    """
+    new = [listed for listed in store.listed() if listed.id not in seen]
+    seen.update(listed.id for listed in new)
+    return [
+        CheckpointRef(store.spec, store.run, manifest.id)
+        for manifest in store.readable(new)
+        if name not in manifest.evaluations
+    ]
 
 
 def _evaluate_all(job: EvaluationJob, checkpoints: Iterable[CheckpointRef]) -> dict[str, Metrics]:

@@ -31,15 +31,13 @@ from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from .api_outage import outlast_api_outages
-from .checkpoint_choice import find_named
+from .arguments import count_call_in_task, find_named, name_run, require_gpus
 from .embedded_server import tie_embedded_server
 from .ending import note_ending, tell_ending
-from .gpus import require_gpus
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
 from .monitoring.pages.observer import Pages
 from .result import Result
-from .run_name import count_call_in_task, name_run
 
 
 @flow(name="train", task_runner=ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[tell_ending])

@@ -18,7 +18,7 @@ from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, newest_attempt, read_outcomes, write_outcome
 from prefect_torch.ckpt.manifest_memory import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
-from prefect_torch.flows.checkpoint_choice import find_named
+from prefect_torch.flows.arguments import find_named
 from prefect_torch.tasks.audience import Audience
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.rank_main import _as_metrics
