@@ -1,6 +1,6 @@
 """The checkpoints of a run as rows of a table: a pure description of what is in storage, and why."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from prefect_torch.ckpt.metrics import find_metric, flatten_metrics
 from prefect_torch.ckpt.wording import show_age, show_bytes
@@ -19,7 +19,6 @@ def checkpoint_rows(
     kept: Mapping[str, Sequence[str]],
     first_metric: str | None,
     now_s: float,
-    link: Callable[[str], str | None],
 ) -> list[dict[str, str | int]]:
     """Return a row for each checkpoint, newest first; of more than `MAX_ROWS`, the best, pinned, used and newest ones.
 
@@ -28,15 +27,12 @@ def checkpoint_rows(
         kept: Why each is kept, by id.
         first_metric: The metric that ranks them, which comes first; "a/b" for a nested one.
         now_s: The time that ages are counted to.
-        link: Where one can look at a checkpoint, by its id.
 
     """
     shown = _choose(saved, kept)
     names = _metric_names(shown, first_metric)
-    has_links = any(link(checkpoint.id) for checkpoint in shown)
-    rows = []
-    for checkpoint in shown:
-        row: dict[str, str | int] = {
+    return [
+        {
             "id": checkpoint.id,
             "step": checkpoint.step,
             "kept because": ", ".join(kept.get(checkpoint.id, ())) or _NOT_KEPT,
@@ -46,8 +42,8 @@ def checkpoint_rows(
             **{name: show_number(find_metric(checkpoint.metrics, name)) for name in names[1:]},
             "committed (UTC)": show_time(checkpoint.created_s),
         }
-        rows.append({**row, "look at it": link(checkpoint.id) or ""} if has_links else row)
-    return rows
+        for checkpoint in shown
+    ]
 
 
 def _choose(saved: Sequence[StoredCheckpoint], kept: Mapping[str, Sequence[str]]) -> list[StoredCheckpoint]:

@@ -20,7 +20,6 @@ from .live_artifact import LiveArtifact, artifact_key
 from .pace import Pace
 from .rank_logs import RankLogs, page_of
 from .run_view import RunNotes
-from .storage_console import StorageConsole
 from .summary import Surroundings, write_summary
 
 _REQUEST_S = 15.0
@@ -45,7 +44,6 @@ class Pages:
         self._store = job.open_store()
         self._first_metric = job.policy.checkpoint_score_attribute
         self._notes = RunNotes(self._store, job.policy)
-        self._console = StorageConsole(self._store.spec)
         self._rank_logs = RankLogs()
         self._clock = clock
         self._pace = pace or Pace()
@@ -102,10 +100,8 @@ class Pages:
         logs = self._notes.logs
         if flow_run_id is not None:
             self._rank_logs.look(client, flow_run_id, logs)
-        console = self._console.url_of(self._store.layout.checkpoints.rstrip("/"))
         around = Surroundings(
             path=self._store.path,
-            console=console if console is not None and console.startswith("https://") else None,
             first_metric=self._first_metric,
             flow_runs={log.number: page_of("flow-run", UUID(it)) for log in logs if (it := log.attempt.owner.flow_run_id)},
             ranks=self._rank_logs.urls(),
@@ -116,14 +112,8 @@ class Pages:
     def _publish_checkpoints(
         self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float, problem: str | None
     ) -> None:
-        checkpoints, layout = self._notes.checkpoints, self._store.layout
-        rows = checkpoint_rows(
-            checkpoints.held,
-            self._notes.kept(),
-            self._first_metric,
-            now_s,
-            lambda checkpoint_id: self._console.url_of(layout.data(checkpoint_id).rstrip("/")),
-        )
+        checkpoints = self._notes.checkpoints
+        rows = checkpoint_rows(checkpoints.held, self._notes.kept(), self._first_metric, now_s)
         if not rows and not self._checkpoints.is_shown:
             return
         count = f"{checkpoints.num} checkpoint{'' if checkpoints.num == 1 else 's'}"

@@ -27,7 +27,6 @@ class Surroundings:
 
     Attributes:
         path: Where the run lies: a local path or a URL.
-        console: Where a browser can look at it; None where there is no such page.
         first_metric: The metric that ranks checkpoints, which comes first; None without one.
         flow_runs: The pages of the flow runs that led the attempts, by attempt.
         ranks: The pages of the ranks' task runs, by attempt and rank.
@@ -35,7 +34,6 @@ class Surroundings:
     """
 
     path: str
-    console: str | None = None
     first_metric: str | None = None
     flow_runs: Mapping[int, str] = field(default_factory=dict)
     ranks: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
@@ -58,7 +56,7 @@ def write_summary(run: str, notes: RunNotes, around: Surroundings, now_s: float)
         _time(spent),
         _attempts(run, notes, now_s),
         _log_links(around),
-        _checkpoints(notes, around),
+        _checkpoints(notes),
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
 
@@ -84,10 +82,9 @@ def _head(run: str, notes: RunNotes, around: Surroundings, now_s: float, spent: 
     yield ""
     yield " · ".join(facts)
     yield ""
-    place = f"[{plain_text(around.path)}]({around.console})" if around.console else f"`{around.path}`"
     # A killed flow leaves its last page: who reads it later must be able to tell.
     again = ", written anew every 2 to 30 s while there is news" if newest is None or newest.is_running else ""
-    yield f"As of {show_time(now_s)} UTC{again} · {place}"
+    yield f"As of {show_time(now_s)} UTC{again} · `{around.path}`"
     if newest is not None and newest.outcome is not None and newest.outcome.error is not None:
         yield from ("", "```text", newest.outcome.error[-_LONGEST_ERROR:].replace("```", "'''").strip(), "```")
 
@@ -196,7 +193,7 @@ def _log_links(around: Surroundings) -> Iterator[str]:
         yield f"- attempt {attempt}: {' · '.join((*links, *more, *leader))}"
 
 
-def _checkpoints(notes: RunNotes, around: Surroundings) -> Iterator[str]:
+def _checkpoints(notes: RunNotes) -> Iterator[str]:
     checkpoints = notes.checkpoints
     if not checkpoints.held:
         return
@@ -204,5 +201,3 @@ def _checkpoints(notes: RunNotes, around: Surroundings) -> Iterator[str]:
     yield from ("## Checkpoints", "")
     total = show_bytes(checkpoints.bytes)
     yield f"{checkpoints.num} in storage, {total} together; the newest is `{newest.id}`, step {newest.step}."
-    if around.console is not None:
-        yield f"Look at them in the [storage's console]({around.console})."

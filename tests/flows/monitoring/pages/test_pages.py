@@ -146,7 +146,6 @@ def test_the_table_has_what_is_in_storage_and_why(seen):
     assert list(saved[0])[:4] == ["id", "step", "kept because", "deep/loss"]
     assert saved[0]["deep/loss"] == "4.5856e-05"
     assert saved[0]["size"] == "6 B"
-    assert saved[0]["look at it"] == f"file://{seen.store.path}/checkpoints/{saved[0]['id']}"
 
 
 def test_the_summary_shows_curves_that_the_ui_draws(seen):

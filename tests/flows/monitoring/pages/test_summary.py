@@ -123,13 +123,10 @@ def test_errors_are_shortened_in_the_list_whole_at_the_top_and_no_markdown(store
     assert "Traceback" in fence[1]
 
 
-def test_links_lead_to_the_console_and_to_the_newest_attempts_ranks(store):
+def test_links_lead_to_the_newest_attempts_ranks(store):
     ranks = {number: {rank: f"http://ui/{number}-{rank}" for rank in range(20)} for number in range(1, 9)}
-    around = Surroundings(
-        "s3://b/run", "https://console/run", flow_runs={2: "http://ui/two", 8: "http://ui/eight"}, ranks=ranks
-    )
+    around = Surroundings("s3://b/run", flow_runs={2: "http://ui/two", 8: "http://ui/eight"}, ranks=ranks)
     page = page_of(notes_of(store, AttemptStarted(claim(1), None), commit(1, 0, score=1)), around)
-    assert "](https://console/run)" in page
     assert "[flow run](http://ui/eight)" in page
     linked = re.findall(r"\[rank (\d+)\]\(http://ui/(\d)-\d+\)", page)
     assert {number for _, number in linked} == set("45678")
