@@ -8,11 +8,10 @@ from prefect_torch.ckpt.wording import show_bytes
 from prefect_torch.flows.monitoring.text import plain_text, shorten, show_duration, show_number, show_time
 
 from .attempt_log import AttemptLog, frontiers, place_of
-from .chart import MAX_PANELS, as_data_url, draw_curves
+from .chart import MAX_PANELS, as_data_url, draw_curves, draw_time
 from .curves import Curve
 from .goodput import TimeSpent, time_spent
 from .run_view import RunNotes
-from .time_bar import draw_time
 
 _MAX_ATTEMPTS = 20
 _MAX_LINKED_ATTEMPTS = 5

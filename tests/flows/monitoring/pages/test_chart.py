@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.flows.monitoring.pages.attempt_log import END
-from prefect_torch.flows.monitoring.pages.axis import step_axis, value_axis
-from prefect_torch.flows.monitoring.pages.chart import draw_curves
+from prefect_torch.flows.monitoring.pages.chart import draw_curves, draw_time, step_axis, value_axis
 from prefect_torch.flows.monitoring.pages.curves import MAX_CURVES, MAX_POINTS, Curves, thin
 from prefect_torch.flows.monitoring.pages.goodput import TimeSpent
-from prefect_torch.flows.monitoring.pages.time_bar import draw_time
 from run_stories import record
 
 SVG = "{http://www.w3.org/2000/svg}"
