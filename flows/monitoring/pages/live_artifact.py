@@ -1,6 +1,8 @@
-"""One artifact of a flow run, kept up to date."""
+"""An artifact of a flow run that is kept up to date, and how often that happens."""
 
 import re
+import time
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, Literal
 from uuid import UUID
@@ -9,14 +11,17 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.exceptions import ObjectNotFound
 
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 30.0
+_GROWTH = 1.15
 _NOT_IN_KEYS = re.compile(r"[^a-z0-9]+")
 
 
 class LiveArtifact:
-    """Is created when there is something to show, once for a flow run, and then updated.
+    """Is created once for a flow run, when there is something to show, and updated from then on.
 
     Args:
-        key: By which the UI finds it.
+        key: The key by which the UI finds it.
         kind: How the UI shows it.
 
     """
@@ -35,14 +40,14 @@ class LiveArtifact:
     def show(
         self, client: SyncPrefectClient, flow_run_id: UUID | None, data: Any, description: str, news: object = None
     ) -> None:
-        """Show `data` by one request, or none if its news was shown before.
+        """Show `data` by one request, or by none if the same news is already shown.
 
         Args:
-            client: Whom to tell.
-            flow_run_id: Whose artifact it is.
-            data: As Prefect wants it for this kind.
+            client: A client of Prefect's API.
+            flow_run_id: The flow run that the artifact belongs to.
+            data: The content, in Prefect's form for this kind.
             description: Markdown above it.
-            news: What of `data` and `description` is worth a request when it changes; None for all of `data`.
+            news: The part of `data` and `description` whose change is worth a request; None for all of `data`.
 
         """
         news = data if news is None else news
@@ -54,14 +59,39 @@ class LiveArtifact:
         self._shown = news
 
 
-def artifact_key(run: str, path: str) -> str:
-    """Return what the keys of a run's artifacts begin with: its name as Prefect's keys may be, and a digest of its path.
+class PublishBackoff:
+    """Bounds how often artifacts are published: each pause is 15 % longer than the one before, from 2 s up to 30 s.
 
-    Runs of one name in two storages have different keys; so have runs whose names differ in letters that a key may not have.
+    That is 16 times in the first 100 s, while somebody is likely to look, and twice a minute from the fourth minute on.
+
+    Args:
+        clock: Returns the time in seconds.
+
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pause_s = FIRST_PAUSE_S
+        self._due_s = clock()
+
+    def wait_s(self) -> float:
+        """Return the seconds until the next publication is due; 0 if it is due now."""
+        return max(0.0, self._due_s - self._clock())
+
+    def record(self) -> None:
+        """Record a publication; a failed one counts too."""
+        self._due_s = self._clock() + self._pause_s
+        self._pause_s = min(self._pause_s * _GROWTH, LONGEST_PAUSE_S)
+
+
+def artifact_key(run: str, path: str) -> str:
+    """Return the prefix of the keys of a run's artifacts: its name in the letters of Prefect's keys, and a digest of its path.
+
+    Runs with one name in two storages have different keys, and so have runs whose names differ only in letters that no key has.
 
     Args:
         run: The run's name.
-        path: Where the run lies: a local path or a URL.
+        path: The run's local path or URL.
 
     """
     plain = _NOT_IN_KEYS.sub("-", run.lower()).strip("-") or "run"
@@ -71,6 +101,6 @@ def artifact_key(run: str, path: str) -> str:
 def _update(client: SyncPrefectClient, artifact_id: UUID, data: Any, description: str) -> bool:
     try:
         client.update_artifact(artifact_id, ArtifactUpdate(data=data, description=description))
-    except ObjectNotFound:  # somebody deleted it, or the server has another database now
+    except ObjectNotFound:  # it was deleted, or the server has another database now
         return False
     return True

@@ -16,8 +16,7 @@ from prefect_torch.tasks.job import TrainJob
 
 from .attempt_log import AttemptLog
 from .checkpoint_table import MAX_ROWS, checkpoint_rows
-from .live_artifact import LiveArtifact, artifact_key
-from .pace import Pace
+from .live_artifact import LiveArtifact, PublishBackoff, artifact_key
 from .rank_logs import RankLogs, page_of
 from .run_view import RunNotes
 from .summary import Surroundings, write_summary
@@ -36,17 +35,17 @@ class Pages:
     Args:
         job: The training.
         clock: What tells the time, in seconds since the epoch.
-        pace: How often pages are published.
+        backoff: Bounds how often pages are published.
 
     """
 
-    def __init__(self, job: TrainJob, clock: Callable[[], float] = time.time, pace: Pace | None = None) -> None:
+    def __init__(self, job: TrainJob, clock: Callable[[], float] = time.time, backoff: PublishBackoff | None = None) -> None:
         self._store = job.open_store()
         self._first_metric = job.policy.checkpoint_score_attribute
         self._notes = RunNotes(self._store, job.policy)
         self._rank_logs = RankLogs()
         self._clock = clock
-        self._pace = pace or Pace()
+        self._backoff = backoff or PublishBackoff()
         self._client: SyncPrefectClient | None = None
         key = artifact_key(job.run, self._store.path)
         self._progress = LiveArtifact(f"{key}-progress", "progress")
@@ -62,9 +61,9 @@ class Pages:
         newest = self._notes.newest
         if newest is None:  # no attempt was begun
             return None
-        if not final and (wait_s := self._pace.wait_s()) > 0:
+        if not final and (wait_s := self._backoff.wait_s()) > 0:
             return wait_s
-        self._pace.take()
+        self._backoff.record()
         problem = self._read_checkpoints() if final else None
         # An API that is away is tried again with the next news; retries would hold up the other observers.
         with nullcontext() if final else temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):

@@ -1,10 +1,6 @@
-"""Rows and keys, from what a run is made of; no server."""
+"""The rows of the table of checkpoints; no server."""
 
-import re
-
-import pytest
 from prefect_torch.flows.monitoring.pages.checkpoint_table import MAX_ROWS, checkpoint_rows
-from prefect_torch.flows.monitoring.pages.live_artifact import artifact_key
 from prefect_torch.flows.monitoring.pages.stored_checkpoints import StoredCheckpoint
 from run_stories import checkpoint_id
 
@@ -42,15 +38,3 @@ def test_of_very_many_checkpoints_the_newest_and_those_with_a_reason_are_shown()
     many = [saved(step) for step in range(MAX_ROWS + 50)]
     found = rows(many, {it.id: ("all", "pinned") if it.step == 3 else ("all",) for it in many})
     assert [row["step"] for row in found] == [*range(MAX_ROWS + 49, 50, -1), 3]
-
-
-@pytest.mark.parametrize("run", ["plain-1", "Plain-1", "plain_1", "plain.1", "-", "a" * 200])
-def test_a_key_is_what_prefect_takes_and_says_the_name(run):
-    key = artifact_key(run, f"/storage/{run}")
-    assert re.fullmatch("[a-z0-9]([a-z0-9-]*[a-z0-9])", key)
-    assert key.startswith(f"{run}-") == (run in ("plain-1", "a" * 200))
-
-
-def test_no_two_runs_have_the_same_key():
-    runs = ("plain-1", "Plain-1", "plain_1", "plain.1", "plain--1", "plain-1-")
-    assert len({artifact_key(run, f"{storage}/{run}") for run in runs for storage in ("/a", "s3://b/c")}) == 12

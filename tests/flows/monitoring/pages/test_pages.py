@@ -15,8 +15,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from prefect_servers import PrefectServer, rows
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.flows.monitoring.pages.live_artifact import artifact_key
-from prefect_torch.flows.monitoring.pages.pace import FIRST_S, Pace
+from prefect_torch.flows.monitoring.pages.live_artifact import FIRST_PAUSE_S, PublishBackoff, artifact_key
 
 SUPPORT = Path(__file__).parents[3] / "support"
 REQUEST = re.compile(r'"(?P<verb>GET|POST|PATCH|PUT|DELETE) /api(?P<path>/[^ ?]*)\S* HTTP')
@@ -103,7 +102,7 @@ def count_requests(log):
 
 
 def test_a_thousand_reports_of_two_ranks_cost_few_requests_besides_logs(seen):
-    """However fast reports come, pages are published at the pace that test_pace proves for a hundred seconds."""
+    """However fast reports come, pages are published as seldom as test_live_artifact proves for a hundred seconds."""
     besides = {what: count for what, count in seen.requests.items() if what[1] not in ("logs", "health")}
     assert besides[("POST", "flow_runs")] >= 1  # else nothing was counted
     assert sum(besides.values()) < 200, besides
@@ -113,11 +112,11 @@ def test_a_thousand_reports_of_two_ranks_cost_few_requests_besides_logs(seen):
 
 def publications(seconds):
     now_s = [0.0]
-    pace, count = Pace(clock=lambda: now_s[0]), 0
+    backoff, count = PublishBackoff(clock=lambda: now_s[0]), 0
     while now_s[0] < seconds:
-        pace.take()
+        backoff.record()
         count += 1
-        now_s[0] += max(pace.wait_s(), FIRST_S)
+        now_s[0] += max(backoff.wait_s(), FIRST_PAUSE_S)
     return count
 
 
