@@ -1,4 +1,4 @@
-"""What a flow run does about a Prefect API that is away: its training goes on, and what it has to tell is told later."""
+"""A flow run without a Prefect API: the training continues, and its logs and its final state are sent once the API is back."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from .embedded_server import ServerKeeper, embedded_server_kept_running
 
-# Pauses of 2, 4, ..., 128 s: lines wait for the API for about four minutes. Prefect's own 5 retries drop them after one.
+# Pauses of 2, 4, ..., 128 s: log lines wait for the API for about four minutes. Prefect's own 5 retries drop them after one.
 _RETRIES = 7
 _LONGEST_S = 600.0
 _POLL_S = 1.0
@@ -23,16 +23,16 @@ _POLL_S = 1.0
 
 @contextmanager
 def outlast_api_outages() -> Iterator[None]:
-    """Keep lines logged in the body for minutes while Prefect's API is away, and end only once it answers, or after ten.
+    """Keep the body's log lines for four minutes while Prefect's API is away, and return once it answers, or after ten minutes.
 
-    Ended from outside (SIGTERM, a cancel), the body's end waits for nothing. A user's own PREFECT_CLIENT_MAX_RETRIES holds.
+    A terminated body (preempted or cancelled) does not wait. A user's own PREFECT_CLIENT_MAX_RETRIES is respected.
 
-    Without that wait, the flow run would stay "Running" for ever and its process would end with a connection error: Prefect's
+    Without the wait, the flow run would stay "Running" forever and its process would end with a connection error: Prefect's
     engine proposes the final state for a minute only, with settings that the flow's body cannot change. An embedded server that
-    dies is started again; one that cannot be is not waited for.
+    dies is started again; there is no wait for one that does not start.
     """
     with temporary_settings(set_defaults={PREFECT_CLIENT_MAX_RETRIES: _RETRIES}), embedded_server_kept_running() as keeper:
-        # What sends lines keeps the settings it was begun with: it is ended here, and the next line begins another.
+        # The thread that sends log lines keeps the settings it started with: it ends here, and the next line starts another.
         APILogWorker.instance().drain()
         try:
             yield
@@ -44,24 +44,26 @@ def outlast_api_outages() -> Iterator[None]:
 
 def _wait_for_api(keeper: ServerKeeper) -> None:
     deadline_s = time.monotonic() + _LONGEST_S
-    is_told = False
+    is_logged = False
     while (error := _outage()) is not None and time.monotonic() < deadline_s:
         if keeper.has_given_up:
             get_run_logger().error(
-                "the training has ended, and Prefect's embedded server died and does not start again, so how it ended is not "
-                "told there: all that it stored is in its storage, for Result.from_storage(storage, run) and the next start"
+                "the training has ended, but Prefect's embedded server died and does not start again, so Prefect cannot record "
+                "the final state; everything is in the run's storage, for Result.from_storage(storage, run) and the next start"
             )
             return
-        if not is_told:
+        if not is_logged:
             get_run_logger().warning(
-                "the training has ended, and Prefect's API is away (%r): waiting up to %g s to tell it how", error, _LONGEST_S
+                "the training has ended, but Prefect's API is away (%r): waiting up to %g s to record the final state",
+                error,
+                _LONGEST_S,
             )
-            is_told = True
+            is_logged = True
         time.sleep(_POLL_S)
 
 
 def _outage() -> Exception | None:
-    """Return why the API does not answer, or None; asks for the flow run, since a server without its database is away, too."""
+    """Return the error of a request for the flow run, None if the API answers; a server without its database is away too."""
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
         try:
             client.read_flow_run(UUID(flow_run.id))
@@ -69,6 +71,6 @@ def _outage() -> Exception | None:
             return exc
         except httpx.HTTPStatusError as exc:
             return exc if exc.response.is_server_error else None
-        except ObjectNotFound:  # its database is another one now, and no waiting brings the old one back
+        except ObjectNotFound:  # the server has another database now, and waiting does not bring the old one back
             return None
     return None

@@ -1,4 +1,4 @@
-"""Lets Prefect's embedded server live as long as the process that started it: through a Ctrl-C, not after a kill."""
+"""Ties Prefect's embedded server to the process that started it: it survives a Ctrl-C, and ends when the process is killed."""
 
 import atexit
 import os
@@ -21,9 +21,9 @@ from .server_import import SERVER_MODULE, when_server_is_imported
 if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
 
-# Runs a module in the server's process, as "python -m" would, but looks in the working folder last: a training file there that
-# is named queue.py would end the server. The end of the lifeline, which the kernel closes however the other end died, means
-# that nobody is left to stop the server.
+# Runs a module in the server's process, as "python -m" does, but searches the working directory last: a queue.py there would
+# end the server. The kernel closes the lifeline however the process at its other end died; end-of-file means that no process
+# is left to stop the server.
 _TIED = """
 import os, sys
 sys.path[:] = [*filter(None, sys.path), os.getcwd()]
@@ -46,18 +46,17 @@ if not os.read(0, 1):
         os.kill(int(sys.argv[1]), signal.SIGTERM)
 """
 _POLL_S = 1.0
-_MAX_RESTARTS = 3  # what ended it so often within the period ends it again
+_MAX_RESTARTS = 3  # within the period; whatever ended the server that often would end it again
 _RESTART_PERIOD_S = 600.0
 _tied: "weakref.WeakSet[subprocess.Popen[Any]]" = weakref.WeakSet()
 _restarting = threading.Lock()  # trainings in threads of one process share one server
 
 
 def tie_embedded_server() -> None:
-    """Make sure that an embedded server which this process started does not outlive it; costs nothing with a real one.
+    """Ensure that this process's embedded server does not outlive it; costs nothing with a separate server.
 
-    Prefect stops it at a normal exit only, so that a killed flow's server would run on and keep its database locked. A server
-    that is started once this module has been imported is tied from its first instruction on; one that was started before gets
-    a process that watches over it.
+    Prefect stops it at a normal exit only: the server of a killed flow would keep running, with its database locked. A server
+    started after this module's import is tied from its first instruction on; a server started before gets a watcher process.
     """
     for server in _embedded_servers():
         process = server.server_process
@@ -67,10 +66,10 @@ def tie_embedded_server() -> None:
 
 
 class ServerKeeper:
-    """Starts an embedded server anew that died alone, at the same port and with the same database.
+    """Restarts an embedded server that died, at the same port and with the same database.
 
     Attributes:
-        has_given_up: Whether it died so often that another start would be in vain.
+        has_given_up: Whether the server died too often to be restarted once more.
 
     """
 
@@ -79,7 +78,7 @@ class ServerKeeper:
         self._restarts_s: deque[float] = deque(maxlen=_MAX_RESTARTS)
 
     def keep(self, ended: threading.Event) -> None:
-        """Look after the servers of this process until `ended` is set."""
+        """Restart the servers of this process that die until `ended` is set."""
         while not ended.wait(_POLL_S) and not self.has_given_up:
             for server in _embedded_servers():
                 process = server.server_process
@@ -102,12 +101,12 @@ class ServerKeeper:
 
 @contextmanager
 def embedded_server_kept_running() -> Iterator[ServerKeeper]:
-    """Start the embedded server of this process again whenever it dies while the body runs; costs nothing with a real one."""
+    """Restart this process's embedded server whenever it dies while the body runs; costs nothing with a separate server."""
     keeper, ended = ServerKeeper(), threading.Event()
     if not _embedded_servers():
         yield keeper
         return
-    # In this context, since the server gets Prefect's current settings, and lines go to this flow run's log.
+    # In this context, so that the server gets Prefect's current settings and log lines go to this flow run.
     thread = threading.Thread(target=copy_context().run, args=(keeper.keep, ended), daemon=True)
     thread.start()
     try:
@@ -123,9 +122,9 @@ def _embedded_servers() -> "set[SubprocessASGIServer]":
 
 
 def _tie_from_the_start(module: ModuleType) -> None:
-    """Let Prefect's method that starts the server see another `subprocess.Popen`: it builds the command inside."""
+    """Replace `subprocess.Popen` for the one method of Prefect that starts the server, which builds the command itself."""
     server = module.SubprocessASGIServer
-    run = server._run_uvicorn_command  # noqa: SLF001 - as above
+    run = server._run_uvicorn_command  # noqa: SLF001 - Prefect offers no other way
     seen = {**run.__globals__, "subprocess": SimpleNamespace(Popen=_start_tied)}
     server._run_uvicorn_command = FunctionType(run.__code__, seen)  # noqa: SLF001
 
@@ -138,7 +137,7 @@ def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]"
             [python, "-c", _TIED, str(lifeline), *module],
             env=env,
             pass_fds=[lifeline],
-            # A terminal sends Ctrl-C to this process's session. Without its server, it would wait to tell how it was ended.
+            # A terminal sends Ctrl-C to this process's session; without the server, the final state could not be recorded.
             start_new_session=True,
         )
     except OSError:

@@ -1,4 +1,4 @@
-"""Prefect's own server as a library of this process: acted on when it is imported, since with a remote API it never is."""
+"""A hook on the import of Prefect's server, which a process with a remote API never imports."""
 
 import importlib
 import sys
@@ -14,10 +14,10 @@ SERVER_MODULE = "prefect.server.api.server"
 
 
 def when_server_is_imported(act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with the module of Prefect's embedded server as soon as anybody imports it, or now if it has been.
+    """Call `act` with the module of Prefect's embedded server once it is imported, or immediately if it has been.
 
-    Importing it here would cost every process a second, and fail where only a remote API is used and the server's
-    libraries do not fit. Where they do not fit and it is wanted, the import raises an ImportError that says what to install.
+    An import here would cost every process a second, and fail where only a remote API is used and the server's libraries are
+    incompatible. Where an embedded server is needed and they are, the import raises an ImportError that says what to install.
     """
     if SERVER_MODULE in sys.modules:
         act(importlib.import_module(SERVER_MODULE))  # waits for another thread that imports it
@@ -26,7 +26,7 @@ def when_server_is_imported(act: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the server's module as anybody would, and acts on it once it has been executed."""
+    """Finds the server's module as Python does, and calls `act` once the module has been executed."""
 
     def __init__(self, act: Callable[[ModuleType], None]) -> None:
         self._act = act
@@ -41,14 +41,14 @@ class _Finder(MetaPathFinder):
             try:
                 execute(module)
             except Exception as exc:
-                raise ImportError(_refusal(exc)) from exc
+                raise ImportError(_advice(exc)) from exc
             self._act(module)
 
         spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]  # of this one loader, which is the module's own
         return spec
 
 
-def _refusal(exc: Exception) -> str:
+def _advice(exc: Exception) -> str:
     fitting = [Requirement(line) for line in requires("prefect-torch") or () if 'extra == "server"' in line]
     installed = " and ".join(f"{one.name} {version(one.name)}" for one in fitting)
     wanted = " ".join(f"'{one.name}{one.specifier}'" for one in fitting)
