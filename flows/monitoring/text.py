@@ -1,4 +1,4 @@
-"""How pages write numbers, durations and texts that come from elsewhere."""
+"""Numbers, durations, times and foreign text as pages and the terminal show them."""
 
 from datetime import datetime, timezone
 
@@ -16,7 +16,7 @@ def show_number(value: MetricValue) -> str:
 
 
 def show_compact(value: float) -> str:
-    """Return a tick's number in few characters: 1200 is 1.2k."""
+    """Return the number of a tick in few characters: 12000 is 12k."""
     for power, suffix in ((9, "G"), (6, "M"), (3, "k")):
         if 10**power <= abs(value) < 10 ** (power + 3) and (power > 3 or abs(value) >= 10**4):  # noqa: PLR2004 - 1200 is short
             return f"{value / 10**power:.4g}{suffix}"
@@ -27,8 +27,8 @@ def show_compact(value: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """Return a duration in two units at most."""
-    if seconds < 10:  # noqa: PLR2004 - where a tenth is worth telling
+    """Return a duration in at most two units."""
+    if seconds < 10:  # noqa: PLR2004 - below, tenths matter
         return f"{seconds:.1f} s"
     whole = round(seconds)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
@@ -40,7 +40,7 @@ def show_duration(seconds: float) -> str:
 
 
 def show_time(at_s: float) -> str:
-    """Return a time (seconds since the epoch) to the second; UTC, as the page says beside it."""
+    """Return a time (seconds since the epoch) to the second, in UTC."""
     return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -56,5 +56,5 @@ def shorten(text: str, longest: int = _SHORT) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Return `text` so that Markdown shows it as it is, in a table's cell, too."""
+    """Return `text` on one line, escaped so that Markdown shows it literally, also in a table's cell."""
     return " ".join(text.split()).translate(_MARKUP)

@@ -12,13 +12,13 @@ from prefect.types.names import MAX_ASSET_KEY_LENGTH, RESTRICTED_ASSET_CHARACTER
 MATERIALIZED_BY = "prefect-torch"
 
 
-def asset_key(place: str) -> str:
-    """Return the asset key of a run or checkpoint at `place`, a path or URL: the URL itself, or file:// and the path.
+def asset_key(location: str) -> str:
+    """Return the asset key of a run or checkpoint: its URL, or file:// and its path.
 
-    Prefect allows no "%" in a key, so a character that it refuses is written "~20" where a URL would have "%20". A place that
-    is longer than a key may be keeps its end, and a digest of all of it.
+    Prefect allows no "%" in a key, so a character that it refuses is written "~20" where a URL has "%20". A location that is
+    longer than the longest key is replaced by its digest and its end.
     """
-    url = place if "://" in place else f"file://{place}"
+    url = location if "://" in location else f"file://{location}"
     key = "".join(f"~{ord(letter):02x}" if letter in RESTRICTED_ASSET_CHARACTERS else letter for letter in url)
     if len(key) <= MAX_ASSET_KEY_LENGTH:
         return key
@@ -27,24 +27,24 @@ def asset_key(place: str) -> str:
 
 
 def referenced(upstream: str) -> Event:
-    """Return the event that something is made from the asset `upstream`, a run's or checkpoint's path or URL."""
+    """Return the event that the asset `upstream`, a run's or checkpoint's path or URL, is used."""
     return Event(
         event="prefect.asset.referenced", resource=Resource(AssetContext.asset_as_resource(Asset(key=asset_key(upstream))))
     )
 
 
 def materialized(checkpoint: str, name: str, upstream: Sequence[str], metadata: Mapping[str, Any]) -> Event:
-    """Return the event that a checkpoint was made.
+    """Return the event that a checkpoint was committed.
 
     Args:
         checkpoint: Its path or URL.
-        name: What the asset is called.
-        upstream: What it was made from: paths or URLs.
-        metadata: What is known of it, as JSON can hold it.
+        name: The asset's name.
+        upstream: The paths or URLs that it was made from.
+        metadata: The event's payload, JSON-serializable.
 
     """
     asset = Asset(key=asset_key(checkpoint), properties=AssetProperties(name=name, url=checkpoint))
-    related = [AssetContext.asset_as_related(Asset(key=asset_key(place))) for place in upstream]
+    related = [AssetContext.asset_as_related(Asset(key=asset_key(location))) for location in upstream]
     related.append(AssetContext.related_materialized_by(MATERIALIZED_BY))
     return Event(
         event="prefect.asset.materialization.succeeded",

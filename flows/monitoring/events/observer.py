@@ -1,4 +1,4 @@
-"""What automations are told of a training: events of its attempts and checkpoints, and each checkpoint as an asset."""
+"""The events of a training, for automations: its attempts and checkpoints, and each checkpoint as an asset."""
 
 import math
 from typing import Any
@@ -21,19 +21,19 @@ ATTEMPT_FAILED = "prefect-torch.attempt.failed"
 COMMITTED = "prefect-torch.checkpoint.committed"
 PRUNED = "prefect-torch.checkpoint.pruned"
 QUARANTINED = "prefect-torch.checkpoint.quarantined"
-_LONGEST_CLOSE_S = 15.0  # of the 20 that the audience has for all of its observers
+_LONGEST_CLOSE_S = 15.0  # of the 20 for all observers together
 _LONGEST_TEXT = 4000
-_NO_NUMBER = (1, math.inf)  # ranks above what is missing and NaN, below every number
+_NO_NUMBER = (1, math.inf)  # sorts above missing scores and NaN, below every number
 
 
 class EventObserver:
-    """Lets Prefect know what automations can trigger on; each event has the run, the storage and the attempt as labels.
+    """Sends the events that automations can trigger on; each has the run, the storage and the attempt as labels.
 
-    An attempt's event is about `prefect-torch.run.<path or URL of the run>`, a checkpoint's about
-    `prefect-torch.checkpoint.<path or URL of the checkpoint>`, with the run as a related resource in the role "run". Its labels
-    are `run`, `storage`, `attempt`, and for a checkpoint also `checkpoint` (the path or URL), `step`, and when it is
-    committed, `is_best`: "true" if no checkpoint of the run had a better score by the retention policy (without a score, the
-    newest is best). Metrics are in the payload, nested ones as "a/b".
+    The resource of an attempt's event is `prefect-torch.run.<path or URL of the run>`, that of a checkpoint's event
+    `prefect-torch.checkpoint.<path or URL of the checkpoint>`, with the run as a related resource in the role "run". The labels
+    are `run`, `storage`, `attempt`, for a checkpoint also `checkpoint` (its path or URL) and `step`, and for a commit also
+    `is_best`: "true" if no checkpoint of the run has a better score by the retention policy (without a score, the newest is
+    best). Metrics are in the payload, nested ones as "a/b".
 
     Args:
         job: The training.
@@ -48,11 +48,11 @@ class EventObserver:
         self._upstream: tuple[str, ...] = ()
 
     def observe(self, happening: Happening) -> None:
-        """Put down what is to be told."""
+        """Send the events of `happening`."""
         if isinstance(happening, AttemptStarted):
-            self._take_start(happening.attempt, happening.resumed_from)
+            self._attempt_started(happening.attempt, happening.resumed_from)
         elif isinstance(happening, CommitEvent):
-            self._take_commit(happening)
+            self._committed(happening)
         elif isinstance(happening, CheckpointsPruned):
             self._outbox.put(
                 *(self._about_checkpoint(PRUNED, it.id, {"metrics": _plain(it.metrics)}) for it in happening.plan.drop)
@@ -60,24 +60,24 @@ class EventObserver:
         elif isinstance(happening, CheckpointQuarantined):
             self._outbox.put(self._about_checkpoint(QUARANTINED, happening.id, {"reason": happening.reason[:_LONGEST_TEXT]}))
         elif isinstance(happening, AttemptEnded):
-            self._take_end(happening.outcome)
+            self._attempt_ended(happening.outcome)
         else:
-            assert isinstance(happening, ReportEvent)  # told by the history; thousands of events would be a flood
+            assert isinstance(happening, ReportEvent)  # in the history; thousands of events would be a flood
 
     def refresh(self, *, final: bool) -> None:
-        """Wait for what is on its way, at the end."""
+        """Send the remaining events if `final`."""
         if final:
             self._outbox.close(_LONGEST_CLOSE_S)
 
-    def _take_start(self, attempt: Attempt, resumed_from: str | None) -> None:
+    def _attempt_started(self, attempt: Attempt, resumed_from: str | None) -> None:
         self._attempt = attempt.number
-        self._best.know_of(self._store, before=attempt.number)
+        self._best.read(self._store, before=attempt.number)
         self._upstream = (self._store.path,) if resumed_from is None else (self._store.path, resumed_from)
         payload = {"resumed_from": resumed_from, "world_size": attempt.world_size}
         self._outbox.put(self._about_attempt(ATTEMPT_STARTED, attempt.number, payload), *map(referenced, self._upstream))
 
-    def _take_commit(self, commit: CommitEvent) -> None:
-        is_best = self._best.is_new(commit.metrics)
+    def _committed(self, commit: CommitEvent) -> None:
+        is_best = self._best.record(commit.metrics)
         metadata = {
             "run": self._store.run,
             "step": commit.step,
@@ -92,7 +92,7 @@ class EventObserver:
         name = f"{self._store.run} step {commit.step}"
         self._outbox.put(event, materialized(self._store.path_of(commit.id), name, self._upstream, metadata))
 
-    def _take_end(self, outcome: Outcome) -> None:
+    def _attempt_ended(self, outcome: Outcome) -> None:
         if outcome.ending not in ("failed", "preempted"):
             return
         payload = {"ending": outcome.ending, "kind": outcome.kind, "error": (outcome.error or "")[:_LONGEST_TEXT]}
@@ -131,28 +131,28 @@ class _Best:
         self._policy = policy
         self._best = _NO_NUMBER
 
-    def know_of(self, store: CheckpointStore, before: int) -> None:
-        """Begin with what attempts before this one left; a small read for each checkpoint, and none without a score."""
+    def read(self, store: CheckpointStore, before: int) -> None:
+        """Read the best score of earlier attempts; a small read for each checkpoint, and none without a score."""
         self._best = _NO_NUMBER
         if self._policy.checkpoint_score_attribute is not None:
             for manifest in store.list():
                 if manifest.attempt < before:
-                    self.is_new(manifest.metrics)
+                    self.record(manifest.metrics)
 
-    def is_new(self, metrics: Metrics) -> bool:
-        """Take one more checkpoint, and say whether none before was better; one whose score is no number never is best."""
+    def record(self, metrics: Metrics) -> bool:
+        """Record a checkpoint and return whether no earlier one is better; a score that is not a number is never the best."""
         attribute = self._policy.checkpoint_score_attribute
         if attribute is None:
             return True
-        rank = score(metrics, attribute, self._policy.checkpoint_score_order)
-        if rank < self._best or rank <= _NO_NUMBER:
+        found = score(metrics, attribute, self._policy.checkpoint_score_order)
+        if found < self._best or found <= _NO_NUMBER:
             return False
-        self._best = rank
+        self._best = found
         return True
 
 
 def _plain(metrics: Metrics) -> dict[str, Any]:
-    """Return nested metrics as one dict that strict JSON can hold: NaN and infinities as text."""
+    """Return nested metrics as one flat dict for strict JSON, with NaN and infinities as text."""
     return {name: _finite(value) for name, value in flatten_metrics(metrics)}
 
 
