@@ -35,7 +35,7 @@ from .arguments import count_call_in_task, find_named, name_run, require_gpus
 from .embedded_server import tie_embedded_server
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
-from .monitoring.pages.observer import Pages
+from .monitoring.pages.observer import PageObserver
 from .result import Result
 from .terminated_state import record_termination, set_terminated_state
 
@@ -127,7 +127,7 @@ def train(
     )
     termination = Termination(job.grace_s)
     with termination.limit_retries():
-        audience = Audience([*console_progress(job.run), Pages(job), EventObserver(job)])
+        audience = Audience([*console_progress(job.run), PageObserver(job), EventObserver(job)])
         try:
             with outlast_api_outages():
                 return_value = led(job, audience, termination, restarts)

@@ -1,4 +1,4 @@
-"""One attempt as pages tell it: when it began, reported, saved and ended."""
+"""The times of one attempt: its claim, reports, checkpoints and end."""
 
 import math
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from prefect_torch.flows.monitoring.text import seconds_of
 
 from .commit_marks import CommitMarks
 
-Place: TypeAlias = tuple[float, float]  # an attempt and a step: places of a run sort by age
-BEGINNING: Place = (0, -1)
-END: Place = (math.inf, math.inf)
+Position: TypeAlias = tuple[float, float]  # an attempt and a step; the positions of a run sort by age
+BEGINNING: Position = (0, -1)
+END: Position = (math.inf, math.inf)
 
 
 @dataclass(slots=True)
 class AttemptLog:
-    """What is known of one attempt; times are seconds since the epoch.
+    """The log of one attempt; times are seconds since the epoch.
 
     Attributes:
-        attempt: Who claimed it, and when.
-        outcome: How it ended; None while it runs, or if its leader was killed.
-        ended_s: When it ended, or was last heard of; None while it runs.
-        num_reports: How often rank 0 reported.
-        first_report_s: When it did so first; None before.
-        last_report_s: And last.
-        first_step: The step of its first report.
-        last_step: And of its last.
-        checkpoints: When its checkpoints were reported, and for how long they held up the training.
+        attempt: The claim of the attempt.
+        outcome: Its outcome; None while it runs, or if its leader was killed.
+        ended_s: The time of its end, or of its last sign of life if its leader was killed; None while it runs.
+        num_reports: The number of rank 0's reports.
+        first_report_s: The time of the first report; None without reports.
+        last_report_s: The time of the last report; None without reports.
+        first_step: The step of the first report.
+        last_step: The step of the last report.
+        checkpoints: The report times of its checkpoints, and how long they stalled the training.
 
     """
 
@@ -46,26 +46,26 @@ class AttemptLog:
 
     @property
     def number(self) -> int:
-        """Its number."""
+        """The attempt's number."""
         return self.attempt.number
 
     @property
     def claimed_s(self) -> float:
-        """When it was claimed."""
+        """The time of its claim."""
         return seconds_of(self.attempt.claimed_at)
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended, as far as one knows."""
+        """Whether no end is known."""
         return self.ended_s is None
 
     @property
     def is_completed(self) -> bool:
-        """Whether it ran to its end."""
+        """Whether it completed."""
         return self.outcome is not None and self.outcome.ending == "completed"
 
-    def take_report(self, record: MetricRecord) -> None:
-        """Take note of a report."""
+    def record_report(self, record: MetricRecord) -> None:
+        """Record a report."""
         at_s = seconds_of(record.reported_at)
         self.num_reports += 1
         self.first_report_s = at_s if self.first_report_s is None else self.first_report_s
@@ -75,44 +75,44 @@ class AttemptLog:
         if record.checkpoint is not None:
             self.checkpoints.record_report(record.checkpoint, at_s)
 
-    def take_commit(self, checkpoint_id: str, stall_s: float | None) -> None:
-        """Take note of a commit."""
+    def record_commit(self, checkpoint_id: str, stall_s: float | None) -> None:
+        """Record a commit."""
         if stall_s is not None:
             self.checkpoints.record_commit(checkpoint_id, stall_s)
 
     def last_seen_s(self) -> float:
-        """Return when it was last heard of."""
+        """Return the time of its last sign of life: its claim or its last report."""
         return max(self.claimed_s, self.last_report_s or 0.0)
 
 
-def frontiers(logs: Sequence[AttemptLog]) -> dict[int, Place]:
-    """Return up to which place of the run each attempt's work was gone on from, by attempt; what comes after was lost.
+def resume_points(logs: Sequence[AttemptLog]) -> dict[int, Position]:
+    """Return the position up to which later attempts kept each attempt's work, by attempt; the work after it was lost.
 
-    That is the oldest place at which a later attempt began: a damaged checkpoint may throw a run back behind an attempt. Of
-    the newest attempt nothing is lost yet, nor of one that completed, unless a later one began further back than its newest
-    checkpoint.
+    That is the oldest position from which a later attempt resumed: a damaged checkpoint may throw a run back by more than one
+    attempt. Nothing of the newest attempt is lost yet, and nothing of a completed one unless a later attempt resumed from an
+    older position than its newest checkpoint.
 
     Args:
         logs: All attempts, oldest first.
 
     """
-    found: dict[int, Place] = {}
+    found: dict[int, Position] = {}
     oldest = END
     for log in reversed(logs):
-        newest_saved = max((place_of(mark.newest) for mark in log.checkpoints if mark.num_reported), default=BEGINNING)
-        found[log.number] = END if log.is_completed and newest_saved <= oldest else oldest
-        oldest = min(oldest, _began_at(log, logs))
+        newest_checkpoint = max((position_of(mark.newest) for mark in log.checkpoints if mark.num_reported), default=BEGINNING)
+        found[log.number] = END if log.is_completed and newest_checkpoint <= oldest else oldest
+        oldest = min(oldest, _resumed_at(log, logs))
     return found
 
 
-def place_of(checkpoint_id: str) -> Place:
-    """Return where in its run a checkpoint is."""
+def position_of(checkpoint_id: str) -> Position:
+    """Return a checkpoint's position in its run."""
     return (attempt_of(checkpoint_id), step_of(checkpoint_id))
 
 
-def _began_at(log: AttemptLog, logs: Sequence[AttemptLog]) -> Place:
-    """Return where `log` began: at the beginning, too, if it restored a checkpoint of another run."""
+def _resumed_at(log: AttemptLog, logs: Sequence[AttemptLog]) -> Position:
+    """Return the position that `log` resumed from: the beginning if it restored no checkpoint of this run."""
     restored = log.attempt.restored_id
     if restored is None or not any(restored in other.checkpoints for other in logs):
         return BEGINNING
-    return place_of(restored)
+    return position_of(restored)

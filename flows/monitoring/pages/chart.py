@@ -8,7 +8,7 @@ from html import escape
 
 from prefect_torch.flows.monitoring.text import shorten, show_compact, show_duration, show_number
 
-from .attempt_log import Place
+from .attempt_log import Position
 from .curves import Curve, Point
 from .goodput import TimeSpent
 
@@ -147,7 +147,7 @@ class Frame:
         return self.top + self.height
 
 
-def draw_curves(curves: Sequence[Curve], until: Mapping[int, Place], first_steps: Mapping[int, int]) -> str | None:
+def draw_curves(curves: Sequence[Curve], resume_points: Mapping[int, Position], first_steps: Mapping[int, int]) -> str | None:
     """Return the first `MAX_PANELS` of `curves` that have a number as an SVG document; None if none has.
 
     A panel has a line for what later attempts continued from, pale lines for what was lost and trained again, a dashed vertical
@@ -155,11 +155,11 @@ def draw_curves(curves: Sequence[Curve], until: Mapping[int, Place], first_steps
 
     Args:
         curves: The metrics, in the order of their panels.
-        until: The resume point of each attempt.
+        resume_points: The resume point of each attempt.
         first_steps: The first step that each attempt reported.
 
     """
-    panels = [panel for curve in curves if (panel := _panel(curve, until)).kept][:MAX_PANELS]
+    panels = [panel for curve in curves if (panel := _panel(curve, resume_points)).kept][:MAX_PANELS]
     if not panels:
         return None
     steps = [step for panel in panels for line in (panel.kept, *panel.lost) for step, _ in line]
@@ -187,8 +187,8 @@ def as_data_url(svg: str) -> str:
     return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}"
 
 
-def _panel(curve: Curve, until: Mapping[int, Place]) -> Panel:
-    return Panel(curve, curve.kept(until), curve.lost(until, _MAX_LOST))
+def _panel(curve: Curve, resume_points: Mapping[int, Position]) -> Panel:
+    return Panel(curve, curve.kept(resume_points), curve.lost(resume_points, _MAX_LOST))
 
 
 def _draw(panel: Panel, index: int, left: float, top: float, width: float, steps: Axis, first_steps: Mapping[int, int]) -> str:

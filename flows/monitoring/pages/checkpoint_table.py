@@ -1,4 +1,4 @@
-"""The checkpoints of a run as rows of a table: a pure description of what is in storage, and why."""
+"""The table of a run's checkpoints, and why each is kept; pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,12 +10,12 @@ from .stored_checkpoints import StoredCheckpoint
 
 MAX_ROWS = 100
 _MAX_METRICS = 8
-_WORTH_SHOWING = ("best", "pinned", "in use")  # when there are more than fit
-_NOT_KEPT = "nothing; goes with the next prune"
+_SHOWN_FIRST = ("best", "pinned", "in use")  # if there are more checkpoints than rows
+_NOT_KEPT = "not kept; the next prune deletes it"
 
 
 def checkpoint_rows(
-    saved: Sequence[StoredCheckpoint],
+    checkpoints: Sequence[StoredCheckpoint],
     kept: Mapping[str, Sequence[str]],
     first_metric: str | None,
     now_s: float,
@@ -23,13 +23,13 @@ def checkpoint_rows(
     """Return a row for each checkpoint, newest first; of more than `MAX_ROWS`, the best, pinned, used and newest ones.
 
     Args:
-        saved: What is in storage, oldest first.
-        kept: Why each is kept, by id.
-        first_metric: The metric that ranks them, which comes first; "a/b" for a nested one.
-        now_s: The time that ages are counted to.
+        checkpoints: The checkpoints in storage, oldest first.
+        kept: The reasons to keep each, by id.
+        first_metric: The score, whose column comes first; "a/b" for a nested one; None without a score.
+        now_s: The time to which ages are counted.
 
     """
-    shown = _choose(saved, kept)
+    shown = _choose(checkpoints, kept)
     names = _metric_names(shown, first_metric)
     return [
         {
@@ -46,12 +46,12 @@ def checkpoint_rows(
     ]
 
 
-def _choose(saved: Sequence[StoredCheckpoint], kept: Mapping[str, Sequence[str]]) -> list[StoredCheckpoint]:
-    newest_first = sorted(saved, key=lambda it: it.id, reverse=True)
-    by_worth = sorted(newest_first, key=lambda it: not set(kept.get(it.id, ())) & set(_WORTH_SHOWING))
-    return sorted(by_worth[:MAX_ROWS], key=lambda it: it.id, reverse=True)
+def _choose(checkpoints: Sequence[StoredCheckpoint], kept: Mapping[str, Sequence[str]]) -> list[StoredCheckpoint]:
+    newest_first = sorted(checkpoints, key=lambda it: it.id, reverse=True)
+    by_priority = sorted(newest_first, key=lambda it: not set(kept.get(it.id, ())) & set(_SHOWN_FIRST))
+    return sorted(by_priority[:MAX_ROWS], key=lambda it: it.id, reverse=True)
 
 
-def _metric_names(saved: Sequence[StoredCheckpoint], first: str | None) -> list[str]:
-    names = dict.fromkeys(name for checkpoint in saved for name, _ in flatten_metrics(checkpoint.metrics))
+def _metric_names(checkpoints: Sequence[StoredCheckpoint], first: str | None) -> list[str]:
+    names = dict.fromkeys(name for checkpoint in checkpoints for name, _ in flatten_metrics(checkpoint.metrics))
     return sorted(names, key=lambda name: name != first)[:_MAX_METRICS]

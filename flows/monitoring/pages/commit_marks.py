@@ -1,23 +1,23 @@
-"""When an attempt's checkpoints were reported and what they cost, in bounded memory."""
+"""The report times of an attempt's checkpoints and their stalls, in bounded memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 _MAX_MARKS = 2000  # each checkpoint of all but the longest attempts; 0.4 MB
-_RECENT = 100  # of which the report or the commit may be yet to come
+_RECENT = 100  # their report or commit may be still to come
 
 
 @dataclass(slots=True)
 class CommitMark:
-    """A checkpoint, or several in a row.
+    """A checkpoint, or several consecutive ones.
 
     Attributes:
         first: The oldest id.
         newest: The newest id.
-        reported_s: When the newest that was reported was, in seconds since the epoch; None before.
-        num_reported: How many were reported.
-        num_timed: Of how many the stall is known.
-        stall_s: For how many seconds these held up the training, together.
+        reported_s: The time of the newest report, in seconds since the epoch; None before.
+        num_reported: The number of reported checkpoints.
+        num_timed: The number of checkpoints whose stall is known.
+        stall_s: The sum of their stalls in seconds.
 
     """
 
@@ -29,7 +29,7 @@ class CommitMark:
     stall_s: float = 0.0
 
     def merged(self, later: "CommitMark") -> "CommitMark":
-        """Return this mark and a later one as one."""
+        """Return one mark for this one and a later one."""
         return CommitMark(
             self.first,
             later.newest,
@@ -41,7 +41,7 @@ class CommitMark:
 
 
 class CommitMarks:
-    """The checkpoints of one attempt, oldest first: one by one up to 2,000, and beyond that the older ones in pairs."""
+    """The checkpoints of one attempt, oldest first: a mark each up to 2,000, beyond that one mark for several older ones."""
 
     def __init__(self) -> None:
         self._marks: dict[str, CommitMark] = {}
@@ -53,13 +53,13 @@ class CommitMarks:
         return checkpoint_id in self._marks or any(mark.first <= checkpoint_id < mark.newest for mark in self._marks.values())
 
     def record_report(self, checkpoint_id: str, at_s: float) -> None:
-        """Record when a checkpoint was reported, before its commit or after it."""
+        """Record a checkpoint's report, before or after its commit."""
         mark = self._mark(checkpoint_id)
         mark.reported_s = at_s
         mark.num_reported += 1
 
     def record_commit(self, checkpoint_id: str, stall_s: float) -> None:
-        """Record for how many seconds a commit held up the training."""
+        """Record for how many seconds a checkpoint stalled the training."""
         mark = self._mark(checkpoint_id)
         mark.num_timed += 1
         mark.stall_s += stall_s

@@ -8,12 +8,12 @@ from typing import TypeAlias
 from prefect_torch.ckpt.history import MetricRecord
 from prefect_torch.ckpt.metrics import MetricValue, flatten_metrics
 
-from .attempt_log import Place
+from .attempt_log import Position
 
 MAX_POINTS = 200
 MAX_CURVES = 50
 _HELD_POINTS = 4 * MAX_POINTS
-_LARGEST = 1e300  # beyond, differences are no numbers any more
+_LARGEST = 1e300  # differences of larger numbers overflow
 
 Point: TypeAlias = tuple[int, float]
 
@@ -24,11 +24,11 @@ class Curve:
 
     Attributes:
         name: "a/b" for a nested one.
-        last: Its last value, whatever it was.
-        low: Its smallest number; None before the first.
-        high: Its largest.
-        num_odd: How many of its values were NaN or infinite.
-        points: Step and value of each report with a number, thinned out, by attempt.
+        last: Its last value, of any type.
+        low: Its smallest finite number; None before the first.
+        high: Its largest finite number; None before the first.
+        num_odd: The number of values that are NaN or infinite.
+        points: Step and value of each report with a finite number, thinned, by attempt.
 
     """
 
@@ -39,7 +39,7 @@ class Curve:
     num_odd: int = 0
     points: dict[int, list[Point]] = field(default_factory=dict)
 
-    def take(self, attempt: int, step: int, value: MetricValue) -> None:
+    def add(self, attempt: int, step: int, value: MetricValue) -> None:
         """Add a value."""
         self.last = value
         number = _number(value)
@@ -55,20 +55,20 @@ class Curve:
         if len(points) > _HELD_POINTS:
             self.points[attempt] = thin(points, _HELD_POINTS // 2)
 
-    def kept(self, until: Mapping[int, Place]) -> list[Point]:
-        """Return what the run has gone on from, at most `MAX_POINTS`.
+    def kept(self, resume_points: Mapping[int, Position]) -> list[Point]:
+        """Return the points that later attempts continued from, at most `MAX_POINTS`.
 
         Args:
-            until: Up to where that is, by attempt, as `frontiers` tells it.
+            resume_points: The resume point of each attempt.
 
         """
-        kept = [(step, value) for attempt, step, value in self._all() if (attempt, step) <= until[attempt]]
+        kept = [(step, value) for attempt, step, value in self._all() if (attempt, step) <= resume_points[attempt]]
         return thin(kept, MAX_POINTS)
 
-    def lost(self, until: Mapping[int, Place], most: int) -> list[list[Point]]:
-        """Return what was done again later: a line for each of the newest `most` attempts that lost something."""
+    def lost(self, resume_points: Mapping[int, Position], most: int) -> list[list[Point]]:
+        """Return what was trained again later: a line for each of the newest `most` attempts that lost reports."""
         lines = [
-            [(step, value) for step, value in points if (attempt, step) > until[attempt]]
+            [(step, value) for step, value in points if (attempt, step) > resume_points[attempt]]
             for attempt, points in self.points.items()
         ]
         return [thin(line, MAX_POINTS // 4) for line in lines if line][-most:]
@@ -80,13 +80,13 @@ class Curve:
 
 
 class Curves:
-    """All metrics of a run, in the order in which they were first reported; of more than `MAX_CURVES`, the first ones."""
+    """All metrics of a run in the order of their first reports; of more than `MAX_CURVES`, the first ones."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Curve] = {}
         self.left_out: set[str] = set()
 
-    def take(self, record: MetricRecord) -> None:
+    def add(self, record: MetricRecord) -> None:
         """Add a report."""
         for name, value in flatten_metrics(record.metrics):
             if name not in self._by_name:
@@ -94,7 +94,7 @@ class Curves:
                     self.left_out.add(name)
                     continue
                 self._by_name[name] = Curve(name)
-            self._by_name[name].take(record.attempt, record.step, value)
+            self._by_name[name].add(record.attempt, record.step, value)
 
     def sorted(self, first: str | None) -> list[Curve]:
         """Return the curves, the one named `first` at the front."""
@@ -102,17 +102,17 @@ class Curves:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` of `points` that look the same: the lowest and the highest of equally wide ranges of steps.
+    """Return at most `most` of `points` with the same shape: the lowest and the highest of equally wide ranges of steps.
 
     Args:
-        points: In the order in which they are drawn.
-        most: How many may stay, at least 4.
+        points: The points in the order in which they are drawn.
+        most: The maximum number of points returned, at least 4.
 
     """
     if len(points) <= most:
         return list(points)
     first, last = min(step for step, _ in points), max(step for step, _ in points)
-    width = max(1, last - first) / (most // 2 - 1)  # the last step has a range of its own
+    width = max(1, last - first) / (most // 2 - 1)  # and a range of its own for the last step
     chosen: dict[int, tuple[int, int]] = {}  # the indices of the lowest and of the highest, by range
     for index, (step, value) in enumerate(points):
         number = int((step - first) / width)
@@ -127,5 +127,5 @@ def _number(value: MetricValue) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:  # an integer beyond any float
+    except OverflowError:  # an integer larger than any float
         return math.inf if value > 0 else -math.inf

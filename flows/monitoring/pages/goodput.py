@@ -1,38 +1,40 @@
-"""Where the time of a run went: a pure account of its attempts.
+"""The goodput of a run: how the time of its attempts is divided; pure.
 
-The time from the first claim of the run to its end, or to now, is divided without rest into
+Each second from the first claim of the run to its end, or to now, belongs to one of
 
-training        what the run has gone on from, or still may: from an attempt's first step to its end, without the rest below.
-checkpointing   for how long the slowest rank was held up by checkpoints, as their commits measured it; of one that was deleted
-                before anybody looked, the mean of the others.
-restarting      from an attempt's claim to its first step: processes start, import and restore. That moment is not recorded; it
-                is taken to be the first report, less the mean time between two reports of the run. And between two attempts of
-                one flow run, from the end of the one to the claim of the next.
-lost            what was done after the checkpoint that a later attempt began from, and so was done again. Of an attempt that
-                failed or was killed and has no later one, what was done after its newest checkpoint.
-away            between two flow runs, when nobody trained.
+training        work that later attempts continued from, or still may: from an attempt's first step to its end, without the
+                times below.
+checkpointing   the stalls of the slowest rank, as the commits measured them; the mean stall for a checkpoint that was deleted
+                before its commit was read.
+restarting      from an attempt's claim to its first step, while processes start, import and restore. The time of the first step
+                is not recorded; it is estimated as the first report less the mean time between two reports of the run. Also,
+                between two attempts of one flow run, from the end of the one to the claim of the next.
+lost            work after the checkpoint that a later attempt resumed from, which is done again. If an attempt failed or was
+                killed and there is no later one, the work after its newest checkpoint.
+away            between two flow runs.
 
-The goodput is the share of training in all of it but the time away. What a damaged checkpoint threw back counts as lost, too,
-and so does everything before an attempt that began anew (`resume="never"`). The times are those of the machines' clocks.
+The goodput is the share of training in all of this time but the time away. The work between a damaged checkpoint and the one
+restored instead counts as lost, and so does all work before a fresh start (`resume="never"`). Times are those of the machines'
+clocks.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .attempt_log import END, AttemptLog, Place, frontiers, place_of
+from .attempt_log import END, AttemptLog, Position, position_of, resume_points
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSpent:
-    """Where the time of a run went, in seconds; the module says what each word means.
+    """The division of a run's time, in seconds; the module's docstring defines the parts.
 
     Attributes:
-        training: What has brought the run forward.
-        checkpointing: Held up by checkpoints.
-        restarting: From a claim, or the end of the attempt before, to the first step.
-        lost: What has to be done again, or was.
-        away: Between flow runs.
+        training: Time of training that was kept.
+        checkpointing: Time of stalls.
+        restarting: Time from a claim, or the end of the attempt before, to the first step.
+        lost: Time of training that is done again.
+        away: Time between flow runs.
 
     """
 
@@ -44,16 +46,16 @@ class TimeSpent:
 
     @property
     def counted(self) -> float:
-        """All but the time away."""
+        """The whole time but the time away."""
         return self.training + self.checkpointing + self.restarting + self.lost
 
     @property
     def goodput(self) -> float | None:
-        """The share of training in `counted`; None where no time has passed."""
+        """The share of training in `counted`; None if no time has passed."""
         return self.training / self.counted if self.counted > 0 else None
 
     def plus(self, other: "TimeSpent") -> "TimeSpent":
-        """Return both together."""
+        """Return the sum of both."""
         return TimeSpent(
             self.training + other.training,
             self.checkpointing + other.checkpointing,
@@ -64,14 +66,14 @@ class TimeSpent:
 
 
 def time_spent(logs: Sequence[AttemptLog], now_s: float) -> TimeSpent:
-    """Return where the time of the run went, from its first claim on.
+    """Return how the time of the run since its first claim is divided.
 
     Args:
         logs: Every attempt, oldest first.
-        now_s: The time, which is the end of an attempt that runs.
+        now_s: The current time (seconds since the epoch), up to which a running attempt counts.
 
     """
-    until = frontiers(logs)
+    points = resume_points(logs)
     interval_s = _mean_interval_s(logs)
     stall_s = _mean_stall_s(logs)
     spent = TimeSpent()
@@ -79,9 +81,9 @@ def time_spent(logs: Sequence[AttemptLog], now_s: float) -> TimeSpent:
     for index, log in enumerate(logs):
         after = logs[index + 1] if index + 1 < len(logs) else None
         begun_s = clock_s
-        taken_over_s = math.inf if after is None else after.claimed_s  # from then on, what it did was not the run's any more
+        taken_over_s = math.inf if after is None else after.claimed_s  # its later work does not belong to the run
         clock_s = max(begun_s, min(now_s if log.ended_s is None else log.ended_s, taken_over_s))
-        spent = spent.plus(_within(log, begun_s, clock_s, until[log.number], interval_s, stall_s))
+        spent = spent.plus(_within(log, begun_s, clock_s, points[log.number], interval_s, stall_s))
         if after is not None:
             pause_s = max(0.0, after.claimed_s - clock_s)
             spent = spent.plus(_between(log, after, pause_s))
@@ -96,13 +98,13 @@ def _between(before: AttemptLog, log: AttemptLog, pause_s: float) -> TimeSpent:
 
 
 def _within(
-    log: AttemptLog, begun_s: float, ended_s: float, until: Place, interval_s: float | None, mean_stall_s: float
+    log: AttemptLog, begun_s: float, ended_s: float, resume_point: Position, interval_s: float | None, mean_stall_s: float
 ) -> TimeSpent:
     if log.first_report_s is None:
         return TimeSpent(restarting=ended_s - begun_s)
     first_step_s = log.first_report_s - begun_s if interval_s is None else interval_s
     worked_from_s = _clamp(log.first_report_s - first_step_s, begun_s, ended_s)
-    kept_until_s = _clamp(_kept_until_s(log, until, ended_s), worked_from_s, ended_s)
+    kept_until_s = _clamp(_kept_until_s(log, resume_point, ended_s), worked_from_s, ended_s)
     stalls = [
         (mark.reported_s, mark.stall_s + mean_stall_s * max(0, mark.num_reported - mark.num_timed))
         for mark in log.checkpoints
@@ -120,14 +122,15 @@ def _within(
     )
 
 
-def _kept_until_s(log: AttemptLog, until: Place, ended_s: float) -> float:
-    """Return the time up to which the work of `log` is kept, or may still be."""
-    is_newest = until == END
+def _kept_until_s(log: AttemptLog, resume_point: Position, ended_s: float) -> float:
+    """Return the time up to which the work of `log` is kept, or may still be kept."""
+    is_newest = resume_point == END
     if is_newest and (log.is_completed or log.is_running):
         return ended_s
-    # Of a failed attempt without a successor, only commits are known to be kept.
+    # Only committed work of a failed attempt without a successor is known to be kept.
     kept = [mark for mark in log.checkpoints if mark.num_timed or not is_newest]
-    return max((it.reported_s for it in kept if it.reported_s is not None and place_of(it.newest) <= until), default=0.0)
+    until = [mark for mark in kept if position_of(mark.newest) <= resume_point]
+    return max((mark.reported_s for mark in until if mark.reported_s is not None), default=0.0)
 
 
 def _mean_interval_s(logs: Sequence[AttemptLog]) -> float | None:

@@ -1,4 +1,4 @@
-"""What Prefect's UI shows of a training: artifacts of its flow run that are kept up to date while it goes on."""
+"""The observer that shows a training in Prefect's UI, as artifacts of its flow run that are kept up to date."""
 
 import json
 import time
@@ -17,24 +17,24 @@ from prefect_torch.tasks.job import TrainJob
 from .attempt_log import AttemptLog
 from .checkpoint_table import MAX_ROWS, checkpoint_rows
 from .live_artifact import LiveArtifact, PublishBackoff, artifact_key
-from .rank_logs import RankLogs, page_of
-from .run_view import RunNotes
-from .summary import Surroundings, write_summary
+from .rank_logs import RankLogs, page_url
+from .run_view import RunView
+from .summary import SummaryContext, write_summary
 
 _REQUEST_S = 15.0
 
 
-class Pages:
-    """Publishes a run's progress, checkpoints and summary as artifacts of the flow run, ever more seldom; the last is exact.
+class PageObserver:
+    """Publishes a run's progress, checkpoints and summary as artifacts of the flow run, with a backoff; the last is exact.
 
-    The artifacts' keys are `<run>-<digest>-progress`, `…-checkpoints` and `…-summary`, with a digest of where the run lies, so
-    that in the UI a key's page lists the flow runs of one run. A flow run's process makes each of them once and updates it: at
-    most 4 requests at a time, 16 times in the first 100 s, and twice a minute in the long run. There is a progress only where
-    the training tells it (`report(..., progress=)`).
+    The artifacts' keys are `<run>-<digest>-progress`, `…-checkpoints` and `…-summary`, with a digest of the run's location, so
+    that in the UI a key's page lists the flow runs of one run. A flow run's process creates each of them once and updates it:
+    at most 4 requests at a time, 16 times in the first 100 s, and twice a minute in the long run. There is a progress only if
+    the training reports it (`report(..., progress=)`).
 
     Args:
         job: The training.
-        clock: What tells the time, in seconds since the epoch.
+        clock: Returns the time in seconds since the epoch.
         backoff: Bounds how often pages are published.
 
     """
@@ -42,7 +42,7 @@ class Pages:
     def __init__(self, job: TrainJob, clock: Callable[[], float] = time.time, backoff: PublishBackoff | None = None) -> None:
         self._store = job.open_store()
         self._first_metric = job.policy.checkpoint_score_attribute
-        self._notes = RunNotes(self._store, job.policy)
+        self._view = RunView(self._store, job.policy)
         self._rank_logs = RankLogs()
         self._clock = clock
         self._backoff = backoff or PublishBackoff()
@@ -53,19 +53,19 @@ class Pages:
         self._summary = LiveArtifact(f"{key}-summary", "markdown")
 
     def observe(self, happening: Happening) -> None:
-        """Take note of what happened; the first time, read what the run has been before from its storage."""
-        self._notes.take(happening, self._clock())
+        """Record `happening`; the first time, read the run's past from its storage."""
+        self._view.record(happening, self._clock())
 
     def refresh(self, *, final: bool) -> float | None:
-        """Publish what has changed if it is time to, or `final`; else return in how many seconds it will be time."""
-        newest = self._notes.newest
-        if newest is None:  # no attempt was begun
+        """Publish what has changed if that is due or `final`; otherwise return the seconds until it is due."""
+        newest = self._view.newest
+        if newest is None:  # no attempt has started
             return None
         if not final and (wait_s := self._backoff.wait_s()) > 0:
             return wait_s
         self._backoff.record()
         problem = self._read_checkpoints() if final else None
-        # An API that is away is tried again with the next news; retries would hold up the other observers.
+        # If the API is away, the next publication tries again; retries here would delay the other observers.
         with nullcontext() if final else temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
             self._publish(self._open_client(), newest, problem)
         if final and self._client is not None:
@@ -73,17 +73,17 @@ class Pages:
         return None
 
     def _open_client(self) -> SyncPrefectClient:
-        """Return one client for all pages: each new one costs two requests, and the flow's own is not for two threads."""
+        """Return one client for all pages: each new one costs two requests, and the flow's own is bound to its thread."""
         if self._client is None:
             self._client = get_client(httpx_settings={"timeout": httpx.Timeout(_REQUEST_S)}, sync_client=True).__enter__()
         return self._client
 
     def _read_checkpoints(self) -> str | None:
-        """Take the last word from storage, since others may have pruned or pinned; return why that was not possible."""
+        """Read the final checkpoints from storage, which others may have pruned or pinned; return a note if that fails."""
         try:
-            self._notes.read_checkpoints()
+            self._view.read_checkpoints()
         except (StorageError, OSError) as exc:
-            return f"as the training told it, since its storage could not be read at the end: {exc}"
+            return f"from the training's reports, because the storage could not be read at the end: {exc}"
         return None
 
     def _publish(self, client: SyncPrefectClient, newest: AttemptLog, problem: str | None) -> None:
@@ -91,28 +91,28 @@ class Pages:
         now_s = self._clock()
         self._publish_summary(client, flow_run_id, now_s)
         self._publish_checkpoints(client, flow_run_id, now_s, problem)
-        if self._notes.progress is not None:
+        if self._view.progress is not None:
             about = f"Run {plain_text(self._store.run)}, attempt {newest.number}"
-            self._progress.show(client, flow_run_id, round(100 * self._notes.progress, 1), about)
+            self._progress.show(client, flow_run_id, round(100 * self._view.progress, 1), about)
 
     def _publish_summary(self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float) -> None:
-        logs = self._notes.logs
+        logs = self._view.logs
         if flow_run_id is not None:
-            self._rank_logs.look(client, flow_run_id, logs)
-        around = Surroundings(
+            self._rank_logs.update(client, flow_run_id, logs)
+        context = SummaryContext(
             path=self._store.path,
             first_metric=self._first_metric,
-            flow_runs={log.number: page_of("flow-run", UUID(it)) for log in logs if (it := log.attempt.owner.flow_run_id)},
+            flow_runs={log.number: page_url("flow-run", UUID(it)) for log in logs if (it := log.attempt.owner.flow_run_id)},
             ranks=self._rank_logs.urls(),
         )
-        page = write_summary(self._store.run, self._notes, around, now_s)
+        page = write_summary(self._store.run, self._view, context, now_s)
         self._summary.show(client, flow_run_id, page, f"Run {plain_text(self._store.run)}: metrics, time, attempts")
 
     def _publish_checkpoints(
         self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float, problem: str | None
     ) -> None:
-        checkpoints = self._notes.checkpoints
-        rows = checkpoint_rows(checkpoints.held, self._notes.kept(), self._first_metric, now_s)
+        checkpoints = self._view.checkpoints
+        rows = checkpoint_rows(checkpoints.held, self._view.kept(), self._first_metric, now_s)
         if not rows and not self._checkpoints.is_shown:
             return
         count = f"{checkpoints.num} checkpoint{'' if checkpoints.num == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""What pages know of a run: its past from storage, what happens now from the audience."""
+"""The view of a run that pages show: its past from storage, its present from the events of its training."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,15 +18,15 @@ from .curves import Curves
 from .stored_checkpoints import MAX_HELD, StoredCheckpoint, StoredCheckpoints
 
 
-class RunNotes:
-    """All that is known of a run; costs no request while the training goes on, and memory for a bounded number of points.
+class RunView:
+    """Attempts, metrics and checkpoints of a run, in bounded memory and without requests while the training runs.
 
-    The past is read from storage when the first attempt of this process is heard of: everything before that attempt. What the
-    attempt itself does comes from the audience alone, so that nothing is noted twice.
+    Everything before the first attempt of this process is read from storage when that attempt starts. Everything later comes
+    from the training's events alone, so that nothing is recorded twice.
 
     Args:
         store: The run.
-        policy: Which of its checkpoints are kept.
+        policy: Its retention policy.
 
     """
 
@@ -50,7 +50,7 @@ class RunNotes:
         return max(self._logs.values(), key=lambda log: log.number, default=None)
 
     def kept(self) -> dict[str, tuple[str, ...]]:
-        """Return why the policy keeps each checkpoint, by id; one that is missing goes with the next prune."""
+        """Return the reasons to keep each checkpoint, by id; the next prune deletes those that are missing."""
         newest = self.newest
         restored = newest.attempt.restored_id if newest is not None and newest.is_running else None
         in_use = () if restored is None else (restored,)
@@ -58,21 +58,21 @@ class RunNotes:
         overdue = overdue_evaluations(held, self._policy, datetime.now(timezone.utc))
         return plan(held, self._policy, pinned=self.checkpoints.pinned, in_use=in_use, overdue=overdue).keep
 
-    def take(self, happening: Happening, now_s: float) -> None:
-        """Take note of what happened now (seconds since the epoch)."""
+    def record(self, happening: Happening, now_s: float) -> None:
+        """Record `happening`, at `now_s` (seconds since the epoch)."""
         match happening:
             case AttemptStarted(attempt, resumed_from):
-                self._begin(replace(attempt, resumed_from=resumed_from))
+                self._add_attempt(replace(attempt, resumed_from=resumed_from))
             case ReportEvent(record, progress):
-                self._take_report(record)
+                self._record_report(record)
                 self.progress = progress if progress is not None else self.progress
             case CommitEvent():
                 self.checkpoints.add(
                     StoredCheckpoint(happening.id, happening.step, happening.metrics, happening.bytes, created_s=now_s)
                 )
-                self._logs[attempt_of(happening.id)].take_commit(happening.id, happening.stall_s)
+                self._logs[attempt_of(happening.id)].record_commit(happening.id, happening.stall_s)
             case CheckpointsPruned(decided):
-                self._take_pruned(decided)
+                self._record_prune(decided)
             case CheckpointQuarantined(checkpoint_id, reason):
                 self.quarantined[checkpoint_id] = reason
                 self.checkpoints.discard(checkpoint_id)
@@ -80,9 +80,9 @@ class RunNotes:
                 self._end(outcome, now_s)
 
     def read_checkpoints(self) -> None:
-        """Read from storage which checkpoints there are and which are pinned; two listings, and a small read each.
+        """Read from storage which checkpoints exist and which are pinned; costs two listings, and a small read for each.
 
-        Of more checkpoints than are held, only those are read.
+        If there are more than can be held, no checkpoint is read, and those held that no longer exist are removed.
 
         Raises:
             StorageError: If the storage does not answer.
@@ -101,33 +101,33 @@ class RunNotes:
     def _replace(self, manifests: Iterable[Manifest]) -> None:
         self.checkpoints.replace(map(StoredCheckpoint.of, manifests), self._store.pinned())
 
-    def _begin(self, attempt: Attempt) -> None:
+    def _add_attempt(self, attempt: Attempt) -> None:
         try:
             if not self._logs:
                 self._read_past(attempt.number)
-        finally:  # a past that cannot be read is no reason not to tell what happens now
+        finally:  # the present is shown even if the past cannot be read
             self._logs[attempt.number] = AttemptLog(attempt)
 
     def _end(self, outcome: Outcome, now_s: float) -> None:
-        if outcome.attempt not in self._logs:  # it ended before it could choose where to begin
+        if outcome.attempt not in self._logs:  # it ended before its AttemptStarted
             claimed = [attempt for attempt in list_attempts(self._store) if attempt.number == outcome.attempt]
             if not claimed:
                 return
-            self._begin(claimed[0])
+            self._add_attempt(claimed[0])
         log = self._logs[outcome.attempt]
         log.outcome, log.ended_s = outcome, now_s
 
-    def _take_report(self, record: MetricRecord) -> None:
-        self.curves.take(record)
-        self._logs[record.attempt].take_report(record)
+    def _record_report(self, record: MetricRecord) -> None:
+        self.curves.add(record)
+        self._logs[record.attempt].record_report(record)
 
-    def _take_pruned(self, decided: Plan[Manifest]) -> None:
+    def _record_prune(self, decided: Plan[Manifest]) -> None:
         for manifest in decided.drop:
             self.checkpoints.remove(manifest.id, manifest.total_bytes)
         self.checkpoints.pinned = frozenset(key for key, reasons in decided.keep.items() if "pinned" in reasons)
 
     def _read_past(self, number: int) -> None:
-        """Read what was before attempt `number`; all of it, or nothing is noted."""
+        """Read everything before attempt `number`; an error leaves the view unchanged."""
         logs = {it.number: AttemptLog(it) for it in _newest_claims(list_attempts(self._store)) if it.number < number}
         manifests = [manifest for manifest in self._store.list() if attempt_of(manifest.id) in logs]
         history = [record for record in read_history(self._store) if record.attempt in logs]
@@ -136,14 +136,14 @@ class RunNotes:
         self._replace(manifests)
         self._logs = logs
         for manifest in manifests:
-            logs[attempt_of(manifest.id)].take_commit(manifest.id, manifest.timings.get("stall_s"))
+            logs[attempt_of(manifest.id)].record_commit(manifest.id, manifest.timings.get("stall_s"))
         for record in history:
-            self._take_report(record)
+            self._record_report(record)
         for log in logs.values():
             log.outcome = outcomes[log.number]
             log.ended_s = max(log.last_seen_s(), written.get(f"{log.number:06d}", 0.0))
 
 
 def _newest_claims(attempts: Iterable[Attempt]) -> Iterable[Attempt]:
-    """Leave out claims that lost to another of the same number and were not cleared away."""
+    """Return one claim for each number: the others lost to it and were not deleted."""
     return {attempt.number: attempt for attempt in attempts}.values()

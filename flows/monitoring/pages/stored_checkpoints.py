@@ -1,4 +1,4 @@
-"""The checkpoints of a run that are in storage, as pages show them, in bounded memory."""
+"""The checkpoints of a run in storage, in bounded memory."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class StoredCheckpoint:
         id: Its id.
         step: Its step.
         metrics: Its metrics.
-        bytes: The size of all its files.
-        created_s: When it was committed, in seconds since the epoch.
+        bytes: The total size of its files.
+        created_s: The time of its commit, in seconds since the epoch.
 
     """
 
@@ -32,25 +32,25 @@ class StoredCheckpoint:
 
     @property
     def created_at(self) -> datetime:
-        """When it was committed."""
+        """The time of its commit."""
         return datetime.fromtimestamp(self.created_s, timezone.utc)
 
     @classmethod
     def of(cls, manifest: Manifest) -> "StoredCheckpoint":
-        """Return what a manifest says."""
+        """Return the checkpoint of a manifest."""
         return cls(manifest.id, manifest.step, manifest.metrics, manifest.total_bytes, manifest.created_at.timestamp())
 
 
 class StoredCheckpoints:
-    """Counts all checkpoints, and holds each of up to 2,000; of more, the newest, the best and the pinned.
+    """Counts all checkpoints and holds up to 2,000 of them: of more, the newest, the best and the pinned.
 
     Args:
-        policy: Which are best.
+        policy: The retention policy, which defines the best.
 
     Attributes:
-        num: How many there are.
-        bytes: The size of all of them.
-        pinned: The ids that are pinned.
+        num: The number of all checkpoints.
+        bytes: The total size of all checkpoints.
+        pinned: The ids of the pinned checkpoints.
 
     """
 
@@ -63,11 +63,11 @@ class StoredCheckpoints:
 
     @property
     def held(self) -> list[StoredCheckpoint]:
-        """Those that are held, oldest first."""
+        """The held checkpoints, oldest first."""
         return [self._held[key] for key in sorted(self._held)]
 
     def replace(self, checkpoints: Iterable[StoredCheckpoint], pinned: Collection[str]) -> None:
-        """Begin anew with all that there are."""
+        """Replace all checkpoints by those in storage."""
         self.num = self.bytes = 0
         self.pinned = frozenset(pinned)
         self._held.clear()
@@ -75,25 +75,25 @@ class StoredCheckpoints:
             self.add(checkpoint)
 
     def add(self, checkpoint: StoredCheckpoint) -> None:
-        """Record a commit."""
+        """Record a committed checkpoint."""
         self.num += 1
         self.bytes += checkpoint.bytes
         self._held[checkpoint.id] = checkpoint
         if len(self._held) > MAX_HELD:
-            self._hold_half()
+            self._drop_half()
 
     def remove(self, checkpoint_id: str, num_bytes: int) -> None:
-        """Record that a checkpoint of that size is gone; harmless if it was not known."""
+        """Record that a checkpoint of that size is deleted; no effect if it is unknown."""
         if self._held.pop(checkpoint_id, None) is not None or self.num > len(self._held):
             self.num -= 1
             self.bytes -= num_bytes
 
     def discard(self, checkpoint_id: str) -> None:
-        """Record that a checkpoint is gone, whose size is known only if it is held."""
+        """Record that a checkpoint is deleted if it is held, since the size of others is unknown."""
         if (held := self._held.get(checkpoint_id)) is not None:
             self.remove(checkpoint_id, held.bytes)
 
-    def _hold_half(self) -> None:
+    def _drop_half(self) -> None:
         best = rank_best(self.held, self._policy.checkpoint_score_attribute, self._policy.checkpoint_score_order)
         kept = {it.id for it in (*best[: MAX_HELD // 4], *self.held[-MAX_HELD // 4 :])} | self.pinned
         self._held = {key: it for key, it in self._held.items() if key in kept}

@@ -19,7 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def curves_of(**metrics):
     curves = Curves()
     for step in range(max(len(values) for values in metrics.values())):
-        curves.take(record(1, step, **{name: values[step] for name, values in metrics.items() if step < len(values)}))
+        curves.add(record(1, step, **{name: values[step] for name, values in metrics.items() if step < len(values)}))
     return curves.sorted(None)
 
 
@@ -68,9 +68,9 @@ def test_nothing_is_drawn_without_a_number():
 def test_attempts_have_boundaries_and_what_was_lost_is_pale():
     curves = Curves()
     for step in range(10):
-        curves.take(record(1, step, loss=1.0 - step / 10))
+        curves.add(record(1, step, loss=1.0 - step / 10))
     for step in range(7, 12):
-        curves.take(record(2, step, loss=1.0 - step / 9))
+        curves.add(record(2, step, loss=1.0 - step / 9))
     picture = drawn(curves.sorted(None), {1: (1, 6), 2: END}, {1: 0, 2: 7})
     lost, kept = picture.findall(f"{SVG}polyline")
     assert (len(lost.get("points").split()), lost.get("stroke-opacity")) == (3, "0.35")
@@ -81,7 +81,7 @@ def test_attempts_have_boundaries_and_what_was_lost_is_pale():
 
 def test_more_metrics_than_fit_are_neither_drawn_nor_held():
     curves = Curves()
-    curves.take(record(1, 0, **{f"m{number}": number for number in range(MAX_CURVES + 5)}))
+    curves.add(record(1, 0, **{f"m{number}": number for number in range(MAX_CURVES + 5)}))
     assert len(curves.sorted(None)) == MAX_CURVES
     assert len(curves.left_out) == 5
     assert curves.sorted("m7")[0].name == "m7"

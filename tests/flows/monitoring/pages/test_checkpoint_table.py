@@ -19,7 +19,7 @@ def test_a_row_tells_what_a_checkpoint_is_and_why_it_is_kept():
         {checkpoint_id(1, 1): ("best", "pinned")},
         "acc",
     )
-    assert found[0]["kept because"] == "nothing; goes with the next prune"
+    assert found[0]["kept because"] == "not kept; the next prune deletes it"
     assert found[0]["loss"] == "nan"
     assert found[1] == {
         "id": checkpoint_id(1, 1),

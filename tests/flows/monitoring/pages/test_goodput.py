@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.flows.monitoring.pages.attempt_log import frontiers
+from prefect_torch.flows.monitoring.pages.attempt_log import resume_points
 from prefect_torch.flows.monitoring.pages.goodput import TimeSpent, time_spent
 from run_stories import BEGUN_S, checkpoint_id, told
 
@@ -39,7 +39,7 @@ def test_a_damaged_checkpoint_throws_a_run_back_behind_an_attempt():
     second = told(2, 50, every_ten(4, 8, 50), 100, "failed", saved=(5, 7), resumed_from=checkpoint_id(1, 3))
     third = told(3, 100, every_ten(2, 8, 100), 170, "completed", resumed_from=checkpoint_id(1, 1))
     assert spent(first, second, third) == {"training": 20 + 70, "lost": 30 + 50}
-    assert frontiers([first, second, third])[2] == (1, 1)
+    assert resume_points([first, second, third])[2] == (1, 1)
 
 
 def test_a_run_that_begins_anew_or_from_another_run_has_lost_all_before():

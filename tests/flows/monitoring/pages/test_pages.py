@@ -164,7 +164,7 @@ def test_the_summary_tells_attempts_with_reasons_and_where_they_resumed(seen):
     page = seen.page()
     assert "**completed** · attempt 2 · step 999 · 100% done · goodput" in page
     first, second = (row(page, attempt) for attempt in (1, 2))
-    assert first[4:] == ["the beginning", "0 to 549", "failed"]
+    assert first[4:] == ["fresh start", "0 to 549", "failed"]
     assert second[4:] == ["step 499, attempt 1", "500 to 999", "completed"]
     assert "- attempt 1: infrastructure: rank 1 of attempt 1 failed: its process was killed by SIGKILL (9)" in page
 

@@ -12,14 +12,14 @@ from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, record_re
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.history import HistoryWriter
 from prefect_torch.ckpt.manifest import FileEntry, Manifest
-from prefect_torch.flows.monitoring.pages.run_view import RunNotes
-from prefect_torch.flows.monitoring.pages.summary import Surroundings, write_summary
+from prefect_torch.flows.monitoring.pages.run_view import RunView
+from prefect_torch.flows.monitoring.pages.summary import SummaryContext, write_summary
 from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 from ranks import Attempt, folder
 from run_stories import BEGUN_S, checkpoint_id, claim, record
 
 POLICY = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="score")
-AROUND = Surroundings("/store/run")
+CONTEXT = SummaryContext("/store/run")
 
 
 @pytest.fixture
@@ -27,15 +27,15 @@ def store(tmp_path):
     return CheckpointStore.open(str(tmp_path / "store"), "run")
 
 
-def notes_of(store, *happenings):
-    notes = RunNotes(store, POLICY)
+def view_of(store, *happenings):
+    view = RunView(store, POLICY)
     for at_s, happening in enumerate(happenings):
-        notes.take(happening, BEGUN_S + at_s)
-    return notes
+        view.record(happening, BEGUN_S + at_s)
+    return view
 
 
-def page_of(notes, around=AROUND):
-    return write_summary("run", notes, around, BEGUN_S + 100)
+def page_of(view, context=CONTEXT):
+    return write_summary("run", view, context, BEGUN_S + 100)
 
 
 def commit(attempt, step, **metrics):
@@ -43,17 +43,17 @@ def commit(attempt, step, **metrics):
 
 
 def test_a_running_training_shows_what_it_said_last(store):
-    notes = notes_of(
+    view = view_of(
         store,
         AttemptStarted(claim(1), None),
         ReportEvent(record(1, 3, 10.0, score=1.0), 0.25),
         commit(1, 3, score=1.0),
         commit(1, 4, score=0.5),
     )
-    page = page_of(notes)
+    page = page_of(view)
     assert "**running** · attempt 1 · step 3 · 25% done · goodput" in page
-    assert "2 in storage, 14 B together" in page
-    assert notes.kept() == {checkpoint_id(1, 4): ("latest",), checkpoint_id(1, 3): ("best",)}
+    assert "2 in storage, 14 B in total" in page
+    assert view.kept() == {checkpoint_id(1, 4): ("latest",), checkpoint_id(1, 3): ("best",)}
 
 
 def test_what_another_process_left_behind_is_read_from_storage(store, tmp_path):
@@ -68,53 +68,53 @@ def test_what_another_process_left_behind_is_read_from_storage(store, tmp_path):
     claimed = claim_attempt(store, Owner.current("b"), world_size=2, lineage=1)
     path = f"{store.path}/checkpoints/{second.id}"
     record_resumed_from(store, claimed, path)
-    notes = notes_of(store, AttemptStarted(claimed, path), ReportEvent(record(2, 2, 10.0, score=3.0)))
-    page = page_of(notes)
+    view = view_of(store, AttemptStarted(claimed, path), ReportEvent(record(2, 2, 10.0, score=3.0)))
+    page = page_of(view)
     assert "- attempt 1: killed with its flow's process" in page
-    assert re.search(r"^\| 1 \|.*\| the beginning \| 0 to 1 \| killed \|$", page, re.MULTILINE)
+    assert re.search(r"^\| 1 \|.*\| fresh start \| 0 to 1 \| killed \|$", page, re.MULTILINE)
     assert re.search(r"^\| 2 \|.*\| step 1, attempt 1 \| 2 to 2 \| running \|$", page, re.MULTILINE)
-    assert notes.kept() == {second.id: ("latest", "best", "in use"), first.id: ("pinned",)}
-    assert [len(points) for points in notes.curves.sorted(None)[0].points.values()] == [2, 1]
-    assert {mark.newest for mark in notes.logs[0].checkpoints if mark.num_timed} == {first.id, second.id}
+    assert view.kept() == {second.id: ("latest", "best", "in use"), first.id: ("pinned",)}
+    assert [len(points) for points in view.curves.sorted(None)[0].points.values()] == [2, 1]
+    assert {mark.newest for mark in view.logs[0].checkpoints if mark.num_timed} == {first.id, second.id}
 
 
 def test_an_attempt_that_could_not_choose_where_to_begin_is_told_too(store):
     claimed = claim_attempt(store, Owner.current("a"), world_size=2)
     error = "CheckpointCorruptError('2 checkpoints and none is whole')"
-    notes = notes_of(
+    view = view_of(
         store,
         CheckpointQuarantined(checkpoint_id(1, 1), "a bit | flipped"),
         AttemptEnded(Outcome(claimed.number, "failed", "a", "final", error)),
     )
-    page = page_of(notes)
+    page = page_of(view)
     assert "- attempt 1: final: CheckpointCorruptError" in page
     assert f"- set aside as damaged: `{checkpoint_id(1, 1)}`, a bit \\| flipped" in page
 
 
 def test_what_was_pruned_is_gone_and_pins_are_known_from_the_plan(store):
-    notes = notes_of(store, AttemptStarted(claim(1), None), *(commit(1, step, score=step) for step in range(3)))
+    view = view_of(store, AttemptStarted(claim(1), None), *(commit(1, step, score=step) for step in range(3)))
     committed_at = datetime.fromtimestamp(BEGUN_S, timezone.utc)
     dropped = Manifest(checkpoint_id(1, 1), 1, 1, {}, (FileEntry("f", 7, "", 0),), 1, None, committed_at)
-    notes.take(CheckpointsPruned(Plan({checkpoint_id(1, 0): ("pinned",)}, (dropped,))), BEGUN_S)
-    assert [it.step for it in notes.checkpoints.held] == [0, 2]
-    assert (notes.checkpoints.num, notes.checkpoints.bytes) == (2, 14)
-    assert notes.kept() == {checkpoint_id(1, 2): ("latest", "best"), checkpoint_id(1, 0): ("pinned",)}
+    view.record(CheckpointsPruned(Plan({checkpoint_id(1, 0): ("pinned",)}, (dropped,))), BEGUN_S)
+    assert [it.step for it in view.checkpoints.held] == [0, 2]
+    assert (view.checkpoints.num, view.checkpoints.bytes) == (2, 14)
+    assert view.kept() == {checkpoint_id(1, 2): ("latest", "best"), checkpoint_id(1, 0): ("pinned",)}
 
 
 def test_the_end_is_read_from_storage_where_others_prune_and_pin(store, tmp_path):
     session = Attempt(store).session()
     session.report({"score": 1}, folder(tmp_path / "c", model="1"))
     (kept,) = store.list()
-    notes = notes_of(store, AttemptStarted(claim(2), None), commit(2, 7, score=1))
+    view = view_of(store, AttemptStarted(claim(2), None), commit(2, 7, score=1))
     store.pin(kept.id)
-    notes.read_checkpoints()
-    assert {it.id for it in notes.checkpoints.held} == {kept.id}
-    assert notes.kept() == {kept.id: ("latest", "best", "pinned")}
+    view.read_checkpoints()
+    assert {it.id for it in view.checkpoints.held} == {kept.id}
+    assert view.kept() == {kept.id: ("latest", "best", "pinned")}
 
 
 def test_errors_are_shortened_in_the_list_whole_at_the_top_and_no_markdown(store):
     error = f"rank 1 failed: ValueError: {'<b>*x*|' * 100}\n\nTraceback\n```\nline"
-    page = page_of(notes_of(store, AttemptStarted(claim(1), None), AttemptEnded(Outcome(1, "failed", "a", "user", error))))
+    page = page_of(view_of(store, AttemptStarted(claim(1), None), AttemptEnded(Outcome(1, "failed", "a", "user", error))))
     (reason,) = re.findall("^- attempt 1: (.*)$", page, re.MULTILINE)
     assert reason.startswith(r"user: rank 1 failed: ValueError: \<b\>\*x\*\|")
     assert reason.endswith("…")
@@ -125,8 +125,8 @@ def test_errors_are_shortened_in_the_list_whole_at_the_top_and_no_markdown(store
 
 def test_links_lead_to_the_newest_attempts_ranks(store):
     ranks = {number: {rank: f"http://ui/{number}-{rank}" for rank in range(20)} for number in range(1, 9)}
-    around = Surroundings("s3://b/run", flow_runs={2: "http://ui/two", 8: "http://ui/eight"}, ranks=ranks)
-    page = page_of(notes_of(store, AttemptStarted(claim(1), None), commit(1, 0, score=1)), around)
+    context = SummaryContext("s3://b/run", flow_runs={2: "http://ui/two", 8: "http://ui/eight"}, ranks=ranks)
+    page = page_of(view_of(store, AttemptStarted(claim(1), None), commit(1, 0, score=1)), context)
     assert "[flow run](http://ui/eight)" in page
     linked = re.findall(r"\[rank (\d+)\]\(http://ui/(\d)-\d+\)", page)
     assert {number for _, number in linked} == set("45678")
@@ -134,27 +134,27 @@ def test_links_lead_to_the_newest_attempts_ranks(store):
 
 
 def test_a_long_run_has_a_page_of_bounded_size(store):
-    notes = notes_of(store, AttemptStarted(claim(1), None))
+    view = view_of(store, AttemptStarted(claim(1), None))
     for number in range(1, 301):
-        notes.take(AttemptStarted(claim(number, number), None), BEGUN_S + number)
+        view.record(AttemptStarted(claim(number, number), None), BEGUN_S + number)
         for step in range(5):
-            notes.take(ReportEvent(record(number, step, number, **{f"m{name}": step for name in range(30)})), BEGUN_S + number)
+            view.record(ReportEvent(record(number, step, number, **{f"m{name}": step for name in range(30)})), BEGUN_S + number)
         write_outcome(store, Outcome(number, "failed"))
-        notes.take(AttemptEnded(Outcome(number, "failed", "a", "user", "boom " * 100)), BEGUN_S + number)
-    page = page_of(notes)
-    assert "And 280 before." in page
-    assert "And 18 more" in page
+        view.record(AttemptEnded(Outcome(number, "failed", "a", "user", "boom " * 100)), BEGUN_S + number)
+    page = page_of(view)
+    assert "280 earlier attempts are not shown." in page
+    assert "18 more are in" in page
     assert len(page) < 400_000
 
 
 def test_a_training_that_never_ends_is_noted_in_bounded_memory(store):
     """Every one of ten thousand reports has a checkpoint, and all are kept: memory does not grow with them."""
-    notes = notes_of(store, AttemptStarted(claim(1), None))
+    view = view_of(store, AttemptStarted(claim(1), None))
 
     def report(steps):
         for step in steps:
-            notes.take(ReportEvent(record(1, step, float(step), checkpoint_id(1, step), score=step % 1000)), BEGUN_S + step)
-            notes.take(commit(1, step, score=step % 1000), BEGUN_S + step)
+            view.record(ReportEvent(record(1, step, float(step), checkpoint_id(1, step), score=step % 1000)), BEGUN_S + step)
+            view.record(commit(1, step, score=step % 1000), BEGUN_S + step)
 
     report(range(5000))
     tracemalloc.start()
@@ -165,12 +165,12 @@ def test_a_training_that_never_ends_is_noted_in_bounded_memory(store):
     finally:
         tracemalloc.stop()
     assert grown < 2_500_000, "an entry for each of 5,000 checkpoints would take more"
-    assert (notes.checkpoints.num, notes.checkpoints.bytes) == (10_000, 70_000)
-    (log,) = notes.logs
+    assert (view.checkpoints.num, view.checkpoints.bytes) == (10_000, 70_000)
+    (log,) = view.logs
     assert sum(mark.num_reported for mark in log.checkpoints) == 10_000
     assert sum(mark.stall_s for mark in log.checkpoints) == 2500
-    assert notes.checkpoints.held[-1].step == 9999
-    assert max(it.metrics["score"] for it in notes.checkpoints.held) == 999
+    assert view.checkpoints.held[-1].step == 9999
+    assert max(it.metrics["score"] for it in view.checkpoints.held) == 999
     assert checkpoint_id(1, 7) in log.checkpoints
     assert checkpoint_id(2, 7) not in log.checkpoints
 
@@ -178,8 +178,8 @@ def test_a_training_that_never_ends_is_noted_in_bounded_memory(store):
 def test_what_happens_now_is_told_even_if_the_past_cannot_be_read(store, tmp_path):
     Attempt(store).session().report({"score": 1}, folder(tmp_path / "c", model="1"))
     away = FaultyStorage(store.storage, crash_at=1, error=StorageError("no answer"))
-    notes = RunNotes(replace(store, storage=away), POLICY)
+    view = RunView(replace(store, storage=away), POLICY)
     with pytest.raises(StorageError, match="no answer"):
-        notes.take(AttemptStarted(claim(2), None), BEGUN_S)
-    notes.take(ReportEvent(record(2, 3, 10.0, score=1.0)), BEGUN_S)
-    assert "**running** · attempt 2 · step 3" in page_of(notes)
+        view.record(AttemptStarted(claim(2), None), BEGUN_S)
+    view.record(ReportEvent(record(2, 3, 10.0, score=1.0)), BEGUN_S)
+    assert "**running** · attempt 2 · step 3" in page_of(view)
