@@ -51,9 +51,9 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
         if run is None:
             raise ValueError(f"checkpoint {checkpoint}: give its run, or its path or URL")
         return CheckpointRef(storage, check_run_name(run), checkpoint)
-    folder, _, name = checkpoint.partition("/")
-    if is_id(name):
-        return CheckpointRef(storage, check_run_name(folder), name)
+    run_name, _, checkpoint_id = checkpoint.partition("/")
+    if is_id(checkpoint_id):
+        return CheckpointRef(storage, check_run_name(run_name), checkpoint_id)
     named = Checkpoint(checkpoint)
     if named.store is None or named.id is None:
         raise ValueError(f"checkpoint {checkpoint!r}: give a committed checkpoint's id, its path or URL, or 'run/id'")
@@ -67,20 +67,20 @@ class TaskCall:
 
     Attributes:
         flow_run_id: The task's flow run.
-        place: The task run, and the number of the call in it.
+        key: The task run, and the number of the call in it.
 
     """
 
     flow_run_id: UUID | None
-    place: str
+    key: str
 
 
 def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | None = None) -> str:
     """Return a name that all tries of one training share and no other training has.
 
-    It is made from the flow run. Prefect makes another subflow run each time that the parent of one is retried; the name of a
-    subflow is therefore made from the outermost flow run and the place of each call on the way: the n-th call of that flow.
-    Costs two requests for each flow above.
+    It is made from the flow run. Since Prefect makes another subflow run each time that its parent is retried, the name of a
+    subflow is made from the outermost flow run and each call on the way to it, the n-th call of that flow. Costs two requests
+    for each flow above.
 
     Args:
         client: A client of the API that has the flow runs above.
@@ -88,17 +88,17 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
         within: The call from within a task; None if the flow was not called from one.
 
     """
-    root, places = flow_run, []
+    root, calls = flow_run, []
     while root.parent_task_run_id is not None:
         call = client.read_task_run(root.parent_task_run_id)
         if call.flow_run_id is None:
             break
-        key = within.place if within is not None and within.flow_run_id == call.flow_run_id else call.dynamic_key
-        places.append(f"{call.task_key}/{key}")
+        key = within.key if within is not None and within.flow_run_id == call.flow_run_id else call.dynamic_key
+        calls.append(f"{call.task_key}/{key}")
         root = client.read_flow_run(call.flow_run_id)
-    if not places:
+    if not calls:
         return default_run_name(root.name, str(root.id))
-    digest = hashlib.sha256("\n".join([str(root.id), *places]).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join([str(root.id), *calls]).encode()).hexdigest()
     return _name(root.name, digest[:_DIGITS])
 
 
