@@ -18,7 +18,8 @@ test: install s3rver
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy package ckpt tasks flows deployments examples tests/typing docs/extensions
+	$(BIN)/mypy --package prefect_torch
+	$(BIN)/mypy examples tests/typing docs/extensions
 	$(BIN)/pyright
 
 docs: install

@@ -1,6 +1,13 @@
 """Checkpoints of a distributed training: report, store, commit, retain. Imports neither prefect nor torch."""
 
+from prefect_torch.ckpt.reporting.api import get_checkpoint, get_context, log_metrics, report
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy
+from prefect_torch.ckpt.state.rank_local import RankLocal
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage, StorageSpec, Transfer
+
 from .checkpoint import Checkpoint
+from .checkpoint_store import CheckpointStore
 from .context import TrainContext
 from .errors import (
     CheckpointCorruptError,
@@ -17,12 +24,6 @@ from .errors import (
     StorageFullError,
     UnsupportedFormatError,
 )
-from .manifest import FileEntry, Manifest
-from .rank_local import RankLocal
-from .reporting import get_checkpoint, get_context, log_metrics, report
-from .retention import Plan, RetentionPolicy
-from .storage import ObjectInfo, Storage, StorageSpec, Transfer
-from .store import CheckpointStore
 
 __all__ = [
     "Checkpoint",

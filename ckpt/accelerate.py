@@ -21,13 +21,17 @@ from typing import Any, SupportsIndex
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-
-from .arguments import Upload
-from .checkpoint import Checkpoint
-from .context import TrainContext
-from .rank_parts import CHECKPOINT_NAME, check_world_size, folder_of_all_ranks, part_of_rank
-from .reporting import context_or_none, get_checkpoint, report
-from .restored_part import restored_part
+from prefect_torch.ckpt.checkpoint import Checkpoint
+from prefect_torch.ckpt.context import TrainContext, context_or_none
+from prefect_torch.ckpt.framework_folders import (
+    CHECKPOINT_NAME,
+    check_world_size,
+    folder_of_all_ranks,
+    part_of_rank,
+    restored_part,
+)
+from prefect_torch.ckpt.reporting.api import get_checkpoint, report
+from prefect_torch.ckpt.reporting.arguments import Upload
 
 
 def report_state(

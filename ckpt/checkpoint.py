@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError
-from .file_choice import Include, choose_files, choose_in_folder
-from .layout import is_checkpoint_folder
-from .manifest import FileEntry, Manifest
-from .metrics import Metrics
-from .records import check_depth, parse
-from .staging import METADATA_FILE
-from .store import CheckpointStore, VerifyLevel
-from .transfer import copy_folder, download, found_files, in_place, readable_files
+from prefect_torch.ckpt.context import place_of_this_rank
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError
+from prefect_torch.ckpt.files.download import copy_folder, download, found_files, in_place, readable_files
+from prefect_torch.ckpt.files.folder import METADATA_FILE
+from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_folder
+from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.records import check_depth, parse
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 
 if TYPE_CHECKING:
-    from .state_read import StateReader
+    from prefect_torch.ckpt.state.read import StateReader
 
 
 _logger = logging.getLogger(__name__)
@@ -35,14 +37,16 @@ class Checkpoint:
 
     """
 
+    open_run: ClassVar[Callable[[str, str], Run]] = Run.open
+
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = _named(path)
-        self._store: CheckpointStore | None = None
+        self._store: Run | None = None
         self._manifest: Manifest | None = None
         self._id: str | None = None
-        base, run, folder, name = _split(self.path)
+        base, run_name, folder, name = _split(self.path)
         if is_checkpoint_folder(folder, name):
-            self._store = CheckpointStore.open(base, run)
+            self._store = type(self).open_run(base, run_name)
             self._id = name
             self.path = self._store.path_of(name)
         elif "://" in self.path:
@@ -57,11 +61,11 @@ class Checkpoint:
         return checkpoint
 
     @classmethod
-    def committed(cls, store: CheckpointStore, manifest: Manifest) -> "Checkpoint":
-        """Return a handle to a committed checkpoint, sharing the store's connection."""
+    def committed(cls, run: Run, manifest: Manifest) -> "Checkpoint":
+        """Return a handle to a committed checkpoint, sharing the run's connection."""
         checkpoint = cls.__new__(cls)
-        checkpoint._store, checkpoint._manifest, checkpoint._id = store, manifest, manifest.id
-        checkpoint.path = store.path_of(manifest.id)
+        checkpoint._store, checkpoint._manifest, checkpoint._id = run, manifest, manifest.id
+        checkpoint.path = run.path_of(manifest.id)
         return checkpoint
 
     @property
@@ -97,7 +101,7 @@ class Checkpoint:
         return self._manifest
 
     @property
-    def store(self) -> CheckpointStore | None:
+    def store(self) -> Run | None:
         """The run of a committed checkpoint; None for a plain folder."""
         return self._store
 
@@ -119,7 +123,7 @@ class Checkpoint:
     def verify(self, level: VerifyLevel = "digest") -> None:
         """Return only if a committed checkpoint is what was committed; see `CheckpointStore.verify`."""
         if self._store is not None:
-            self._store.verify(self.manifest, level)
+            verify(self._store, self.manifest, level)
 
     @contextmanager
     def as_directory(self, *, include: Include = None, own_files: bool = False) -> Iterator[str]:
@@ -219,8 +223,7 @@ class Checkpoint:
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 
         """
-        from .reporting import place_of_this_rank  # noqa: PLC0415 - it imports this module
-        from .state_load import load_state  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.state.load import load_state  # noqa: PLC0415 - torch, for states only
 
         own_rank, own_world_size = place_of_this_rank()
         place = (own_rank if rank is None else rank, own_world_size if world_size is None else world_size)
@@ -253,8 +256,8 @@ class Checkpoint:
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 
         """
-        from .state_export import export_tensors  # noqa: PLC0415 - torch, for states only
-        from .state_load import read_index  # noqa: PLC0415 - as above
+        from prefect_torch.ckpt.state.export import export_tensors  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.state.load import read_index  # noqa: PLC0415 - as above
 
         target = Path(path)
         if target.is_dir():
@@ -267,10 +270,10 @@ class Checkpoint:
     @contextmanager
     def _copied_state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]] | None]":
         """Yield the files as a process of this node has downloaded them from a bucket, else None."""
-        from .local_storage import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
-        from .state_read import StateReader  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
-        if self._store is None or self._store.storage.local_path(self._store.run) is not None:
+        if self._store is None or self._store.storage.local_path(self._store.name) is not None:
             yield None
             return
         manifest = self._committed(self._store)
@@ -280,11 +283,11 @@ class Checkpoint:
 
     @contextmanager
     def _state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]]]":
-        from .state_load import files_in  # noqa: PLC0415 - torch, for states only
-        from .state_read import StateReader  # noqa: PLC0415 - as above
+        from prefect_torch.ckpt.state.load import files_in  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - as above
 
         if self._store is None:
-            from .local_storage import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
+            from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
             assert self.directory is not None
             storage = LocalStorage(self.directory)
@@ -345,16 +348,14 @@ class Checkpoint:
     def __hash__(self) -> int:
         return hash(self.path)
 
-    def _choose(self, store: CheckpointStore, include: Include, *, own_files: bool) -> tuple[Manifest, tuple[FileEntry, ...]]:
-        from .reporting import place_of_this_rank  # noqa: PLC0415 - it imports this module
-
-        manifest = self._committed(store)
+    def _choose(self, run: Run, include: Include, *, own_files: bool) -> tuple[Manifest, tuple[FileEntry, ...]]:
+        manifest = self._committed(run)
         return manifest, choose_files(manifest, include, place_of_this_rank() if own_files else None, self.path)
 
-    def _committed(self, store: CheckpointStore) -> Manifest:
+    def _committed(self, run: Run) -> Manifest:
         """Return the manifest: the one that this handle was given, which never changes, or else as it is stored."""
         assert self._id is not None
-        return store.committed(self._id) if self._manifest is None else self._manifest
+        return run.committed(self._id) if self._manifest is None else self._manifest
 
 
 def _made(path: str | PathLike[str] | None) -> Path:

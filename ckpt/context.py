@@ -76,3 +76,22 @@ class TrainContext:
         A loop may report once more and return then, instead of being ended in the middle. Costs nothing.
         """
         return self._has_told_end()
+
+
+_current: TrainContext | None = None
+
+
+def set_context(context: TrainContext | None) -> None:
+    """Make `context` the place of this process in a training; None outside of a training function."""
+    global _current  # noqa: PLW0603 - a rank is a process, and user code asks from any of its threads
+    _current = context
+
+
+def context_or_none() -> TrainContext | None:
+    """Return this rank's place; None outside of a training function."""
+    return _current
+
+
+def place_of_this_rank() -> tuple[int, int]:
+    """Return this rank and the number of ranks; outside of a training, a process on its own."""
+    return (0, 1) if _current is None else (_current.world_rank, _current.world_size)

@@ -10,8 +10,8 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import TaskRunContext
 from prefect_torch.ckpt import Checkpoint, StorageSpec
-from prefect_torch.ckpt.layout import check_run_name
-from prefect_torch.ckpt.manifest import is_id
+from prefect_torch.ckpt.runs.layout import check_run_name
+from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.tasks import ScalingConfig
 from prefect_torch.tasks.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.settings import configured_storage
@@ -58,7 +58,7 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
     if named.store is None or named.id is None:
         raise ValueError(f"checkpoint {checkpoint!r}: give a committed checkpoint's id, its path or URL, or 'run/id'")
     is_here = named.store.spec.url == storage.url
-    return CheckpointRef(storage if is_here else configured_storage(named.store.spec.url), named.store.run, named.id)
+    return CheckpointRef(storage if is_here else configured_storage(named.store.spec.url), named.store.name, named.id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointStore
-from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
-from prefect_torch.ckpt.history import MetricRecord, newest_metrics, read_history
-from prefect_torch.ckpt.metrics import Metrics, find_score, flatten_metrics
-from prefect_torch.ckpt.opening import StorageLike
-from prefect_torch.ckpt.retention import Order, rank_best
+from prefect_torch.ckpt.runs.attempts import newest_attempt, read_outcome
+from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
+from prefect_torch.ckpt.runs.retention import Order, rank_best
+from prefect_torch.ckpt.storage.opening import StorageLike
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,7 +7,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Crashed
-from prefect_torch.ckpt.attempts import Outcome
+from prefect_torch.ckpt.runs.attempts import Outcome
 
 _outcomes: dict[str, Outcome] = {}  # by flow run, from the flow's body to its hook in the same process
 

@@ -10,7 +10,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
-from prefect_torch.ckpt.session import ReportSettings
+from prefect_torch.ckpt.reporting.session import ReportSettings
 from prefect_torch.tasks import (
     CheckpointConfig,
     FailureConfig,
@@ -182,4 +182,4 @@ def _seed(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:
         return find_named(resume_from, storage)
     if resume_from.store is None or resume_from.id is None:
         raise ValueError(f"resume_from={resume_from!r}: give a committed checkpoint, its path or URL, or 'run/id'")
-    return CheckpointRef(resume_from.store.spec, resume_from.store.run, resume_from.id)
+    return CheckpointRef(resume_from.store.spec, resume_from.store.name, resume_from.id)

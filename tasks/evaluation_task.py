@@ -7,10 +7,10 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
-from prefect_torch.ckpt.evaluations import check_free
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.manifest import attempt_of
-from prefect_torch.ckpt.metrics import Metrics
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.evaluations import check_free
+from prefect_torch.ckpt.runs.manifest import attempt_of
+from prefect_torch.ckpt.runs.metrics import Metrics
 
 from .checkpoint_ref import CheckpointRef
 from .errors import RankFailedError

@@ -21,8 +21,8 @@ from prefect_torch.ckpt import (
     StorageFullError,
     UnsupportedFormatError,
 )
-from prefect_torch.ckpt.attempts import FailureKind
 from prefect_torch.ckpt.errors import ReportWithdrawnError
+from prefect_torch.ckpt.runs.attempts import FailureKind
 
 # The latter three are consequences of what another rank did; its own failure says more.
 RankFailureKind: TypeAlias = FailureKind | Literal["withdrawn", "communication", "peer"]

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import httpx
 from prefect_torch.ckpt import CheckpointStore, StorageError
-from prefect_torch.ckpt.attempts import FailureKind, Owner, list_attempts, read_outcomes
-from prefect_torch.ckpt.manifest import attempt_of
+from prefect_torch.ckpt.runs.attempts import FailureKind, Owner, list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.manifest import attempt_of
 
 from .errors import RankFailedError, RestartsUsedUpError
 from .failures import counts_against, is_full, of_exception

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.storage import Transfer
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.protocol import Transfer
 from servers import ACCESS_KEY, SECRET_KEY, S3Server, SshServer, free_port, program, rclone_command, running
 
 settings.register_profile("unhurried", deadline=None)  # a loaded machine is no defect

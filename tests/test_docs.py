@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, TrainContext
-from prefect_torch.ckpt.events import ReportEvent
-from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.ckpt.reporting.api import start_session
+from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.deployments.command_line.program import prefect_torch as command_line
 from prefect_torch.flows import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
 from ranks import Attempt

@@ -4,8 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from prefect_torch.ckpt.metrics import find_metric
-from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.ckpt.runs.metrics import find_metric
+from prefect_torch.ckpt.text import show_bytes
 
 from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
 from .ranking import rank, settle_ranking

@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import Manifest
-from prefect_torch.ckpt.metrics import flatten_metrics
-from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.text import show_bytes
 
 from .parameters import checkpoint_argument, json_option, metric_option, order_option, run_argument, storage_argument
 from .selection import find_checkpoint, open_run

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.attempts import newest_attempt
-from prefect_torch.ckpt.metrics import flatten_metrics
-from prefect_torch.ckpt.retention import overdue_evaluations, plan
-from prefect_torch.ckpt.wording import show_age, show_bytes
+from prefect_torch.ckpt.runs.attempts import newest_attempt
+from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
+from prefect_torch.ckpt.text import show_age, show_bytes
 
 from .parameters import json_option, storage_argument
 from .ranking import policy_of

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prefect_torch.ckpt.history import MetricRecord
-from prefect_torch.ckpt.metrics import MetricValue, flatten_metrics
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 
 
 @dataclass(frozen=True, slots=True)

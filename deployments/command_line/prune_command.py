@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
-from prefect_torch.ckpt.attempts import Attempt, newest_attempt
-from prefect_torch.ckpt.metrics import find_metric
-from prefect_torch.ckpt.prune_limits import prune_limits
-from prefect_torch.ckpt.retention import Order
-from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.ckpt.runs.attempts import Attempt, newest_attempt
+from prefect_torch.ckpt.runs.metrics import find_metric
+from prefect_torch.ckpt.runs.prune_limits import prune_limits
+from prefect_torch.ckpt.runs.retention import Order
+from prefect_torch.ckpt.text import show_bytes
 
 from .parameters import json_option, metric_option, order_option, run_argument, storage_argument
 from .ranking import policy_of, rank, settle_ranking

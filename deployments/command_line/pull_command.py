@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.file_choice import choose_files
-from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.ckpt.files.selection import choose_files
+from prefect_torch.ckpt.text import show_bytes
 
 from .parameters import metric_option, order_option, run_argument, storage_argument
 from .progress import progress_bar

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.attempts import Attempt, newest_attempt
-from prefect_torch.ckpt.metrics import find_metric, flatten_metrics
-from prefect_torch.ckpt.retention import Order, RetentionPolicy, rank_best
+from prefect_torch.ckpt.runs.attempts import Attempt, newest_attempt
+from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
+from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, rank_best
 
 
 @dataclass(frozen=True, slots=True)

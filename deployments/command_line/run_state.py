@@ -3,7 +3,7 @@
 from typing import Literal, TypeAlias, cast
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.attempts import Attempt, Owner, read_outcome
+from prefect_torch.ckpt.runs.attempts import Attempt, Owner, read_outcome
 
 State: TypeAlias = Literal["completed", "failed", "preempted", "cancelled", "running", "lost", "unknown"]
 STYLES = {"completed": "green", "failed": "red", "lost": "red", "preempted": "yellow", "cancelled": "yellow"}

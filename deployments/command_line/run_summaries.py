@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
-from prefect_torch.ckpt.attempts import read_attempt
-from prefect_torch.ckpt.evaluations import manifest_id
-from prefect_torch.ckpt.layout import Layout, attempt_number, stem
-from prefect_torch.ckpt.manifest import step_of
-from prefect_torch.ckpt.runs import list_runs
+from prefect_torch.ckpt.runs.attempts import read_attempt
+from prefect_torch.ckpt.runs.evaluations import manifest_id
+from prefect_torch.ckpt.runs.layout import Layout, attempt_number, stem
+from prefect_torch.ckpt.runs.listing import list_runs
+from prefect_torch.ckpt.runs.manifest import step_of
 
 from .run_state import State, ending_of, state_of
 from .terminal import note

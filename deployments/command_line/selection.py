@@ -12,13 +12,14 @@ from prefect_torch.ckpt import (
     StorageError,
     UnsupportedFormatError,
 )
-from prefect_torch.ckpt.evaluations import ListedCheckpoint
-from prefect_torch.ckpt.manifest import is_id
-from prefect_torch.ckpt.opening import is_block_slug, open_storage, parse_storage
-from prefect_torch.ckpt.parallel_reads import read_all
-from prefect_torch.ckpt.retention import Order
-from prefect_torch.ckpt.storage import RetryPolicy
-from prefect_torch.ckpt.wording import show_some
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.runs.retention import Order
+from prefect_torch.ckpt.storage.location import is_block_slug
+from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
+from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.text import show_some
 
 from .ranking import rank, settle_ranking
 from .terminal import note

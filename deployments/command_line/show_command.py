@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.attempts import Attempt, Outcome, list_attempts, read_outcomes
-from prefect_torch.ckpt.history import read_history
-from prefect_torch.ckpt.layout import stem
-from prefect_torch.ckpt.metrics import flatten_metrics
-from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.history import read_history
+from prefect_torch.ckpt.runs.layout import stem
+from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.text import show_bytes
 
 from .metric_summaries import MetricSummary, summarize_metrics
 from .parameters import json_option, metric_option, order_option, run_argument, storage_argument

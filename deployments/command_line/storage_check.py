@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from prefect_torch.ckpt.probe import ListingOrder, StorageUnfitError, probe_storage
+from prefect_torch.ckpt.storage.probe import ListingOrder, StorageUnfitError, probe_storage
 
 from .findings import Finding
 from .selection import open_new_place

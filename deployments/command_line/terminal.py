@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 
 import click
-from prefect_torch.ckpt.metrics import MetricValue, to_json
+from prefect_torch.ckpt.runs.metrics import MetricValue, to_json
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text

@@ -2,7 +2,7 @@
 
 from datetime import datetime, timezone
 
-from prefect_torch.ckpt.metrics import MetricValue
+from prefect_torch.ckpt.runs.metrics import MetricValue
 
 _SHORT = 160
 _MARKUP = str.maketrans({character: f"\\{character}" for character in r"\`*_[]<>|~$"})

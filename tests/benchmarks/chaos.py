@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "injected")]
 
 from file_faults import VARIABLE, Fault, Plan, name_of  # noqa: E402 - found by the line above
-from prefect_torch.ckpt.manifest import step_of  # noqa: E402 - here and above
+from prefect_torch.ckpt.runs.manifest import step_of  # noqa: E402 - here and above
 
 EPOCHS, BATCHES = 3, 3
 RECORDINGS = 3
@@ -173,7 +173,7 @@ def kept_steps(storage: Path) -> tuple[int, ...]:
 def resumed_id(storage: Path) -> str:
     """Return the id that the newest attempt restored; empty where it began from zero."""
     from prefect_torch.ckpt import CheckpointStore
-    from prefect_torch.ckpt.attempts import newest_attempt
+    from prefect_torch.ckpt.runs.attempts import newest_attempt
 
     newest = newest_attempt(CheckpointStore.open(storage, "run"))
     return "" if newest is None or newest.resumed_from is None else newest.resumed_from.rpartition("/")[2]

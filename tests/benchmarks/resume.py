@@ -16,6 +16,9 @@ tests/benchmarks/results/resume.txt.
 """
 
 import argparse
+import contextlib
+import importlib
+import importlib.util
 import io
 import json
 import os
@@ -42,26 +45,32 @@ def open_run(options, run):
     return CheckpointStore.open(StorageSpec("s3://bucket", options), run)
 
 
+def module(*names):
+    """Return the first of `prefect_torch.ckpt`'s modules that the checkout has: a peer's may be at another place."""
+    for name in names:
+        if importlib.util.find_spec(f"prefect_torch.ckpt.{name.partition('.')[0]}") is not None:
+            with contextlib.suppress(ModuleNotFoundError):
+                return importlib.import_module(f"prefect_torch.ckpt.{name}")
+    return None
+
+
 def choose(store, kept):
     """Choose as a leader does, keeping on this node what it reads, where the checkout can."""
-    from prefect_torch.ckpt.resume import choose_checkpoint
-
-    try:
-        from prefect_torch.ckpt.node_copy import NodeCopy
-    except ImportError:
+    choose_checkpoint = module("runs.resume", "resume").choose_checkpoint
+    node_copy = module("files.node_copy", "node_copy")
+    if node_copy is None:
         return choose_checkpoint(store, lineage=1, verify="digest")
-    copy = NodeCopy()
+    copy = node_copy.NodeCopy()
     kept.callback(copy.release)
-    return choose_checkpoint(store, lineage=1, verify="digest", node_copy=copy)
+    return choose_checkpoint(store, lineage=1, verify="digest", prove=copy.verify)
 
 
 def resume(kind, options):
     """Resume once, and print how long it took; runs in a process of its own."""
     import obstore
-    import prefect_torch.ckpt.state_load  # noqa: F401
     import torch
-    from prefect_torch.ckpt.obstore_storage import ObstoreStorage
 
+    module("state.load", "state_load")  # imports are not timed
     torch.set_num_threads(1)
     store = open_run(options, "state" if kind == "state" else "folder")
     checked = 0.0
@@ -69,7 +78,7 @@ def resume(kind, options):
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     with ExitStack() as kept:
         if kind == "torch.load":
-            plain = ObstoreStorage("s3://bucket", options)._store
+            plain = module("storage.object_store", "obstore_storage").ObstoreStorage("s3://bucket", options)._store
             for info in store.storage.list("folder/checkpoints/"):
                 data = io.BytesIO(memoryview(obstore.get(plain, info.key).bytes()))
                 checked += float(torch.load(data, weights_only=True)["w"][-1])

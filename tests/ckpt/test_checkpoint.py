@@ -21,13 +21,13 @@ from prefect_torch.ckpt import (
     RankLocalStateError,
     RetentionPolicy,
 )
-from prefect_torch.ckpt.cache import downloaded
-from prefect_torch.ckpt.digest import digest_file
-from prefect_torch.ckpt.file_choice import choose_in_folder
-from prefect_torch.ckpt.layout import Layout
-from prefect_torch.ckpt.manifest import FileEntry
-from prefect_torch.ckpt.reporting import start_session
-from prefect_torch.ckpt.transfer import download, download_file
+from prefect_torch.ckpt.files.cache import downloaded
+from prefect_torch.ckpt.files.download import download, download_file
+from prefect_torch.ckpt.files.selection import choose_in_folder
+from prefect_torch.ckpt.reporting.api import start_session
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.storage.digest import digest_file
 from ranks import Attempt, folder, read_files
 
 
@@ -245,7 +245,7 @@ def test_a_cache_is_its_users_alone_whatever_the_umask(cache):
 
 def test_a_file_that_is_found_is_verified_once_and_downloaded_again_if_it_is_another(cache, caplog, monkeypatch):
     read = []
-    monkeypatch.setattr("prefect_torch.ckpt.cache.digest_file", lambda path: read.append(path.name) or digest_file(path))
+    monkeypatch.setattr("prefect_torch.ckpt.files.cache.digest_file", lambda path: read.append(path.name) or digest_file(path))
     with downloaded("one", entries("x", "y"), _write) as files:
         assert read == []  # verified on the way
         for _ in range(2):

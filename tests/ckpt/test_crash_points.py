@@ -4,13 +4,13 @@ import pytest
 from crash_points import crash_points, open_run
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CommitFailedError, RetentionPolicy, StorageError
-from prefect_torch.ckpt.fsspec_storage import FsspecStorage
-from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.pruning import collect_garbage
-from prefect_torch.ckpt.quarantining import quarantine, why_quarantined
-from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.retry import CredentialsExpiredError, RetryingStorage
-from prefect_torch.ckpt.storage import RetryPolicy
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.quarantine import quarantine, why_quarantined
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage
 from ranks import Attempt, folder, read_files
 
 POLICY = RetentionPolicy(2, "score")

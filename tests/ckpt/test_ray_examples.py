@@ -122,7 +122,7 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 import numpy_folders
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.ckpt.reporting.api import start_session
 from ranks import Attempt
 store = CheckpointStore.open({str(tmp_path)!r}, "run")
 for rounds in (2, 4):

@@ -20,7 +20,7 @@ from prefect.logging import disable_run_logger
 from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.attempts import newest_attempt
+from prefect_torch.ckpt.runs.attempts import newest_attempt
 from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_best, make_deployment, resume_crashed
 from prefect_torch.deployments.resuming import HEARTBEAT, resume
 from prefect_torch.flows import RunConfig

@@ -28,18 +28,11 @@ from prefect.settings import (
 )
 from prefect.testing.utilities import prefect_test_harness
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.attempts import (
-    Outcome,
-    Owner,
-    claim_attempt,
-    newest_attempt,
-    record_resumed_from,
-    write_outcome,
-)
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord
-from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.metrics import from_json
-from prefect_torch.ckpt.quarantining import quarantine
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.runs.metrics import from_json
+from prefect_torch.ckpt.runs.quarantine import quarantine
+from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.deployments.command_line import machine_checks, software_checks, torch_checks
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.deployments.command_line.software_checks import FASTAPI, SQLALCHEMY
@@ -729,7 +722,7 @@ def test_the_doctor_does_not_repeat_a_password(command):
 
 
 def test_a_storage_that_forgets_to_delete_is_wrong(command, local, monkeypatch):
-    monkeypatch.setattr("prefect_torch.ckpt.local_storage.LocalStorage.delete", lambda storage, keys: None)
+    monkeypatch.setattr("prefect_torch.ckpt.storage.local.LocalStorage.delete", lambda storage, keys: None)
     code, out, _ = command("doctor", local)
     assert code == 1
     assert "does not forget: it still lists ['prefect-torch-probe-" in out

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
 from prefect_torch.deployments.command_line.program import run
 from ranks import Attempt, folder
 

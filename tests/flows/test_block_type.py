@@ -5,7 +5,7 @@ import uuid
 import pytest
 from prefect.client.orchestration import get_client
 from prefect_torch.ckpt.blocks import CheckpointStorage
-from prefect_torch.ckpt.probe import StorageUnfitError
+from prefect_torch.ckpt.storage.probe import StorageUnfitError
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ from prefect_aws.client_parameters import AwsClientParameters
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
-from prefect_torch.ckpt.blocks import CheckpointStorage, resolve_storage
-from prefect_torch.ckpt.opening import open_storage, parse_storage
+from prefect_torch.ckpt.blocks import CheckpointStorage
+from prefect_torch.ckpt.storage.blocks import resolve_storage
+from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConfig, train
 from pydantic import SecretStr
 from servers import ACCESS_KEY, SECRET_KEY

@@ -19,7 +19,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.attempts import Outcome, newest_attempt, read_outcomes
+from prefect_torch.ckpt.runs.attempts import Outcome, newest_attempt, read_outcomes
 from prefect_torch.flows import Result
 from servers import free_port, rclone_command, running
 

@@ -11,7 +11,7 @@ from prefect.filesystems import LocalFileSystem
 from prefect.utilities.callables import parameter_schema
 from prefect_aws.credentials import AwsCredentials
 from prefect_torch.ckpt.blocks import CheckpointStorage
-from prefect_torch.ckpt.layout import check_run_name
+from prefect_torch.ckpt.runs.layout import check_run_name
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, prune, train
 from pydantic import ValidationError
 

@@ -89,6 +89,6 @@ def main(job, *place):
         end = {"before_epoch": kill_before(2)} if job == "killed" else {}
         accelerator = make_accelerator()
         model, _ = train(accelerator, upload="async" if job == "resumed" else None, **end)
-        root, rank = Path(session.store.storage.url), session.context.world_rank
+        root, rank = Path(session.run.storage.url), session.context.world_rank
         torch.save(weights(model), root / f"weights-{rank}.pt")
         write_end(accelerator._optimizers[0], root / f"end-{rank}.pt")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.runs.layout import Layout
 
 
 class RecordingStorage:

@@ -2,7 +2,7 @@
 
 from datetime import datetime, timezone
 
-from prefect_torch.ckpt.manifest import FileEntry, Manifest, new_id
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
 
 DIGEST = "0" * 32
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 from faulty_storage import Crash, FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, CommitFailedError, StorageSpec
-from prefect_torch.ckpt.layout import Layout
+from prefect_torch.ckpt.runs.layout import Layout
 
 
 def open_run(storage) -> CheckpointStore:

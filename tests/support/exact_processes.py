@@ -121,4 +121,4 @@ def main(ends, *place):
                     os.kill(os.getpid(), signal.SIGKILL)
         whole = {name: [training.model, training.average, training.optimizer] for name, training in trainings.items()}
         found = {name: [part.state_dict() for part in parts] for name, parts in whole.items()}
-        torch.save({"random": torch.get_rng_state(), **found}, Path(session.store.storage.url, f"end-{rank}.pt"))
+        torch.save({"random": torch.get_rng_state(), **found}, Path(session.run.storage.url, f"end-{rank}.pt"))

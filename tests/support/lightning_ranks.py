@@ -51,4 +51,4 @@ def main(kind, epochs, *place):
         assert trainer.world_size == 2
         weights = [it.full_tensor() if isinstance(it, DTensor) else it for it in map(torch.Tensor.detach, model.parameters())]
         if session.context.world_rank == 0:
-            torch.save(weights, Path(session.store.storage.url, f"weights-{kind}-{session.context.attempt}.pt"))
+            torch.save(weights, Path(session.run.storage.url, f"weights-{kind}-{session.context.attempt}.pt"))

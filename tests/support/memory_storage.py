@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import xxhash
-from prefect_torch.ckpt.keys import check_key
-from prefect_torch.ckpt.storage import ObjectInfo, Transfer
+from prefect_torch.ckpt.storage.keys import check_key
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Transfer
 
 
 class MemoryStorage:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal
 
-from prefect_torch.ckpt.storage import ObjectInfo
+from prefect_torch.ckpt.storage.protocol import ObjectInfo
 
 VERBS = (
     *("put_file", "put_buffers", "put_bytes", "get_file", "get_range", "get_bytes", "digest"),

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, TrainContext
-from prefect_torch.ckpt.attempts import Owner, claim_attempt
-from prefect_torch.ckpt.events import EventReceiver
-from prefect_torch.ckpt.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting import start_session
-from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.session import RankSession, ReportSettings
+from prefect_torch.ckpt.reporting.api import start_session
+from prefect_torch.ckpt.reporting.events import EventReceiver
+from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.session import RankSession, ReportSettings
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 
 
 class Attempt:

@@ -2,8 +2,8 @@
 
 from datetime import datetime, timezone
 
-from prefect_torch.ckpt.attempts import Attempt, Outcome, Owner
-from prefect_torch.ckpt.history import MetricRecord
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner
+from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows.monitoring.pages.attempt_log import AttemptLog
 
 BEGUN_S = 1_800_000_000.0  # when every story begins

@@ -98,7 +98,7 @@ def store(session, kind, name):
     take_step(model, optimizer)
     told = whole(model, optimizer)
     if dist.get_rank() == 0:
-        torch.save(told, Path(session.store.storage.url, name))
+        torch.save(told, Path(session.run.storage.url, name))
     with torch.no_grad():  # as a validation: the parts of the root stay gathered
         model(torch.arange(12).reshape(3, 4))
     session.report({"whole": name}, state={"model": model, "optimizer": optimizer}, upload="sync")
@@ -108,10 +108,10 @@ def main(rank, world_size, *place):
     """Load what another number of ranks stored, in every way; then store, and load each in another way."""
     kinds = KINDS if world_size == "4" else KINDS[:2]
     with joined(rank, world_size, *place) as session:
-        others = [it for it in session.store.list() if it.world_size != int(world_size)]
+        others = [it for it in session.run.list() if it.world_size != int(world_size)]
         for manifest, kind in itertools.product(others, kinds):
-            load(session.store.checkpoint(manifest), kind)
+            load(session.run.checkpoint(manifest), kind)
         if session.context.attempt < LAST_ATTEMPT:
             for kind in kinds:
                 store(session, kind, f"{kind} on {world_size}.pt")
-                load(session.store.checkpoint(session.store.latest()), kinds[kinds.index(kind) - 1])
+                load(session.run.checkpoint(session.run.latest()), kinds[kinds.index(kind) - 1])

@@ -72,4 +72,4 @@ def main(job, *place):
                 dist.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
         session.finish()
-        write_whole(model, optimizer, Path(session.store.storage.url, f"whole-{extra['step']}.pt"))
+        write_whole(model, optimizer, Path(session.run.storage.url, f"whole-{extra['step']}.pt"))

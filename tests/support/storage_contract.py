@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import xxhash
 from prefect_torch.ckpt import StorageError
-from prefect_torch.ckpt.retry import classify
+from prefect_torch.ckpt.storage.retry import classify
 
 
 def listed(storage, prefix, after=None):

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
-from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.storage import Transfer
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.protocol import Transfer
 
 
 def start_epoch() -> int:

@@ -76,7 +76,7 @@ def kill():
 def main(job, *place):
     """Train on this rank: "whole", "killed" before its step 9, or "resumed"."""
     with joined(*place) as session:
-        context, root = session.context, Path(session.store.storage.url)
+        context, root = session.context, Path(session.run.storage.url)
         if job == "whole":
             apart = make_trainer(root / f"rank-{context.world_rank}", 2)
             try:

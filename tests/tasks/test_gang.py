@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from prefect_torch.ckpt.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
 from prefect_torch.tasks import gang
 from prefect_torch.tasks.errors import RankFailedError
 from prefect_torch.tasks.gang import Gang

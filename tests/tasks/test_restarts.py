@@ -14,9 +14,9 @@ from prefect_torch.ckpt import (
     RunBusyError,
     StorageError,
 )
-from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, write_outcome
-from prefect_torch.ckpt.manifest import new_id
-from prefect_torch.ckpt.session import ReportSettings
+from prefect_torch.ckpt.reporting.session import ReportSettings
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.tasks import restarts as restarts_module
 from prefect_torch.tasks.attempt import claim
 from prefect_torch.tasks.errors import RankFailedError, RestartsUsedUpError

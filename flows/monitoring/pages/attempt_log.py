@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from prefect_torch.ckpt.attempts import Attempt, Outcome
-from prefect_torch.ckpt.history import MetricRecord
-from prefect_torch.ckpt.manifest import attempt_of, step_of
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
 from prefect_torch.flows.monitoring.text import seconds_of
 
 from .commit_marks import CommitMarks

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from prefect_torch.ckpt.metrics import find_metric, flatten_metrics
-from prefect_torch.ckpt.wording import show_age, show_bytes
+from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
+from prefect_torch.ckpt.text import show_age, show_bytes
 from prefect_torch.flows.monitoring.text import show_number, show_time
 
 from .stored_checkpoints import StoredCheckpoint

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from prefect_torch.ckpt.history import MetricRecord
-from prefect_torch.ckpt.metrics import MetricValue, flatten_metrics
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 
 from .attempt_log import Position
 

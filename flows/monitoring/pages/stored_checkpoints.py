@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt import Manifest, RetentionPolicy
-from prefect_torch.ckpt.metrics import Metrics
-from prefect_torch.ckpt.retention import rank_best
+from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.retention import rank_best
 
 MAX_HELD = 2000
 

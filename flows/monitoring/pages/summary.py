@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prefect_torch.ckpt.manifest import is_id
-from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.flows.monitoring.text import plain_text, shorten, show_duration, show_number, show_time
 
 from .attempt_log import AttemptLog, position_of, resume_points

@@ -1,0 +1,166 @@
+"""The checkpoints of one run as readers see them."""
+
+import builtins
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prefect_torch.ckpt.checkpoint import Checkpoint
+from prefect_torch.ckpt.errors import CheckpointNotFoundError
+from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, encode_evaluation
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.metrics import clean_metrics
+from prefect_torch.ckpt.runs.retention import Order, Plan, RetentionPolicy, check_count, rank_best
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.verification import VerifyLevel
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStore(Run):
+    """The committed checkpoints of one run; a checkpoint exists if and only if its manifest does.
+
+    Attributes:
+        storage: Where the run lies.
+        layout: The run's keys.
+        spec: How another process opens the storage.
+        memory: Manifests that need not be read again to list them; None to read every one each time.
+
+    """
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self.name
+
+    def list(self) -> list[Manifest]:
+        """Return every committed checkpoint, oldest first; costs a listing, and a small read each and for each evaluation.
+
+        Up to 32 reads are under way at once.
+        What is damaged, or a newer version committed, is left out with a warning.
+        """
+        return self.readable(self.listed())
+
+    def latest(self) -> Manifest | None:
+        """Return the newest readable checkpoint, or None; at most three requests while the hint is any good.
+
+        Metrics that were attached to it cost a small read each besides. Looks again where one that was listed has been pruned
+        meanwhile, so it is None only of a run that has no readable checkpoint.
+        """
+        return self.find_newest(self.read_or_leave_out)
+
+    def best(self, k: int = 1, attribute: str | None = None, order: Order = "max") -> builtins.list[Manifest]:
+        """Return the `k` best checkpoints, best first; the newest ones without an attribute.
+
+        Args:
+            k: How many at most.
+            attribute: A metric's name, or an "a/b" path into nested metrics, such as "eval/accuracy" of an evaluation.
+            order: Whether a high ("max") or a low ("min") value is good.
+
+        Raises:
+            ValueError: If `k` is less than 1, or `order` is neither.
+
+        """
+        check_count("k", k)
+        return rank_best(self.list(), attribute, order)[:k]
+
+    def checkpoint(self, manifest: Manifest) -> "Checkpoint":
+        """Return a handle to read the checkpoint with."""
+        return Checkpoint.committed(self, manifest)
+
+    def verify(self, manifest: Manifest, level: VerifyLevel = "digest") -> None:
+        """Return only if what is stored is what was committed.
+
+        Args:
+            manifest: The checkpoint.
+            level: "size" compares sizes by one listing, "digest" reads every byte besides, "none" does nothing.
+
+        Raises:
+            CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
+
+        """
+        from prefect_torch.ckpt.runs.verification import verify  # noqa: PLC0415 - keeps temporary files out of the reading path
+
+        verify(self, manifest, level)
+
+    def prune(
+        self, policy: RetentionPolicy, *, dry_run: bool = False, in_use: tuple[str, ...] = (), up_to: str | None = None
+    ) -> Plan[Manifest]:
+        """Delete what `policy` does not keep, manifest first; the newest and pinned checkpoints always stay.
+
+        Args:
+            policy: What is worth keeping.
+            dry_run: Only decide.
+            in_use: Ids that must stay because a training restores from them.
+            up_to: What is newer than this id stays; None for no such limit.
+
+        Raises:
+            StorageError: If some deletion failed; the others were done, and the next prune tries again.
+
+        """
+        from prefect_torch.ckpt.runs.pruning import prune  # noqa: PLC0415 - deleting is apart from reading
+
+        return prune(self, policy, dry_run=dry_run, in_use=in_use, up_to=up_to)
+
+    def attach_metrics(self, checkpoint_id: str, metrics: Mapping[str, object], name: str = "eval") -> None:
+        """Add metrics to a committed checkpoint; durable when this returns, and seen by every later `list`, `latest` and `get`.
+
+        They appear as `Manifest.metrics[name]` beside what the training reported, of which nothing changes. What was attached
+        under the same name before is replaced; other names stay, whoever attaches at the same time. Costs three requests.
+
+        Args:
+            checkpoint_id: The checkpoint.
+            metrics: What `report` takes.
+            name: What to call the evaluation; "eval" with `{"accuracy": 0.9}` ranks as "eval/accuracy".
+
+        Raises:
+            CheckpointNotFoundError: If there is no such checkpoint, or it was pruned meanwhile.
+            ValueError: If the training itself reported a metric called `name`, or name or metrics cannot be what they should.
+
+        """
+        check_evaluation_name(name)
+        cleaned = clean_metrics(metrics)
+        check_free(self.committed(checkpoint_id), name)
+        key = self.layout.evaluation(checkpoint_id, name)
+        self.storage.put_bytes(key, encode_evaluation(checkpoint_id, name, cleaned))
+        if not self.exists(checkpoint_id):  # pruned since it was read: nobody else knows of the object
+            self.storage.delete([key])
+            raise CheckpointNotFoundError(
+                f"checkpoint {checkpoint_id} of run {self.name!r} in {self.storage.url} was pruned while it was evaluated"
+            )
+
+    def pin(self, checkpoint_id: str) -> None:
+        """Keep `checkpoint_id` until it is unpinned, whatever the retention policy says and whoever prunes right now.
+
+        Costs three requests; where a prune is under way, two more and a small read.
+
+        Raises:
+            CheckpointNotFoundError: If there is no such checkpoint, or a prune is deleting it at this moment.
+            CheckpointCorruptError: If its manifest is damaged.
+
+        """
+        from prefect_torch.ckpt.runs.pinning import pin  # noqa: PLC0415 - as in prune
+
+        pin(self, checkpoint_id)
+
+    def unpin(self, checkpoint_id: str) -> None:
+        """Leave `checkpoint_id` to the retention policy again; harmless when it was not pinned."""
+        from prefect_torch.ckpt.runs.pinning import unpin  # noqa: PLC0415 - as in prune
+
+        unpin(self, checkpoint_id)
+
+    def restore(self, checkpoint_id: str) -> Manifest:
+        """Bring a quarantined checkpoint back into the run, and return its manifest; reads every byte of it first.
+
+        Its manifest is put last, so a crash leaves it in quarantine or back in the run. A retention policy may drop it then
+        like any other; pin it to keep it.
+
+        Raises:
+            CheckpointNotFoundError: If it is not in quarantine.
+            CheckpointCorruptError: If it is damaged indeed, naming what is; it stays in quarantine.
+
+        """
+        from prefect_torch.ckpt.runs.quarantine import restore  # noqa: PLC0415 - as in prune
+
+        return restore(self, checkpoint_id)
+
+
+Checkpoint.open_run = CheckpointStore.open  # a handle made from a URL has a store, too

@@ -1,0 +1,1 @@
+"""A checkpoint's files on this machine."""

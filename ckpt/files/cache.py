@@ -1,0 +1,157 @@
+"""One download of each file of a checkpoint per node, however many processes and threads ask for it."""
+
+import logging
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+
+import xxhash
+from filelock import FileLock, Timeout
+from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.storage.digest import digest_file
+from prefect_torch.ckpt.storage.keys import check_key
+from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.protocol import Transfer
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def downloaded(name: str, files: Mapping[str, FileEntry], download: Callable[[str, Path], None]) -> Iterator[Path]:
+    """Yield a folder that holds `files`, each of them as its entry says, shared with this user's other readers of `name` here.
+
+    It may hold more of them, that others asked for. Whoever finds a file missing downloads it while those who want it, too,
+    wait for that file only; an error is the downloader's own, and the next one tries again. The last to leave deletes. A reader
+    that was killed leaves a lock that nobody holds: the next one to come sweeps after it. A file that is found is read once to
+    verify it, and downloaded again if it is another; a process verifies it once as long as it stays as it is.
+
+    Args:
+        name: What the files belong to; equal names share.
+        files: What to have, by path.
+        download: Writes the file of a path, verified, to the place that it is given.
+
+    Raises:
+        PermissionError: If the cache is not this user's, or others may write to it, naming the folder.
+
+    """
+    with _reading(_cache_root(), name) as entry:
+        for_each(files.values(), lambda file: _share(entry, file, download))
+        yield entry / "files"
+
+
+@contextmanager
+def found(name: str, paths: Iterable[str]) -> Iterator[Path | None]:
+    """Yield the folder that holds the files `paths` of `name` if a reader on this node has all of them, else None.
+
+    The files are there until the block ends. What is in them is for the caller to verify.
+    """
+    try:
+        root = _cache_root()
+    except OSError:  # none that could be used
+        yield None
+        return
+    files = root / xxhash.xxh3_128_hexdigest(name.encode()) / "files"
+    if not all((files / check_key(path)).exists() for path in paths):
+        yield None
+        return
+    with _reading(root, name) as entry:
+        there = all((entry / "files" / path).exists() for path in paths)  # else the last one has just left
+        yield entry / "files" if there else None
+
+
+@contextmanager
+def _reading(root: Path, name: str) -> Iterator[Path]:
+    """Yield the folder of `name`, which nobody deletes meanwhile."""
+    entry = root / xxhash.xxh3_128_hexdigest(name.encode())
+    reader = FileLock(entry / "readers" / f"{secrets.token_hex(8)}.lock", thread_local=False)
+    with FileLock(root / "cache.lock", thread_local=False):
+        _sweep(root)
+        for folder in ("readers", "downloads", "files"):
+            (entry / folder).mkdir(parents=True, exist_ok=True)
+        reader.acquire()
+    try:
+        yield entry
+    finally:
+        with FileLock(root / "cache.lock", thread_local=False):
+            reader.release()
+            _sweep(root)
+
+
+def _share(entry: Path, file: FileEntry, download: Callable[[str, Path], None]) -> None:
+    """Return once `file` is among the entry's files; of all who want it, one at a time downloads it."""
+    target = entry / "files" / check_key(file.path)
+    partial = entry / "downloads" / xxhash.xxh3_128_hexdigest(file.path.encode())  # the same for all: replaces a killed one's
+    if _holds(target, file):
+        return
+    with FileLock(f"{partial}.lock", thread_local=False):
+        if _holds(target, file):
+            return
+        if target.exists():
+            _logger.warning("%s is not what was committed: somebody changed it; downloading it again", target)
+        try:
+            download(file.path, partial)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial.rename(target)
+        finally:
+            partial.unlink(missing_ok=True)  # a failed one must not fill the disk for those who go on
+
+
+def _holds(path: Path, file: FileEntry) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    content = _content(path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return (content.bytes, content.digest) == (file.bytes, file.digest)
+
+
+@lru_cache(maxsize=4096)
+def _content(path: Path, *_state: int) -> Transfer:
+    return digest_file(path)
+
+
+def _cache_root() -> Path:
+    """Return the folder of this user's cache, to which nobody else may write, as OpenSSH asks of ~/.ssh.
+
+    Where it is not, it is an error and no other folder is taken: readers would share nothing, and the disk would hold each
+    file as often as there are readers.
+    """
+    root = Path(tempfile.gettempdir()) / f"prefect-torch-{os.geteuid()}"  # a container's user may have no name
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    found = root.lstat()  # not what a link leads to
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is a link" if stat.S_ISLNK(found.st_mode) else "is no folder"
+    elif found.st_uid != os.geteuid():
+        problem = f"belongs to user {found.st_uid}, not to {os.geteuid()}, who runs this"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"may be written to by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    else:
+        return root
+    raise PermissionError(
+        f"{root}, where checkpoints are downloaded to, {problem}, so that its files may be anybody's: remove it, or set TMPDIR "
+        "to a folder of your own"
+    )
+
+
+def _sweep(root: Path) -> None:
+    """Delete every entry that no living process reads; the caller holds the cache's lock."""
+    for entry in root.iterdir():
+        if entry.is_dir() and not any(_is_held(lock) for lock in (entry / "readers").glob("*.lock")):
+            shutil.rmtree(entry)
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        with FileLock(lock, timeout=0, thread_local=False):
+            pass
+    except Timeout:
+        return True
+    lock.unlink(missing_ok=True)
+    return False

@@ -1,0 +1,149 @@
+"""Files of checkpoints to a local folder, verified on the way."""
+
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.verification import check_entry, missing, verify
+from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.folder_readers import reading
+from prefect_torch.ckpt.storage.keys import check_key, temporary_name
+from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.protocol import Storage
+
+
+def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target: Path) -> None:
+    """Write files of a checkpoint below `target`; returns only if all are what was committed.
+
+    Raises:
+        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
+
+    """
+
+    def fetch(entry: FileEntry) -> None:
+        path = target / check_key(entry.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(temporary_name())
+        download_file(run, manifest, entry, partial)
+        partial.replace(path)
+
+    for_each(entries, fetch)
+
+
+@contextmanager
+def readable_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path]:
+    """Yield a folder of this machine with `files` of a checkpoint, verified: in place where it sees them, else downloaded.
+
+    Raises:
+        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
+
+    """
+    local = run.storage.local_path(run.layout.data(manifest.id))
+    if local is not None and manifest.files:  # without any there may be no folder
+        with in_place(run, manifest, files):
+            verify(run, replace(manifest, files=tuple(files)), "digest")
+            yield local
+        return
+    with cached_files(run, manifest, files) as folder:
+        yield folder
+
+
+@contextmanager
+def cached_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path]:
+    """Yield a folder with `files` of a checkpoint, verified, among the downloads that this node's readers share.
+
+    Raises:
+        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
+
+    """
+    from .cache import downloaded  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
+
+    entries = {entry.path: entry for entry in files}
+
+    def fetch(path: str, target: Path) -> None:
+        download_file(run, manifest, entries[path], target)
+
+    with downloaded(_cache_name(run, manifest), entries, fetch) as folder:
+        yield folder
+
+
+@contextmanager
+def found_files(run: Run, manifest: Manifest) -> Iterator[Path | None]:
+    """Yield the folder with all files of a checkpoint where some process on this node has downloaded them, else None.
+
+    It downloads and verifies nothing.
+    """
+    from .cache import found  # noqa: PLC0415 - as above
+
+    with found(_cache_name(run, manifest), [entry.path for entry in manifest.files]) as folder:
+        yield folder
+
+
+def _cache_name(run: Run, manifest: Manifest) -> str:
+    # The manifest holds every digest: equal names are equal bytes, wherever they come from.
+    return f"{run.path_of(manifest.id)} {manifest.encode().decode()}"
+
+
+@contextmanager
+def in_place(run: Run, manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[None]:
+    """Keep `files` of a checkpoint where they are while they are read in place, whoever prunes; does nothing for a bucket.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint was pruned, or is under the reader where the filesystem has no locks.
+
+    """
+    folder = run.storage.local_path(run.layout.data(manifest.id))
+    if folder is None:
+        yield
+        return
+    with reading(run.storage, [run.layout.data(manifest.id, entry.path) for entry in files]):
+        run.check_exists(manifest.id)
+        try:
+            yield
+        except FileNotFoundError as exc:
+            if exc.filename is not None and Path(str(exc.filename)).is_relative_to(folder):
+                run.check_exists(manifest.id)
+            raise
+
+
+def download_file(run: Run, manifest: Manifest, entry: FileEntry, path: Path) -> None:
+    """Write one file of a checkpoint to `path`; what is there after an error is no file of it.
+
+    Raises:
+        CheckpointCorruptError: If it differs from what was committed.
+        CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
+        OSError: If `path` cannot be written, naming it.
+
+    """
+
+    def read(storage: Storage) -> None:
+        try:
+            moved = storage.get_file(run.layout.data(manifest.id, entry.path), path)
+        except FileNotFoundError as exc:
+            raise missing(run, manifest, entry) from exc
+        check_entry(run, manifest, entry, moved)
+
+    try:
+        confirm_damage(run.storage, read)
+    except OSError as exc:
+        if exc.errno is not None and exc.filename is None:  # a write tells of a full disk, but not of which
+            exc.filename = str(path)
+        raise
+
+
+def copy_folder(source: Path, target: Path, paths: Iterable[str] | None) -> None:
+    """Copy a plain folder, or the files of it at `paths`, into another one."""
+    if paths is None:
+        shutil.copytree(source, target, dirs_exist_ok=True)
+        return
+    for path in paths:
+        place = target / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / path, place)

@@ -1,0 +1,100 @@
+"""The files that one rank brings to a report."""
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from prefect_torch.ckpt.storage.keys import is_temporary
+from prefect_torch.ckpt.storage.scratch import make_scratch
+
+METADATA_FILE = ".metadata.json"
+_NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing end, a way through a file, links in a circle
+
+
+def scan_files(directory: Path) -> list[str]:
+    """Return the "/"-joined path of every file below `directory`; links are followed to what they name.
+
+    Raises:
+        ValueError: If something below is no file or folder, names nothing, or links back to a folder above it.
+
+    """
+    return [path for path in _walk(directory, "", ()) if path != METADATA_FILE]  # metadata travels in the manifest
+
+
+def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    status = directory.stat()
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
+        raise ValueError(f"{directory} links back to a folder above it; a checkpoint must be finite")
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        path = f"{prefix}{entry.name}"
+        try:
+            mode = entry.stat().st_mode
+        except OSError as exc:
+            if exc.errno not in _NAMES_NOTHING:
+                raise
+            raise ValueError(f"{entry.path} is a link to nothing; remove it from the checkpoint") from exc
+        if stat.S_ISDIR(mode):
+            yield from _walk(Path(entry.path), f"{path}/", (*above, identity))
+        elif stat.S_ISREG(mode):
+            yield _storable(path)
+        else:
+            raise ValueError(f"{entry.path} is neither a file nor a folder; remove it from the checkpoint")
+
+
+def _storable(path: str) -> str:
+    try:
+        path.encode()
+    except UnicodeEncodeError as exc:
+        raise ValueError(f"the file name {path!r} is not valid text and cannot be stored") from exc
+    if "\\" in path or any(ord(character) < ord(" ") for character in path):
+        raise ValueError(f"the file name {path!r} holds a backslash or a control character and cannot be stored")
+    if any(is_temporary(name) for name in path.split("/")):
+        raise ValueError(f"the file name {path!r} is one that storages use for unfinished files; rename it")
+    return path
+
+
+def check_apart(directory: Path, run: Path | None) -> None:
+    """Return only if the run does not lie in `directory`, or it would be stored in itself, or moved.
+
+    Args:
+        directory: What is reported.
+        run: The run's own folder, None where it has none on this machine.
+
+    Raises:
+        ValueError: If it does.
+
+    """
+    if run is not None and run.resolve().is_relative_to(directory.resolve()):
+        raise ValueError(f"the folder {directory} holds the run itself, {run}: report one that holds the checkpoint alone")
+
+
+def take_over(directory: Path, paths: Iterable[str]) -> Path:
+    """Move the files at `paths` into a scratch folder and return it; a copy only across filesystems.
+
+    The caller may delete or reuse `directory` at once. Costs one rename a file on the same filesystem. What a link names
+    outside of `directory` is copied, since it was not handed over, and so is what a link names inside.
+    """
+    root = directory.resolve()
+    taken = make_scratch(_writable_parent(root))
+    # Copies first: what a link names may be one of the files that move.
+    for path in sorted(paths, key=lambda path: _is_reached_directly(root / path)):
+        target = taken / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source = root / path
+        if _is_reached_directly(source):
+            shutil.move(source, target)
+        else:
+            shutil.copyfile(source, target)
+    return taken
+
+
+def _is_reached_directly(path: Path) -> bool:
+    return path.resolve() == path
+
+
+def _writable_parent(directory: Path) -> Path | None:
+    return directory.parent if os.access(directory.parent, os.W_OK) else None

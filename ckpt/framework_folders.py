@@ -1,0 +1,122 @@
+"""A folder that a framework's ranks write together, and what each of them brings of it."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prefect_torch.ckpt.checkpoint import Checkpoint
+from prefect_torch.ckpt.context import TrainContext, context_or_none
+from prefect_torch.ckpt.errors import CheckpointNotFoundError
+from prefect_torch.ckpt.files.folder import scan_files
+from prefect_torch.ckpt.reporting.api import get_checkpoint
+from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
+
+CHECKPOINT_NAME = "checkpoint"
+# How Transformers, Accelerate, torch.distributed.checkpoint and DeepSpeed name what one rank wrote.
+_RANK_IN_NAME = re.compile(
+    r"(?:^rng_state_|^random_states_|^__|^(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank|zero_pp_rank_)(\d+)[._]"
+)
+
+
+def check_world_size(who: str, size: int, context: TrainContext) -> None:
+    """Return only if `who`, which found its ranks by the environment, counts those that exist.
+
+    Raises:
+        ValueError: If it does not.
+
+    """
+    if size != context.world_size:
+        raise ValueError(
+            f"the {who} counts {size} ranks but the training has {context.world_size}; make it in the training function, with "
+            "the environment as it is, and start it with no other launcher"
+        )
+
+
+@contextmanager
+def folder_of_all_ranks(context: TrainContext, broadcast: Callable[[str], str]) -> Iterator[Path]:
+    """Yield an empty folder that has one path on every rank: frameworks that shard write below rank 0's path.
+
+    Args:
+        context: This rank's place.
+        broadcast: Returns on every rank what rank 0 gives it.
+
+    """
+    folder = Path(broadcast(str(make_scratch()) if context.world_rank == 0 else ""))
+    folder.mkdir(mode=0o700, exist_ok=True)  # on another machine
+    if context.local_rank == 0:
+        hold_scratch(folder)
+    try:
+        yield folder
+    finally:
+        if context.local_rank == 0:
+            remove_scratch(folder)
+
+
+@contextmanager
+def part_of_rank(
+    folder: Path, context: TrainContext, link: Callable[[str, str], None] = os.symlink, below: str = CHECKPOINT_NAME
+) -> Iterator[Checkpoint | None]:
+    """Yield what this rank brings of `folder`; the ranks' parts together are the whole folder.
+
+    A rank brings the files that are named after it, as `rng_state_1.pth` is, and the first rank of each machine all others
+    that lie there, so that each has one owner on a machine. Nothing is copied, moved or deleted in `folder`.
+
+    Args:
+        folder: Complete: every rank has written what it writes.
+        context: This rank's place.
+        link: Makes a link to a file. With the default an async report copies files and leaves `folder` alone; with `os.link`
+            it takes them without a copy, for a folder among the temporary ones that nobody writes to again.
+        below: The folder of the checkpoint that what lies in `folder` comes to; "" for none.
+
+    Yields:
+        None if nothing is this rank's.
+
+    """
+    paths = [path for path in scan_files(folder) if _owner(path, context) == context.world_rank] if folder.is_dir() else []
+    if not paths:
+        yield None
+        return
+    with scratch_folder() as part:
+        for path in paths:
+            target = part / below / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            link(str((folder / path).resolve()), str(target))
+        yield Checkpoint.from_directory(part)
+
+
+def _owner(path: str, context: TrainContext) -> int | None:
+    """Return the rank that brings `path` from this machine; None where an attempt of more ranks has left it."""
+    first = context.world_rank - context.local_rank
+    named = _RANK_IN_NAME.search(path.rpartition("/")[2])
+    rank = first if named is None else int(named[1])
+    if rank >= context.world_size:
+        return None
+    return rank if first <= rank < first + context.local_world_size else first
+
+
+@contextmanager
+def restored_part(name: str, reporter: str) -> Iterator[Path | None]:
+    """Yield the path of `name`, verified, in the checkpoint that this attempt continues; there until the block ends.
+
+    None on a fresh start, and outside of a training function.
+
+    Args:
+        name: A file or folder of the checkpoint.
+        reporter: What stores it there, for the error.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint holds no `name`.
+        CheckpointCorruptError: If a file differs from what was committed.
+
+    """
+    checkpoint = None if context_or_none() is None else get_checkpoint()
+    if checkpoint is None:
+        yield None
+        return
+    with checkpoint.as_directory() as directory:
+        path = Path(directory, name)
+        if not path.exists():
+            raise CheckpointNotFoundError(f"{checkpoint.path} holds no {name}: {reporter} did not report it")
+        yield path

@@ -1,0 +1,264 @@
+"""The callback that reports Lightning's checkpoints, and the way back."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from prefect_torch.ckpt.context import context_or_none
+from prefect_torch.ckpt.framework_folders import folder_of_all_ranks, part_of_rank, restored_part
+from prefect_torch.ckpt.reporting.api import get_checkpoint, report
+from prefect_torch.ckpt.reporting.arguments import Upload, check_upload
+
+from .random_states import read_random_state, save_random_state, set_random_state
+from .ranks import check_world_size
+
+if TYPE_CHECKING:
+    from prefect_torch.ckpt.context import TrainContext
+
+
+class ReportCallback(CheckpointCallback):
+    """Report Lightning's own checkpoint and metrics, durable when training goes on, from every rank.
+
+    The checkpoint holds `checkpoint.ckpt`, as `trainer.save_checkpoint` writes it: a file from rank 0, or a folder where the
+    strategy shards, of which each rank brings what it wrote. Beside it lies each rank's random state, which Lightning does not
+    store. The metrics are `trainer.callback_metrics` with `epoch` and `step`; the step is `trainer.global_step`, so a training
+    function fits once, and gives `ckpt_path=` from `resume_path` to continue. One step is reported once, also by several of
+    these callbacks, each for a moment of its own.
+
+    What is due at an epoch's last batch, or after a validation that follows it, is reported when the epoch has ended, as by
+    ModelCheckpoint: resumed from there, as many ranks go on bit for bit as if nothing had happened, and callbacks that look at
+    the epoch's metrics (EarlyStopping) have seen them. A report within an epoch is resumed with the random numbers of that
+    moment, but a dataloader without a `state_dict` begins anew (Lightning's rule), so the training is another one from there.
+    torchdata's StatefulDataLoader without workers is exact within an epoch; after an epoch's end it draws one number more.
+
+    Lightning counts it among its checkpoint callbacks: it runs after all others (list a ModelCheckpoint before it), whose state
+    is stored as it is by then, and the Trainer adds no ModelCheckpoint of its own; `enable_checkpointing=False` contradicts it.
+
+    After each batch it asks `get_context().should_checkpoint()`, a fraction of a millisecond at most, and reports if told to.
+    When the training is about to be ended from outside, it stops the Trainer then. What is reported within an epoch resumes
+    there, but a dataloader begins anew unless it has a `state_dict`: Lightning's rule.
+
+    There is no CheckpointIO: Lightning calls one on rank 0 alone, and without metrics, where a report is every rank's.
+
+    A SIGTERM to a rank's own process is left to end it, which counts as a preemption; Lightning's handler would let it look
+    like a finished training.
+
+    Sanity checks and `trainer.validate` report nothing, and `fast_dev_run` reports metrics alone. Outside of a training
+    function it warns, once per fit, and does nothing, so that the same script runs on its own.
+
+    Args:
+        every_n_epochs: Report at the end of every n-th training epoch; 1 if nothing else is chosen.
+        every_n_train_steps: Report after the batch in which the global step reaches a multiple of this.
+        on_validation_end: Report after each validation.
+        upload: "sync" or "async", as `report` understands it; "async" lets the training go on while the files are stored.
+
+    Attributes:
+        CHECKPOINT_NAME: Under which name the checkpoint holds Lightning's.
+        reported_step: The global step that was reported last.
+
+    Raises:
+        ValueError: If more than one of the three moments is chosen, or a number is below 1.
+
+    """
+
+    CHECKPOINT_NAME = "checkpoint.ckpt"
+
+    def __init__(
+        self,
+        *,
+        every_n_epochs: int | None = None,
+        every_n_train_steps: int | None = None,
+        on_validation_end: bool = False,
+        upload: Upload = "sync",
+    ) -> None:
+        _check_moments(every_n_epochs, every_n_train_steps, on_validation_end)
+        check_upload(upload, None, None)
+        by_epoch = every_n_train_steps is None and not on_validation_end
+        self._every_n_epochs = (every_n_epochs or 1) if by_epoch else None
+        self._every_n_train_steps = every_n_train_steps
+        self._on_validation_end = on_validation_end
+        self._upload: Upload = upload
+        self._context: TrainContext | None = None
+        self._signal_handler: Any = None
+        self._seen_step = 0
+        self._ends_soon = False
+        self._is_due = False
+        self._random_state: dict[str, Any] | None = None
+        self.reported_step = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
+        """Find this rank's place.
+
+        Raises:
+            TypeError: If the Trainer is one of the package pytorch_lightning.
+            ValueError: If it does not train on exactly the ranks that exist, or writes its files behind our back.
+
+        """
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"the Trainer is one of {type(trainer).__module__}: take it from lightning.pytorch for ReportCallback"
+            )
+        self._context = context_or_none()
+        self._ends_soon = False
+        if self._context is None:
+            rank_zero_warn("ReportCallback reports nothing: this is no training function of prefect_torch.flows.train()")
+            return
+        check_world_size(trainer.world_size, self._context)
+        if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+            raise ValueError(  # noqa: TRY004 - the Trainer's arguments are wrong
+                "the Trainer's AsyncCheckpointIO would have half a file reported; leave it out and give ReportCallback "
+                'upload="async"'
+            )
+        self._signal_handler = signal.getsignal(signal.SIGTERM)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
+        """Have the random numbers of the checkpoint that the Trainer has loaded, if an epoch ended there."""
+        self._is_due = False
+        self._random_state = self._stored_random_state(trainer)
+        if self._random_state is not None and not self._random_state["within_epoch"]:
+            set_random_state(self._random_state)  # now: the Trainer's next act is to draw the epoch's first batch
+            self._random_state = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
+        """Take SIGTERM back from Lightning, whose handler would wait for ranks that have not got one."""
+        self._take_sigterm_back()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
+        """Count on from where the Trainer begins.
+
+        Raises:
+            ValueError: If it begins before the checkpoint that this attempt continues.
+
+        """
+        self._seen_step = self.reported_step = trainer.global_step
+        if self._random_state is not None:  # not sooner: what begins the epoch once more has drawn from others
+            set_random_state(self._random_state)
+            self._random_state = None
+        if self._context is None:
+            return
+        self._take_sigterm_back()
+        restored = get_checkpoint()
+        if restored is not None and trainer.global_step < restored.step:
+            raise ValueError(
+                f"the training continues from {restored.path} at step {restored.step}, but the Trainer begins with step "
+                f"{trainer.global_step}; give trainer.fit() the ckpt_path that resume_path() yields"
+            )
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,  # noqa: ARG002 - as above
+        outputs: Any,  # noqa: ARG002 - as above
+        batch: Any,  # noqa: ARG002 - as above
+        batch_idx: int,  # noqa: ARG002 - as above
+    ) -> None:
+        """Report if a multiple of `every_n_train_steps` was reached, or the training is told to."""
+        before, self._seen_step = self._seen_step, trainer.global_step
+        if self._context is None or self._ends_soon:
+            return
+        is_told = self._context.should_checkpoint()
+        if is_told and self._context.ends_soon():
+            self._ends_soon = trainer.should_stop = True
+        if is_told or _crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
+            self._report_or_await_the_end(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
+        """Report if it was an n-th epoch, or a report is due since its last batch or the validation after that."""
+        is_due, self._is_due = self._is_due, False
+        if is_due or self._is_nth_epoch(trainer):
+            self._report(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
+        """Report if that was chosen, and this is a validation within an epoch of a training."""
+        if self._on_validation_end and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._report_or_await_the_end(trainer)
+
+    def _report_or_await_the_end(self, trainer: Trainer) -> None:
+        """Report, after the last batch not until the epoch has ended: resumed from before, it would have no validation."""
+        if trainer.is_last_batch and not self._ends_soon:
+            self._is_due = True
+        else:
+            self._report(trainer, within_epoch=True)
+
+    def _is_nth_epoch(self, trainer: Trainer) -> bool:
+        return self._every_n_epochs is not None and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+
+    def _stored_random_state(self, trainer: Trainer) -> dict[str, Any] | None:
+        """Return this rank's random state beside the checkpoint that the Trainer has loaded; None if there is none."""
+        restored = None if self._context is None else get_checkpoint()
+        if self._context is None or restored is None or not trainer.ckpt_path:
+            return None
+        if restored.manifest.world_size != self._context.world_size:
+            return None
+        return read_random_state(Path(trainer.ckpt_path).parent, self._context.world_rank)
+
+    def _report(self, trainer: Trainer, *, within_epoch: bool = False) -> None:
+        step = trainer.global_step
+        if self._context is None or step in _reported_steps(trainer):
+            return
+        self.reported_step = step
+        metrics = {**_numbers(trainer.callback_metrics), "epoch": trainer.current_epoch, "step": step}
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set in a function of another module
+            report(metrics, step=step)
+            return
+        with folder_of_all_ranks(self._context, trainer.strategy.broadcast) as folder:
+            trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)  # ends with a barrier
+            save_random_state(folder, self._context.world_rank, within_epoch=within_epoch)
+            with part_of_rank(folder, self._context, os.link, below="") as part:
+                report(metrics, part, step=step, upload=self._upload)
+
+    def _take_sigterm_back(self) -> None:
+        if self._context is not None and self._signal_handler is not None:
+            signal.signal(signal.SIGTERM, self._signal_handler)
+
+
+@contextmanager
+def resume_path() -> Iterator[str | None]:
+    """Yield the `ckpt_path` with which `trainer.fit` goes on from the latest checkpoint, verified; None on a fresh start.
+
+    None, too, outside of a training function. The file is there until the block ends, so fit within it.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint that this attempt continues is not one of ReportCallback.
+        CheckpointCorruptError: If a file differs from what was committed.
+
+    """
+    with restored_part(ReportCallback.CHECKPOINT_NAME, ReportCallback.__name__) as path:
+        yield None if path is None else str(path)
+
+
+def _check_moments(every_n_epochs: int | None, every_n_train_steps: int | None, on_validation_end: bool) -> None:
+    numbers = {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}
+    for name, number in numbers.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ValueError(f"{name}={number!r}: give a whole number from 1")
+    chosen = [f"{name}={number}" for name, number in numbers.items() if number is not None]
+    chosen += ["on_validation_end=True"] if on_validation_end else []
+    if len(chosen) > 1:
+        raise ValueError(
+            f"{' and '.join(chosen)} contradict each other; choose one moment to report at, or give a callback for each"
+        )
+
+
+def _reported_steps(trainer: Trainer) -> set[int]:
+    return {callback.reported_step for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    # A score per class may be logged where no logger is, but is no metric; it must not end the training.
+    return {name: value for name, value in metrics.items() if getattr(value, "ndim", 0) == 0}
+
+
+def _crosses_multiple(before: int, now: int, number: int | None) -> bool:
+    # Several optimizers count several steps in one batch, and may jump over the multiple itself.
+    return number is not None and now // number > before // number

@@ -1,0 +1,155 @@
+"""Lightning on the ranks that exist: it starts no process and makes no process group of its own.
+
+Part of `prefect_torch.ckpt.lightning.callback`, whose users import it from there.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from prefect_torch.ckpt.context import TrainContext, context_or_none
+from prefect_torch.ckpt.reporting.api import get_context
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.parallel import ParallelStrategy as _Parallel
+else:  # Lightning's strategies, which stand behind it, are this already
+    _Parallel = object
+
+
+class PrefectEnvironment(ClusterEnvironment):
+    """Have Lightning use the ranks that run already, and start none: `Trainer(plugins=[PrefectEnvironment()])`.
+
+    The process group exists, so Lightning neither makes nor ends one.
+
+    Raises:
+        RuntimeError: Outside of a training function.
+
+    """
+
+    def __init__(self) -> None:
+        self._context = get_context()
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: Lightning starts no processes."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Where the ranks meet."""
+        return os.environ["MASTER_ADDR"]
+
+    @property
+    def main_port(self) -> int:
+        """The port where the ranks meet."""
+        return int(os.environ["MASTER_PORT"])
+
+    @staticmethod
+    def detect() -> bool:
+        """Say whether this is a rank of a training."""
+        return context_or_none() is not None
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._context.world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Return only if Lightning counts as many ranks as there are.
+
+        Raises:
+            ValueError: If it does not.
+
+        """
+        check_world_size(size, self._context)
+
+    def global_rank(self) -> int:
+        """Return this rank."""
+        return self._context.world_rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignore what Lightning reckons: ranks have their numbers."""
+
+    def local_rank(self) -> int:
+        """Return this rank's number on its machine."""
+        return self._context.local_rank
+
+    def node_rank(self) -> int:
+        """Return this machine's number."""
+        return self._context.node_rank
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Return only if `devices` and `num_nodes` amount to the ranks that there are.
+
+        Raises:
+            ValueError: If they do not.
+
+        """
+        check_world_size(num_devices * num_nodes, self._context)
+
+
+class _OnExistingRanks(_Parallel):
+    """Counts the training's ranks, whatever `devices` and `num_nodes` the Trainer was given; so devices="auto" is right."""
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this machine's ranks, of the kind that the Trainer's accelerator has."""
+        count = get_context().local_world_size
+        if not self._parallel_devices or self._parallel_devices[0].type == "cpu":
+            return [torch.device("cpu")] * count
+        return [torch.device(self._parallel_devices[0].type, index) for index in range(count)]
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        context = get_context()
+        return context.world_size // context.local_world_size
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        """Ignore what the Trainer was given."""
+
+
+class PrefectDDPStrategy(_OnExistingRanks, DDPStrategy):
+    """Lightning's DDP on the ranks that exist: `Trainer(strategy=PrefectDDPStrategy(), plugins=[PrefectEnvironment()])`.
+
+    Takes DDPStrategy's arguments.
+    """
+
+
+class PrefectModelParallelStrategy(_OnExistingRanks, ModelParallelStrategy):
+    """Lightning's FSDP2 and tensor parallelism on the ranks that exist; takes ModelParallelStrategy's arguments."""
+
+
+def prepare_trainer(trainer: Trainer) -> Trainer:
+    """Return `trainer` if it trains on exactly the ranks that exist, and any Trainer outside of a training function.
+
+    Raises:
+        ValueError: If it would start processes of its own, or counts other ranks, saying what to give it.
+
+    """
+    context = context_or_none()
+    if context is None:
+        return trainer
+    check_world_size(trainer.world_size, context)
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if context.world_size > 1 and not isinstance(environment, PrefectEnvironment):
+        raise ValueError(
+            f"the Trainer's cluster environment is {type(environment).__name__}; give it plugins=[PrefectEnvironment()]"
+        )
+    return trainer
+
+
+def check_world_size(size: int, context: TrainContext) -> None:
+    """Return only if `size` is the number of ranks; raises ValueError that says what to give the Trainer."""
+    if size != context.world_size:
+        raise ValueError(
+            f"the Trainer counts {size} ranks but the training has {context.world_size}; give it "
+            "strategy=PrefectDDPStrategy() and plugins=[PrefectEnvironment()]"
+        )

@@ -1,0 +1,120 @@
+"""What a training function calls."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from prefect_torch.ckpt.checkpoint import Checkpoint
+from prefect_torch.ckpt.context import TrainContext, set_context
+
+from .arguments import Upload
+
+if TYPE_CHECKING:
+    from .session import RankSession  # half of what an import of this package would cost, and only ranks need it
+
+_session: "RankSession | None" = None
+
+
+def start_session(session: "RankSession | None") -> None:
+    """Make `session` the one that this process reports to; None ends it."""
+    global _session  # noqa: PLW0603 - a rank is a process, and user code calls report() from any of its threads
+    _session = session
+    set_context(None if session is None else session.context)
+
+
+def report(
+    metrics: Mapping[str, object],
+    checkpoint: Checkpoint | None = None,
+    *,
+    state: Mapping[str, Any] | None = None,
+    step: SupportsIndex | None = None,
+    progress: float | None = None,
+    upload: Upload | None = None,
+) -> None:
+    """Report metrics and a checkpoint, durable when a synchronous report returns; every rank calls it equally often.
+
+    An asynchronous one (`upload="async"`, the default for a `state`) is durable once the next report that waits for it, or the
+    training function, has returned; its failure is raised there.
+
+    A `state` of live objects is the fastest checkpoint: the call returns as soon as the bytes that this rank owns are copied,
+    a 1/N of what N ranks have alike, and the copy is committed in the background. The training may go on at once. It costs
+    memory for these bytes once, which is kept for the next report; a report waits for the commit of the one before.
+
+    Each rank uploads its own files, in parallel; together they are one checkpoint. It exists as soon as its manifest does,
+    which is written last: a training killed at any moment resumes from a whole checkpoint, the one of this report if it
+    was synchronous and had returned. Rank 0's metrics are recorded, on their own and as the checkpoint's.
+
+    Args:
+        metrics: Numbers, bools, strings, None, NaN, infinities and nested dicts of them; numpy scalars and 0-d tensors
+            become numbers. The one that checkpoints are ranked by (`checkpoint_score_attribute`) is a number, None, or missing.
+        checkpoint: This rank's part (`Checkpoint.from_directory`); None where this rank has nothing to store. Ranks may
+            bring equal files under one name; different ones need different names.
+        state: Names of modules, optimizers, schedulers and other objects with `state_dict`, tensors (DTensors among them),
+            plain values and containers of them. What a module or an optimizer holds counts as equal on all ranks, of which
+            each stores a part; one that consists of something else on another rank is refused, unless it has a name of its own
+            there or is marked with `RankLocal`. Of everything else each rank stores its own where it differs, or is marked:
+            give the objects themselves, since the tensors of their `state_dict()` would be compared. `Checkpoint.load_state`
+            restores it, and torch.distributed.checkpoint reads it. A folder may be reported beside it.
+        step: The same number on every rank, growing from checkpoint to checkpoint; None counts on from the report before,
+            or from the restored checkpoint, beginning with 0. At the newest checkpoint's step once more, as at the end of a
+            training that has just reported, the metrics are recorded and that checkpoint stays, with a warning.
+        progress: The share of the training that is done, from 0 to 1.
+        upload: "sync" (what None means without a state) returns when the checkpoint is durable. "async" (what None means with
+            a state) takes the folder's files over, returns at once and commits in the background, one at a time; a failure
+            is raised by the next report on every rank, or at the end of the training function.
+
+    Raises:
+        ValueError: Before anything is stored, if an argument cannot be what it should.
+        ReportMismatchError: On every rank, if the ranks disagree on the step or their states cannot be one, or one of them left
+            early.
+        CommitFailedError: On every rank, if this or the last background checkpoint could not be committed; the one before
+            is still the latest. Where the storage has no space left it is a StorageFullError.
+        FencedError: If a newer attempt owns the run.
+        RuntimeError: Outside of a training function.
+
+    """
+    _require_session("report").report(metrics, checkpoint, state=state, step=step, progress=progress, upload=upload)
+
+
+def log_metrics(metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
+    """Record metrics of rank 0 in the run's history; other ranks' are ignored, and none waits for another.
+
+    For what a framework's logger logs, on whichever ranks. `Result.metrics` has the newest of them besides the last report's.
+
+    Args:
+        metrics: As `report` takes them.
+        step: Where they belong; any order. None means the step that the next report would count on to.
+
+    Raises:
+        ValueError: If a metric or the step cannot be what it should.
+        RuntimeError: Outside of a training function.
+
+    """
+    _require_session("log_metrics").log_metrics(metrics, step)
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Return the checkpoint that this attempt continues, the same one on every rank; None on a fresh start.
+
+    Raises:
+        RuntimeError: Outside of a training function.
+
+    """
+    return _require_session("get_checkpoint").restored
+
+
+def get_context() -> TrainContext:
+    """Return this rank's place in its training.
+
+    Raises:
+        RuntimeError: Outside of a training function.
+
+    """
+    return _require_session("get_context").context
+
+
+def _require_session(name: str) -> "RankSession":
+    if _session is None:
+        raise RuntimeError(
+            f"{name}() may be called only inside the function that prefect_torch.flows.train() runs on its ranks"
+        )
+    return _session

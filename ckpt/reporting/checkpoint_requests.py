@@ -1,0 +1,109 @@
+"""When a training is asked for a checkpoint: decided by rank 0, told to all, call by call."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from .overhead import CheckpointPace
+from .peers import Peers
+
+Answer: TypeAlias = Literal["no", "checkpoint", "end"]
+_SPAN_S = 0.5  # one message in that time, and the wait for a slower rank 0, costs well below 1 % of it
+_SPAN_QUESTIONS = 16  # a loop that becomes slow all at once is told late by so many of its steps at most
+
+
+class CheckpointPrompts:
+    """The answers to `TrainContext.should_checkpoint` on one rank; the n-th is the same on all.
+
+    A loop that asks often is answered for half a second at once, so that asking costs it next to nothing.
+
+    Args:
+        peers: The ranks.
+        pace: When the next one is due.
+        ends_soon: Says whether the training is about to be ended from outside.
+        clock: Seconds that only grow.
+
+    Attributes:
+        asked: How often this rank has asked.
+        has_told_end: Whether the last answer was that the training is about to be ended.
+
+    """
+
+    def __init__(
+        self, peers: Peers, pace: CheckpointPace, ends_soon: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._peers = peers
+        self._pace = pace
+        self._ends_soon = ends_soon
+        self._clock = clock
+        self.asked = 0
+        self.has_told_end = False
+        self._answered = 0  # the questions before this one have their answer
+        self._topics: list[str] = []
+        self._asked_at_s: deque[float] = deque(maxlen=_SPAN_QUESTIONS + 1)
+        self._reports = 0
+
+    def ask(self) -> bool:
+        """Return what rank 0 says in its call of the same number; on the others this waits for it.
+
+        Raises:
+            ReportMismatchError: If rank 0 reports instead of asking.
+
+        """
+        number, self.asked = self.asked, self.asked + 1
+        if self._peers.rank == 0:
+            self._asked_at_s.append(self._clock())
+        if number < self._answered:
+            return False
+        answer, num_questions = self._told(number)
+        self._answered = number + num_questions
+        self.has_told_end = answer == "end"
+        return answer != "no"
+
+    def begin_report(self) -> None:
+        """As rank 0, tell who waits for an answer that none will come before this report."""
+        if self._peers.rank == 0:
+            self._peers.decide(_report(self._reports), b"")
+
+    def end_report(self) -> None:
+        """Drop the answers so far, which every rank has read, since all have come to this report."""
+        if self._peers.rank == 0 and self._peers.world_size > 1:
+            self._peers.forget(_report(self._reports))
+            for topic in self._topics:
+                self._peers.forget(topic)
+        self._topics.clear()
+        self._reports += 1
+
+    def _told(self, number: int) -> tuple[Answer, int]:
+        """Return the answer to question `number`, and for how many questions from there it stands."""
+        topic = f"checkpoint now {number}"
+        if self._peers.rank != 0:
+            answer, _, num_questions = self._peers.decision(topic, unless=_report(self._reports)).decode().partition(" ")
+            return _known(answer), int(num_questions)
+        if self._ends_soon():
+            told: tuple[Answer, int] = ("end", 1)
+        elif self._pace.is_due():
+            told = ("checkpoint", 1)
+        else:
+            told = ("no", self._num_questions_of_a_span())
+        self._peers.decide(topic, f"{told[0]} {told[1]}".encode())
+        self._topics.append(topic)
+        return told
+
+    def _num_questions_of_a_span(self) -> int:
+        times = list(self._asked_at_s)
+        if len(times) <= _SPAN_QUESTIONS:  # too few to trust
+            return 1
+        slowest_s = max(after - before for before, after in pairwise(times))
+        return max(1, min(_SPAN_QUESTIONS, int(_SPAN_S / slowest_s) if slowest_s > 0 else _SPAN_QUESTIONS))
+
+
+def _report(number: int) -> str:
+    return f"no answer before report {number}"
+
+
+def _known(answer: str) -> Answer:
+    assert answer in ("no", "checkpoint", "end")
+    return answer  # type: ignore[return-value]  # the assertion says so

@@ -1,0 +1,83 @@
+"""What rank 0 tells the leader of the training: reports and commits, in order."""
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.metrics import Metrics, from_json, to_json
+
+from .key_value import KeyValue
+
+
+@dataclass(frozen=True, slots=True)
+class ReportEvent:
+    """Rank 0 reported.
+
+    Attributes:
+        record: What goes into the metric history.
+        progress: The share of the training that is done (0 to 1), where the training says it.
+
+    """
+
+    record: MetricRecord
+    progress: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitEvent:
+    """A checkpoint was committed.
+
+    Attributes:
+        id: Its id.
+        step: Its step.
+        metrics: Its metrics.
+        bytes: The size of all its files.
+        duration_s: From the ranks' agreement to the manifest, in seconds.
+        stall_s: How long the slowest rank's training waited for the report.
+
+    """
+
+    id: str
+    step: int
+    metrics: Metrics
+    bytes: int
+    duration_s: float
+    stall_s: float = 0.0
+
+
+class EventSender:
+    """Rank 0's end: numbers what it sends, from its training thread and from background commits."""
+
+    def __init__(self, key_value: KeyValue) -> None:
+        self._key_value = key_value
+        self._sent = 0
+        self._one_sender = threading.Lock()
+
+    def send(self, event: ReportEvent | CommitEvent) -> None:
+        """Leave `event` for the leader; never waits for it."""
+        body = to_json({"type": type(event).__name__, **asdict(event)})
+        with self._one_sender:
+            self._key_value.set(f"event/{self._sent}", json.dumps(body).encode())
+            self._sent += 1
+
+
+class EventReceiver:
+    """The leader's end."""
+
+    def __init__(self, key_value: KeyValue) -> None:
+        self._key_value = key_value
+        self._received = 0
+
+    def drain(self) -> Iterator[ReportEvent | CommitEvent]:
+        """Yield what arrived since the last call."""
+        while self._key_value.check(key := f"event/{self._received}"):
+            fields = from_json(json.loads(self._key_value.get([key], 1.0)[0]))
+            assert isinstance(fields, dict)
+            self._key_value.delete(key)
+            self._received += 1
+            if fields.pop("type") == CommitEvent.__name__:
+                yield CommitEvent(**fields)
+            else:
+                yield ReportEvent(MetricRecord(**fields["record"]), fields["progress"])

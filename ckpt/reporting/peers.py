@@ -1,0 +1,213 @@
+"""Exchanges between ranks in which nobody waits for a peer that is gone."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, TypeAlias
+
+from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
+from prefect_torch.ckpt.text import show_some
+
+from .key_value import KeyValue
+
+_logger = logging.getLogger(__name__)
+
+Ending: TypeAlias = Literal["returned", "failed", "died"]
+_POLL_S = 0.2
+_LATE_S = 0.002
+_SILENT_S = 30.0  # how long a rank waits for others before it says so, and ten times that before it says so again
+_RANKS_PER_POLL_S = 1000  # all ranks wait for rank 0 at once, and one process answers them
+_TOLD = 8  # of the ranks that left, in an error
+_ALL_ENDED = "all ended"
+_NUM_ENDS = "ends"
+_NUM_FAILURES = "failures"
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How a rank left the training.
+
+    Attributes:
+        rank: Who.
+        reports: How many reports it completed, or None where its death hid that.
+        ending: Whether its function returned, raised, or its process died.
+        detail: The error or the signal.
+
+    """
+
+    rank: int
+    reports: int | None
+    ending: Ending
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """Tell it in one line."""
+        after = "" if self.reports is None else f" after {self.reports} reports"
+        return f"rank {self.rank} {self.ending}{after}{f' ({self.detail})' if self.detail else ''}"
+
+
+class Peers:
+    """All ranks of one attempt, as one of them sees the others.
+
+    Args:
+        key_value: What the ranks share.
+        rank: This rank.
+        world_size: The number of ranks.
+
+    """
+
+    def __init__(self, key_value: KeyValue, rank: int, world_size: int) -> None:
+        self._key_value = key_value
+        self.rank = rank
+        self.world_size = world_size
+        self._poll_s = _POLL_S if rank == 0 else max(_POLL_S, world_size / _RANKS_PER_POLL_S)
+
+    def exchange(self, topic: str, mine: bytes, meanwhile: Callable[[], None] | None = None) -> list[bytes] | None:
+        """Hand `mine` to rank 0, which gets everybody's, by rank; the others get None at once.
+
+        Args:
+            topic: Names the exchange.
+            mine: What this rank says.
+            meanwhile: What rank 0 has to do besides, before it waits for ranks that are late, and not while all are there.
+
+        """
+        if self.rank != 0:
+            self._key_value.set(f"{topic}/{self.rank}", mine)
+            return None
+        keys = [f"{topic}/{rank}" for rank in range(1, self.world_size)]
+        if keys and meanwhile is not None and self._try_get(keys, _LATE_S) is None:
+            meanwhile()
+        return [mine, *self._wait(keys, topic)]
+
+    def decide(self, topic: str, decision: bytes) -> bytes:
+        """As rank 0, tell everybody `decision`."""
+        if self.world_size > 1:
+            self._key_value.set(topic, decision)
+        return decision
+
+    def decision(self, topic: str, *, unless: str | None = None) -> bytes:
+        """Return what rank 0 decided.
+
+        Args:
+            topic: About what.
+            unless: What rank 0 would say instead of deciding; then this raises ReportMismatchError.
+
+        """
+        return self._wait([topic], topic, unless)[0]
+
+    def scatter(self, topic: str, parts: Sequence[bytes]) -> None:
+        """As rank 0, leave each rank its own word, this one included."""
+        for rank, part in enumerate(parts):
+            self._key_value.set(f"{topic}/{rank}", part)
+
+    def scattered(self, topic: str) -> bytes:
+        """Return what rank 0 left for this rank, and forget it."""
+        key = f"{topic}/{self.rank}"
+        (part,) = self._wait([key], topic)
+        self._key_value.delete(key)
+        return part
+
+    def forget(self, topic: str) -> None:
+        """Drop what this rank said under `topic`, which everybody has read."""
+        self._key_value.delete(topic if self.rank == 0 else f"{topic}/{self.rank}")
+
+    def end(self, end: RankEnd) -> None:
+        """Tell everybody that a rank left; whoever waits for it raises instead."""
+        announce_end(self._key_value, end)
+
+    def wait_for_all_ends(self) -> list[RankEnd]:
+        """Wait until every rank left and return how: the first of all that left alike; or what is known once one failed.
+
+        Rank 0 looks at all of them and tells the others, or each of ten thousand would read ten thousand.
+        """
+        keys = [_end_key(rank) for rank in range(self.world_size)] if self.rank == 0 else [_ALL_ENDED]
+        while (values := self._try_get(keys, self._poll_s)) is None:
+            if has_failure(self._key_value):
+                known = read_ends(self._key_value)
+                if any(end.ending != "returned" for end in known):
+                    return known
+        if self.rank != 0:
+            return [RankEnd(**end) for end in json.loads(values[0])]
+        first_alike: dict[tuple[Ending, int | None], RankEnd] = {}
+        for end in map(_decode_end, values):
+            first_alike.setdefault((end.ending, end.reports), end)
+        self.decide(_ALL_ENDED, json.dumps([asdict(end) for end in first_alike.values()]).encode())
+        self._key_value.check(_ALL_ENDED)  # it has arrived, however soon this process ends
+        return list(first_alike.values())
+
+    def _wait(self, keys: Sequence[str], topic: str, unless: str | None = None) -> list[bytes]:
+        if not keys:
+            return []
+        warn_s = time.monotonic() + _SILENT_S
+        while True:
+            if (values := self._try_get(keys, self._poll_s)) is not None:
+                return values
+            if unless is not None and self._key_value.check(unless) and (values := self._try_get(keys, 0.0)) is None:
+                raise ReportMismatchError(
+                    f"rank {self.rank} asks should_checkpoint() while rank 0 reports; call both equally often on every rank"
+                )
+            if ends := [end for end in read_ends(self._key_value) if end.rank != self.rank]:
+                if (values := self._try_get(keys, 0.0)) is not None:  # what a peer said before it left still counts
+                    return values
+                self._raise_for(ends, topic)
+            if time.monotonic() > warn_s:
+                warn_s += 10 * _SILENT_S
+                self._warn_of(keys, topic)
+
+    def _try_get(self, keys: Sequence[str], timeout_s: float) -> list[bytes] | None:
+        try:
+            return self._key_value.get(keys, timeout_s)
+        except TimeoutError:
+            return None
+
+    def _warn_of(self, keys: Sequence[str], topic: str) -> None:
+        late = [key.rpartition("/")[2] for key in keys if not self._key_value.check(key)] if self.rank == 0 else ["0"]
+        _logger.warning(
+            "rank %d has waited %g s in %s for rank %s, and goes on: every rank must call report() equally often",
+            *(self.rank, _SILENT_S, topic.replace("/", " "), show_some(late)),
+        )
+
+    def _raise_for(self, ends: list[RankEnd], topic: str) -> None:
+        ends = sorted(ends, key=lambda end: end.ending == "returned")
+        told = "; ".join(str(end) for end in ends[:_TOLD]) + (f"; and {len(ends) - _TOLD} more" if len(ends) > _TOLD else "")
+        if all(end.ending == "returned" for end in ends):
+            raise ReportMismatchError(
+                f"{told}, while rank {self.rank} waits for it in {topic.replace('/', ' ')}; "
+                "call report() equally often on every rank"
+            )
+        raise PeerGoneError(f"{told}, so {topic.replace('/', ' ')} of rank {self.rank} cannot complete")
+
+
+def announce_end(key_value: KeyValue, end: RankEnd) -> None:
+    """Tell everybody who shares `key_value` that a rank left; the first word about a rank counts."""
+    if not key_value.check(_end_key(end.rank)):
+        key_value.set(_end_key(end.rank), json.dumps(asdict(end)).encode())
+        if end.ending != "returned":
+            key_value.add(_NUM_FAILURES, 1)
+        key_value.set(_left_key(key_value.add(_NUM_ENDS, 1)), str(end.rank).encode())
+
+
+def has_failure(key_value: KeyValue) -> bool:
+    """Say whether a rank left otherwise than by returning; one request."""
+    return key_value.add(_NUM_FAILURES, 0) > 0
+
+
+def read_ends(key_value: KeyValue) -> list[RankEnd]:
+    """Return how ranks left, of those that did, by rank; one request while none has, and some for each that has."""
+    keys = [_left_key(number + 1) for number in range(key_value.add(_NUM_ENDS, 0))]
+    ranks = {int(key_value.get([key], _POLL_S)[0]) for key in keys if key_value.check(key)}  # the newest may be yet to come
+    return [_decode_end(key_value.get([_end_key(rank)], _POLL_S)[0]) for rank in sorted(ranks)]
+
+
+def _end_key(rank: int) -> str:
+    return f"end/{rank}"
+
+
+def _left_key(number: int) -> str:
+    return f"left/{number}"
+
+
+def _decode_end(data: bytes) -> RankEnd:
+    return RankEnd(**json.loads(data))

@@ -1,0 +1,37 @@
+"""An error that one rank found and every rank must raise, in a form that travels as JSON."""
+
+import errno
+from dataclasses import dataclass
+
+from prefect_torch.ckpt import errors
+from prefect_torch.ckpt.errors import CheckpointError, CommitFailedError, FencedError, ReportMismatchError, StorageFullError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A CheckpointError on its way to other ranks.
+
+    Attributes:
+        kind: The name of its class in `errors`.
+        message: Its text.
+
+    """
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Refusal":
+        """Return what other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
+        if isinstance(error, (CommitFailedError, FencedError, ReportMismatchError)):
+            return cls(type(error).__name__, str(error))
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return cls(StorageFullError.__name__, str(error))
+        return cls(CommitFailedError.__name__, f"{type(error).__name__}: {error}")
+
+    def error(self) -> CheckpointError:
+        """Return the error to raise."""
+        error: CheckpointError = getattr(errors, self.kind)(self.message)
+        return error

@@ -1,0 +1,177 @@
+"""Metrics that somebody attaches to a checkpoint after its commit: an object for each evaluation, beside the manifest.
+
+The manifest never changes. An object has one name and is written whole, so two evaluators never lose each other's work, and
+one that is interrupted leaves the old object, the new one, or a damaged one, which is left out as if it were not there.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
+from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
+from prefect_torch.ckpt.text import utc_now
+
+from .layout import Layout, stem
+from .manifest import Manifest, is_id
+from .metrics import Metrics, to_json
+from .records import FORMAT_VERSION, decode, seal, unseal
+
+_WHAT = "an evaluation"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """A committed checkpoint as a listing tells it.
+
+    Attributes:
+        id: Its id.
+        evaluations: The names of what was attached to it, damaged or not.
+
+    """
+
+    id: str
+    evaluations: tuple[str, ...] = ()
+
+
+def check_evaluation_name(name: str) -> str:
+    """Return `name`, which can be a key of metrics and a file's name on every backend.
+
+    Raises:
+        ValueError: If it is not 1 to 100 letters, digits, ".", "_" or "-" that begin with a letter or digit, or looks like a
+            checkpoint's id.
+
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or is_id(stem(name)):
+        raise ValueError(
+            f"evaluation name {name!r}: use 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or a digit"
+        )
+    return name
+
+
+def check_free(manifest: Manifest, name: str) -> None:
+    """Return only if the training itself reported no metric under `name`.
+
+    Raises:
+        ValueError: If it did.
+
+    """
+    if name in manifest.reported:
+        raise ValueError(
+            f"the training reported a metric {name!r} with checkpoint {manifest.id}, and reported metrics are never replaced: "
+            "give the evaluation another name"
+        )
+
+
+def encode_evaluation(checkpoint_id: str, name: str, metrics: Metrics) -> bytes:
+    """Return what is stored of an evaluation."""
+    body = {
+        "format": FORMAT_VERSION,
+        "checkpoint": checkpoint_id,
+        "name": name,
+        "metrics": to_json(metrics),
+        "evaluated_at": utc_now(),
+    }
+    return seal(body)
+
+
+def with_evaluations(storage: Storage, layout: Layout, manifest: Manifest, names: Iterable[str]) -> Manifest:
+    """Return `manifest` with what was attached under `names` among its metrics; costs a small read each."""
+    found = {name: metrics for name in names if (metrics := _read(storage, layout, manifest, name)) is not None}
+    if not found:
+        return manifest
+    return replace(manifest, metrics={**manifest.metrics, **found}, evaluations=tuple(sorted(found)))
+
+
+def read_listing(layout: Layout, infos: Iterable[ObjectInfo]) -> list[ListedCheckpoint]:
+    """Return the committed checkpoints in a listing of `layout.manifests`, oldest first, each with its evaluations."""
+    committed: set[str] = set()
+    evaluations: dict[str, set[str]] = defaultdict(set)
+    for info in infos:  # servers differ in whether a manifest comes before its evaluations, behind them, or elsewhere
+        if (checkpoint_id := manifest_id(layout, info.key)) is not None:
+            committed.add(checkpoint_id)
+        elif (evaluation := evaluation_of(layout, info.key)) is not None:
+            checkpoint_id, name = evaluation
+            evaluations[checkpoint_id].add(name)
+    return [ListedCheckpoint(it, tuple(sorted(evaluations.get(it, ())))) for it in sorted(committed)]
+
+
+def manifest_id(layout: Layout, key: str) -> str | None:
+    """Return the checkpoint whose manifest `key` is; None if it is none."""
+    checkpoint_id = stem(key)
+    return checkpoint_id if is_id(checkpoint_id) and key == layout.manifest(checkpoint_id) else None
+
+
+def committed_id(layout: Layout, key: str) -> str | None:
+    """Return the checkpoint that an object `key` beside the manifests commits, by whatever version; None if it is none.
+
+    What this version cannot list, an object "<id>.json" of another format or "<id>" with another ending, is no garbage.
+    """
+    checkpoint_id = stem(key)
+    return (
+        checkpoint_id if is_id(checkpoint_id) and key.startswith(layout.manifest(checkpoint_id).removesuffix("json")) else None
+    )
+
+
+def evaluation_of(layout: Layout, key: str) -> tuple[str, str] | None:
+    """Return the checkpoint's id and the name of the evaluation that `key` is; None if it is none."""
+    checkpoint_id = key.removeprefix(layout.manifests).partition("/")[0]
+    name = key.removeprefix(layout.evaluations(checkpoint_id)).removesuffix(".json")
+    is_evaluation = is_id(checkpoint_id) and _NAME.fullmatch(name) and key == layout.evaluation(checkpoint_id, name)
+    return (checkpoint_id, name) if is_evaluation else None  # else somebody else's file
+
+
+def has_newer(storage: Storage, layout: Layout, checkpoint_id: str, names: Iterable[str]) -> bool:
+    """Say whether a newer version attached one of `names`: then what the checkpoint is worth cannot be told."""
+    return any(_is_newer(storage, layout, checkpoint_id, name) for name in names)
+
+
+def _is_newer(storage: Storage, layout: Layout, checkpoint_id: str, name: str) -> bool:
+    try:
+        _load(storage, layout, checkpoint_id, name)
+    except UnsupportedFormatError:
+        return True
+    except (FileNotFoundError, CheckpointCorruptError):
+        return False
+    return False
+
+
+def _read(storage: Storage, layout: Layout, manifest: Manifest, name: str) -> Metrics | None:
+    """Return what was attached under `name`; None, with a warning, where it cannot be read: no checkpoint suffers from it."""
+    key = layout.evaluation(manifest.id, name)
+    try:
+        metrics = _load(storage, layout, manifest.id, name)
+        check_free(manifest, name)
+    except FileNotFoundError:  # deleted since it was listed
+        return None
+    except (ValueError, CheckpointCorruptError, UnsupportedFormatError) as exc:
+        _logger.warning("%s/%s is left out, as if the checkpoint were not evaluated: %s", storage.url, key, exc)
+        return None
+    return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """What is stored of an evaluation and read back."""
+
+    checkpoint: str
+    name: str
+    metrics: Metrics
+
+
+def _load(storage: Storage, layout: Layout, checkpoint_id: str, name: str) -> Metrics:
+    key = layout.evaluation(checkpoint_id, name)
+    return confirm_damage(storage, lambda it: _load_from(it, key, checkpoint_id, name))
+
+
+def _load_from(storage: Storage, key: str, checkpoint_id: str, name: str) -> Metrics:
+    where = f"{storage.url}/{key}"
+    found = decode(_Evaluation, unseal(storage.get_bytes(key), where, _WHAT), where, _WHAT)
+    if (found.checkpoint, found.name) != (checkpoint_id, name):
+        raise MalformedRecordError(f"it is evaluation {found.name[:100]!r} of checkpoint {found.checkpoint[:100]!r}")
+    return found.metrics

@@ -1,0 +1,191 @@
+"""Every report of rank 0, kept in chunks beside the checkpoints and independent of them."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.storage.parallel import read_all
+
+from .attempts import read_outcome
+from .evaluations import ListedCheckpoint
+from .manifest import AttemptNumber, Manifest, StepNumber, attempt_of
+from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records
+from .metrics import Metrics
+from .run import Run
+
+CHUNK_AGE_S = 2.0
+MOST_PARTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRecord:
+    """One report of rank 0, or what it logged between two.
+
+    Attributes:
+        attempt: The attempt that reported.
+        step: The step of the report.
+        metrics: What it reported.
+        checkpoint: The id of the checkpoint reported with it, or None.
+        reported_at: When (UTC, ISO 8601, rank 0's clock).
+        is_logged: Whether a logger recorded it between reports.
+
+    """
+
+    attempt: AttemptNumber
+    step: StepNumber
+    metrics: Metrics
+    checkpoint: str | None
+    reported_at: str
+    is_logged: bool = False
+
+
+class HistoryWriter:
+    """Stores an attempt's records in chunks; one thread may append while another flushes.
+
+    No object is ever written again, which would not be atomic on every storage: each flush stores a small one of its own, and
+    when these are many, or hold a thousand records, one object takes their place, which is read back before they are deleted.
+    So a run that reports for weeks has an object per thousand reports, and 32 others at most.
+
+    Attributes:
+        recorded: The newest checkpoint whose report is stored, or None.
+
+    """
+
+    def __init__(self, run: Run, attempt: int, recorded: str | None = None) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._first = 0  # the number of the first of `_lines`
+        self._lines: list[bytes] = []  # what is stored, but not yet as one of a thousand
+        self._parts: dict[Chunk, bool] = {}  # where it is, and whether it is there for sure: an error may have left anything
+        self._replaced: list[Chunk] = []
+        self._pending: list[MetricRecord] = []
+        self._oldest_s = 0.0
+        self._one_flush = threading.Lock()
+        self.recorded = recorded
+
+    def append(self, record: MetricRecord) -> None:
+        """Take one record, to be stored by a later `flush`."""
+        if not self._pending:
+            self._oldest_s = time.monotonic()
+        self._pending.append(record)
+
+    def is_due(self) -> bool:
+        """Say whether what is pending is two seconds old, or a chunk."""
+        return len(self._pending) >= CHUNK_RECORDS or (bool(self._pending) and time.monotonic() - self._oldest_s >= CHUNK_AGE_S)
+
+    def flush(self) -> None:
+        """Store what is pending, by one request as a rule; after an error it stays pending, or is stored and not yet merged."""
+        with self._one_flush:
+            left = len(self._pending)
+            while left > 0:
+                if self._is_full:  # an error came in between
+                    self._merge()
+                left -= self._store_some(left)
+                if self._is_full or len(self._parts) >= MOST_PARTS:
+                    self._merge()
+
+    def close(self) -> None:
+        """Store what is pending, and put together what is in small parts."""
+        self.flush()
+        with self._one_flush:
+            self._merge()
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._lines) == CHUNK_RECORDS
+
+    def _store_some(self, most: int) -> int:
+        taken = self._pending[: min(most, CHUNK_RECORDS - len(self._lines))]
+        number = self._first + len(self._lines)
+        lines = [encode_line(number + place, asdict(record)) for place, record in enumerate(taken)]
+        part = new_chunk(self._run.layout, self._attempt, number + len(lines) - 1, len(lines))
+        self._parts[part] = False
+        self._run.storage.put_bytes(part.key, join_lines(lines))
+        self._parts[part] = True
+        self._oldest_s = time.monotonic()
+        del self._pending[: len(taken)]
+        self._lines += lines
+        ids = (self.recorded, *(record.checkpoint for record in taken))
+        self.recorded = max((checkpoint_id for checkpoint_id in ids if checkpoint_id is not None), default=None)
+        return len(taken)
+
+    def _merge(self) -> None:
+        """Have one object in the place of all parts; what an error leaves undone, the next call does."""
+        if len(self._parts) > 1:
+            whole = new_chunk(self._run.layout, self._attempt, self._first + len(self._lines) - 1, len(self._lines))
+            if not self._parts.setdefault(whole, False):  # else all lines were stored at once, after errors
+                self._run.storage.put_bytes(whole.key, join_lines(self._lines))
+            if self._run.storage.get_bytes(whole.key) != join_lines(self._lines):
+                raise StorageError(f"{self._run.storage.url}/{whole.key} holds something else than was stored just now")
+            self._replaced += [part for part in self._parts if part != whole]
+            self._parts = {whole: True}
+        if self._is_full:
+            self._first, self._lines, self._parts = self._first + CHUNK_RECORDS, [], {}
+        if self._replaced:
+            self._run.storage.delete([part.key for part in self._replaced])
+            self._replaced = []
+
+
+def read_history(run: Run) -> list[MetricRecord]:
+    """Return every stored report, oldest first; what cannot be read is left out with a warning.
+
+    A leader that was killed leaves up to two seconds of reports unstored; those that came with a committed checkpoint
+    are filled in from its manifest.
+    """
+    records: list[MetricRecord] = []
+    known: set[str] = set()
+    for record in read_records(run.storage, run.layout, MetricRecord):
+        if record.checkpoint is None or record.checkpoint not in known:  # a leader may make up for one twice
+            records.append(record)
+        if record.checkpoint is not None:
+            known.add(record.checkpoint)
+    filled_in = [_record_of(manifest) for manifest in run.readable(it for it in run.listed() if it.id not in known)]
+    attempts = [record.attempt for record in records]
+    if not filled_in and attempts == sorted(attempts):
+        return records
+    # Stable: within an attempt the reports stay in order, and a filled-in one goes after those with a smaller step.
+    return sorted(records + filled_in, key=lambda record: (record.attempt, record.step))
+
+
+def newest_metrics(history: Sequence[MetricRecord]) -> Metrics:
+    """Return the last report's metrics, with the newest of each that was logged since; empty without a record."""
+    last_report = max((place for place, record in enumerate(history) if not record.is_logged), default=0)
+    metrics: Metrics = {}
+    for record in history[last_report:]:
+        metrics.update(record.metrics)
+    return metrics
+
+
+def lost_records(run: Run, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:
+    """Return the reports of `listed` checkpoints that leaders before `attempt` were killed too early to store.
+
+    Who leads `attempt` stores them before anything is pruned: then a manifest is all that remembers them. Costs a small read
+    for each attempt that `listed` are of, a listing and a read for each of those that left no outcome, and a read for each
+    lost report.
+    """
+    before = sorted({number for it in listed if (number := attempt_of(it.id)) < attempt})
+
+    def newest_of_killed(number: int) -> str | None:
+        return newest_recorded(run, number) if read_outcome(run, number) is None else None
+
+    recorded = dict(zip(before, read_all(before, newest_of_killed), strict=True))
+    lost = [it for it in listed if (newest := recorded.get(attempt_of(it.id))) is not None and it.id > newest]
+    return [_record_of(manifest) for manifest in run.readable(lost)]
+
+
+def newest_recorded(run: Run, attempt: int | None = None) -> str:
+    """Return the newest checkpoint whose report is stored, of one attempt or of all; empty if none is."""
+    newest = ""
+    for chunk in reversed(list_chunks(run.storage, run.layout, attempt)):
+        records = read_chunk(run.storage, chunk, MetricRecord) or {}  # empty: it was put together with older ones
+        known = (record.checkpoint for record in records.values() if attempt in (None, record.attempt))
+        newest = max([newest, *(checkpoint for checkpoint in known if checkpoint)])
+        if newest and (len(records) == chunk.count or not chunk.proves_itself):  # else others may hold what is missing in it
+            break
+    return newest
+
+
+def _record_of(manifest: Manifest) -> MetricRecord:
+    return MetricRecord(manifest.attempt, manifest.step, manifest.reported, manifest.id, manifest.created_at.isoformat())

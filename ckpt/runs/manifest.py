@@ -1,0 +1,144 @@
+"""The manifest: the one small file whose existence is a checkpoint's existence."""
+
+import re
+import reprlib
+import secrets
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import Annotated, Any, TypeAlias
+
+from prefect_torch.ckpt.storage.keys import check_key
+
+from .metrics import Metrics, to_json
+from .record_fields import Count, Within
+from .records import FORMAT_VERSION, decode, seal, unseal
+
+_WHAT = "a manifest"
+MAX_STEP = 10**8 - 1
+MAX_ATTEMPT = 10**6 - 1
+_ID = re.compile(r"(?P<attempt>[0-9]{6})-(?P<step>[0-9]{8})-[0-9a-f]{8}")
+
+
+def new_id(attempt: int, step: int) -> str:
+    """Return a fresh checkpoint id; ids sort as (attempt, step) and are never reused."""
+    if not 0 <= step <= MAX_STEP:
+        raise ValueError(f"step {step} is not within 0 and {MAX_STEP}")
+    if not 1 <= attempt <= MAX_ATTEMPT:
+        raise ValueError(f"attempt {attempt} is not within 1 and {MAX_ATTEMPT}")
+    return f"{attempt:06d}-{step:08d}-{secrets.token_hex(4)}"
+
+
+def is_id(text: str) -> bool:
+    """Say whether `text` has the form of a checkpoint id."""
+    return _ID.fullmatch(text) is not None
+
+
+def check_id(text: str) -> None:
+    """Return only if `text` is a checkpoint id.
+
+    Raises:
+        ValueError: If it is not.
+
+    """
+    if not is_id(text):
+        raise ValueError(f"{reprlib.repr(text)} is no checkpoint id")
+
+
+def attempt_of(checkpoint_id: str) -> int:
+    """Return the attempt that wrote `checkpoint_id`."""
+    return int(checkpoint_id.partition("-")[0])
+
+
+def step_of(checkpoint_id: str) -> int:
+    """Return the step of `checkpoint_id`."""
+    return int(checkpoint_id.split("-")[1])
+
+
+StepNumber: TypeAlias = Annotated[int, Within(0, MAX_STEP)]
+AttemptNumber: TypeAlias = Annotated[int, Within(1, MAX_ATTEMPT)]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Attributes:
+        path: Relative to the checkpoint's directory, with "/" between folders.
+        bytes: Its size.
+        digest: xxh3-128 of its content, 32 hexadecimal digits.
+        rank: The rank that stored it.
+
+    """
+
+    path: Annotated[str, check_key]
+    bytes: Count
+    digest: str
+    rank: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What was committed, and the proof of it: sizes and digests of every file.
+
+    Attributes:
+        id: `<attempt:06d>-<step:08d>-<8 hex>`; sorts by attempt, then step.
+        step: The step that the training reported.
+        attempt: The attempt that wrote it, counted from 1 over the life of the run.
+        metrics: Rank 0's metrics of the report, and under the name of each evaluation what it attached afterwards: what the
+            evaluation "eval" says of accuracy is `metrics["eval"]["accuracy"]`, and ranks as "eval/accuracy".
+        files: Every file of every rank, by path.
+        world_size: The number of ranks that wrote it.
+        parent: The id of the checkpoint that it continues, or a URL when that belongs to another run.
+        created_at: When it was committed (UTC, the committing machine's clock; nothing is ordered by it).
+        metadata: The user's own.
+        timings: What it cost, in seconds: `stall_s`, for which its slowest rank's training waited, and `durable_s`, from the
+            first rank's report to this manifest. Each rank measures by its own clock, and no two clocks are compared.
+        evaluations: The names in `metrics` that were attached after the commit; the manifest in storage has none.
+
+    """
+
+    id: Annotated[str, check_id]
+    step: StepNumber
+    attempt: AttemptNumber
+    metrics: Metrics
+    files: tuple[FileEntry, ...]
+    world_size: Count
+    parent: str | None
+    created_at: datetime
+    metadata: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    evaluations: tuple[str, ...] = ()
+
+    @property
+    def reported(self) -> Metrics:
+        """The metrics of the report alone."""
+        return {name: value for name, value in self.metrics.items() if name not in self.evaluations}
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(entry.bytes for entry in self.files)
+
+    def encode(self) -> bytes:
+        """Return strict JSON that carries its own digest: what was committed, whatever was attached to it since."""
+        fields = {**asdict(self), "metrics": self.reported, "created_at": self.created_at.isoformat()}
+        del fields["evaluations"]
+        return seal(to_json({"format": FORMAT_VERSION, **fields}))
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> "Manifest":
+        """Return the manifest that `encode` wrote.
+
+        Args:
+            data: The bytes as stored.
+            where: The place they come from, for the error.
+
+        Raises:
+            CheckpointCorruptError: If any bit differs from what was written.
+            MalformedRecordError: If it is no manifest that this package wrote.
+            UnsupportedFormatError: If a newer version wrote it.
+
+        """
+        body = unseal(data, where, _WHAT)
+        body.pop("evaluations", None)  # each is an object of its own
+        return decode(cls, body, where, _WHAT)

@@ -1,0 +1,144 @@
+"""The objects that hold a run's metric history: each is written once, and each line proves itself.
+
+An attempt's records are numbered. The key of a chunk says the number of its last record and how many it holds, so that a chunk
+which puts others together sorts behind all of them: a listing that misses one that was just deleted finds what took its place.
+Version 0.1 wrote chunks of a thousand, the newest of them in place, without digests; they are read as they are.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from prefect_torch.ckpt.errors import CheckpointCorruptError, UnsupportedFormatError
+from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.protocol import Storage
+
+from .layout import Layout
+from .metrics import to_json
+from .record_fields import Count
+from .records import FORMAT_VERSION, decode, parse, seal, unseal
+
+CHUNK_RECORDS = 1000
+_WHAT = "a metric record"
+_NAME = re.compile(r"(?P<attempt>[0-9]{6})-(?P<last>[0-9]{9})-(?P<count>[0-9]{4})\.jsonl")
+_NAME_IN_0_1 = re.compile(r"(?P<attempt>[0-9]{6})-(?P<chunk>[0-9]{6})\.jsonl")
+_logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Chunk:
+    """One object of the history; they sort by what they hold, and of two with one end, the longer last.
+
+    Attributes:
+        attempt: The attempt whose leader wrote it.
+        last: The number of its last record.
+        count: How many it holds, at most.
+        key: Where it is.
+        proves_itself: Whether its lines carry digests.
+
+    """
+
+    attempt: int
+    last: int
+    count: int
+    key: str
+    proves_itself: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """The number of a record; the record itself is beside it, in the same object."""
+
+    number: Count
+
+
+def new_chunk(layout: Layout, attempt: int, last: int, count: int) -> Chunk:
+    """Return the chunk of the `count` records of `attempt` that end with number `last`."""
+    return Chunk(attempt, last, count, layout.metrics_chunk(attempt, last, count))
+
+
+def list_chunks(storage: Storage, layout: Layout, attempt: int | None = None) -> list[Chunk]:
+    """Return the chunks of one attempt, or of all, in the order of their records; something else is warned of."""
+    first = None if attempt is None else f"{layout.metrics}{attempt:06d}"
+    found: set[Chunk] = set()
+    for info in storage.list(layout.metrics, after=first):
+        chunk = _named(info.key)
+        if chunk is None:
+            _logger.warning("left out: %s/%s is no chunk of the metric history", storage.url, info.key)
+        elif attempt in (None, chunk.attempt):
+            found.add(chunk)
+    return sorted(found)
+
+
+def encode_line(number: int, record: dict[str, Any]) -> bytes:
+    """Return one line of a chunk."""
+    return seal(to_json({"format": FORMAT_VERSION, "number": number, **record}))
+
+
+def join_lines(lines: Sequence[bytes]) -> bytes:
+    """Return what to store of a chunk."""
+    return b"\n".join(lines)
+
+
+def read_chunk(storage: Storage, chunk: Chunk, kind: type[T]) -> dict[int, T] | None:
+    """Return the records of a chunk by number; None if it is not there.
+
+    Lines that cannot be read are left out, with one warning that names the first of them.
+    """
+    try:
+        lines = storage.get_bytes(chunk.key).split(b"\n")
+    except FileNotFoundError:
+        return None
+    records: dict[int, T] = {}
+    problems: list[str] = []
+    for place, line in enumerate(lines):
+        where = f"line {place + 1} of {storage.url}/{chunk.key}"
+        try:
+            number, record = _decode_line(chunk, place, line, where, kind)
+        except (CheckpointCorruptError, UnsupportedFormatError) as exc:
+            problems.append(str(exc))
+        else:
+            records[number] = record
+    if chunk.proves_itself and len(lines) < chunk.count:
+        problems.append(f"{storage.url}/{chunk.key} has {len(lines)} lines instead of {chunk.count}")
+    if problems:
+        more = f"; that is the first of {len(problems)} problems" if len(problems) > 1 else ""
+        _logger.warning("left out of the metric history: %s%s", problems[0], more)
+    return records
+
+
+def _decode_line(chunk: Chunk, place: int, line: bytes, where: str, kind: type[T]) -> tuple[int, T]:
+    if chunk.proves_itself:
+        fields = unseal(line, where, _WHAT)
+        return decode(_Number, fields, where, _WHAT).number, decode(kind, fields, where, _WHAT)
+    return chunk.last - chunk.count + 1 + place, decode(kind, parse(line, where, _WHAT), where, _WHAT)
+
+
+def read_records(storage: Storage, layout: Layout, kind: type[T]) -> list[T]:
+    """Return every record of the history once, in order, though a writer may put chunks together meanwhile."""
+    known: dict[Chunk, dict[int, T]] = {}
+    gone: set[Chunk] = set()
+    while unread := [chunk for chunk in list_chunks(storage, layout) if chunk not in known]:
+        for chunk, records in zip(unread, read_all(unread, lambda it: read_chunk(storage, it, kind)), strict=True):
+            if records is not None or chunk in gone:  # what is listed again, and is not there again, never was
+                known[chunk] = records or {}
+            else:
+                gone.add(chunk)
+        if known.keys() >= set(unread):
+            break
+    by_number = {(chunk.attempt, number): record for chunk in sorted(known) for number, record in known[chunk].items()}
+    return [by_number[place] for place in sorted(by_number)]
+
+
+def _named(key: str) -> Chunk | None:
+    name = key.rpartition("/")[2]
+    if (found := _NAME.fullmatch(name)) is not None:
+        return Chunk(int(found["attempt"]), int(found["last"]), int(found["count"]), key)
+    if (found := _NAME_IN_0_1.fullmatch(name)) is not None:
+        last = (int(found["chunk"]) + 1) * CHUNK_RECORDS - 1
+        return Chunk(int(found["attempt"]), last, CHUNK_RECORDS, key, proves_itself=False)
+    return None

@@ -1,0 +1,170 @@
+"""Deleting: manifest first, so that a checkpoint is gone before its data is; nothing that is pinned or read."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+
+from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.storage.folder_readers import is_read
+
+from .deletion_marks import DeletionMark, marked, remove_stale_marks
+from .evaluations import committed_id, evaluation_of, has_newer
+from .layout import attempt_number, stem
+from .manifest import Manifest, attempt_of, is_id
+from .retention import Plan, RetentionPolicy, overdue_evaluations, plan
+from .run import Run
+
+GARBAGE_GRACE_S = 3600.0
+_DAY_S = 24 * 3600.0
+_logger = logging.getLogger(__name__)
+
+
+def prune(run: Run, policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str, ...], up_to: str | None) -> Plan[Manifest]:
+    """Delete what `policy` drops; see `CheckpointStore.prune`."""
+    listed = run.listed()
+    if run.memory is not None:
+        run.memory.forget_all_but([it.id for it in listed])
+    manifests = run.readable(listed)
+    overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))
+    kept = (*in_use, *_newer_evaluated(run, manifests, {it.id: it.evaluations for it in listed}))
+    decided = plan(manifests, policy, pinned=run.pinned(), in_use=kept, up_to=up_to, overdue=overdue)
+    if dry_run or not decided.drop:
+        return decided
+    with marked(run, (manifest.id for manifest in decided.drop)) as mark:
+        pinned = _delete_all(run, decided.drop, {it.id: it.evaluations for it in listed}, mark)
+    return Plan(
+        keep={**decided.keep, **dict.fromkeys(pinned, ("pinned",))},
+        drop=tuple(manifest for manifest in decided.drop if manifest.id not in pinned),
+    )
+
+
+def _newer_evaluated(run: Run, manifests: Iterable[Manifest], attached: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield the ids of checkpoints with an evaluation of a newer version, which may have found them the best of all."""
+    for manifest in manifests:
+        unread = set(attached[manifest.id]) - set(manifest.evaluations)
+        if has_newer(run.storage, run.layout, manifest.id, unread):
+            yield manifest.id
+
+
+def _delete_all(
+    run: Run, dropped: tuple[Manifest, ...], evaluations: dict[str, tuple[str, ...]], mark: DeletionMark
+) -> set[str]:
+    """Delete what nobody has pinned meanwhile, and return the ids of what somebody has."""
+    failures: list[tuple[Manifest, Exception]] = []
+    spared: set[str] = set()
+    pinned: frozenset[str] | None = None
+    for manifest in dropped:
+        try:
+            if mark.is_due:
+                pinned = None
+                mark.renew()
+            if pinned is None:
+                pinned = run.pinned()
+            if manifest.id in pinned:
+                spared.add(manifest.id)
+            else:
+                _delete(run, manifest, evaluations[manifest.id])
+        except (StorageError, OSError) as exc:
+            failures.append((manifest, exc))
+    if failures:
+        manifest, first = failures[0]
+        raise StorageError(
+            f"{len(failures)} of {len(dropped)} checkpoints of run {run.name!r} could not be deleted, "
+            f"{manifest.id} first: {first}; the next prune tries again"
+        ) from first
+    return spared
+
+
+def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:
+    """Delete the manifest, then the data, which garbage collection does later where somebody reads them in place."""
+    layout = run.layout
+    run.storage.delete([layout.manifest(manifest.id)])
+    if run.memory is not None:  # a listing that still shows it must not bring it back
+        run.memory.forget(manifest.id)
+    data = [layout.data(manifest.id, entry.path) for entry in manifest.files]
+    attached = [layout.evaluation(manifest.id, name) for name in evaluations]
+    run.storage.delete([*([] if is_read(run.storage, data) else data), *attached, layout.metadata(manifest.id)])
+
+
+def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quarantined_days: float | None = None) -> list[str]:
+    """Delete data that no manifest names and nobody can still be writing or reading in place; return the ids it belonged to.
+
+    An id is garbage when its attempt has committed a later one (an attempt uploads in order, so this one was given up or
+    pruned), or when a newer attempt began and the data is older than `grace_s`. Evaluations go with the data, or after it.
+
+    Args:
+        run: The run.
+        grace_s: For how many seconds data of an older attempt stay, by the storage's clock.
+        keep_quarantined_days: For how many days the data of a checkpoint in quarantine stay, by the same clock, if nobody has
+            pinned it; None keeps them for good. The note stays in any case.
+
+    """
+    data: dict[str, set[str]] = defaultdict(set)
+    modified_s: dict[str, float] = defaultdict(float)
+    for info in run.storage.list(run.layout.checkpoints):
+        checkpoint_id = info.key.removeprefix(run.layout.checkpoints).partition("/")[0]
+        data[checkpoint_id].add(info.key)
+        modified_s[checkpoint_id] = max(modified_s[checkpoint_id], info.modified_s)
+    # Before and after the manifests: a restore puts the manifest, then removes the note, and a quarantine does the opposite.
+    quarantined = _quarantined(run)
+    # Listed after the data: a checkpoint committed in between is then seen as committed, not as garbage.
+    manifests = run.keys(run.layout.manifests)
+    committed = {it for key in manifests if (it := committed_id(run.layout, key)) is not None}
+    attempts = list(run.storage.list(run.layout.attempts))
+    newest_attempt = max((attempt_number(info.key) for info in attempts), default=0)
+    quarantined |= _quarantined(run)
+    # The storage's own clock, read off its newest object: this machine's may be hours away.
+    now_s = max([*modified_s.values(), *quarantined.values(), *(info.modified_s for info in attempts)], default=0.0)
+
+    def is_garbage(checkpoint_id: str) -> bool:
+        if not is_id(checkpoint_id) or checkpoint_id in committed or checkpoint_id in quarantined:
+            return False
+        attempt = attempt_of(checkpoint_id)
+        if any(attempt_of(other) == attempt and other > checkpoint_id for other in committed):
+            return True
+        return attempt < newest_attempt and modified_s[checkpoint_id] < now_s - grace_s
+
+    # Asked for by name: a listing may have missed a manifest, and what is deleted is gone for good.
+    garbage = [it for it in sorted(data) if is_garbage(it) and not run.exists(it) and not is_read(run.storage, data[it])]
+    for checkpoint_id in garbage:
+        run.storage.delete(data[checkpoint_id])
+        _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
+    if keep_quarantined_days is not None:
+        expired_s = now_s - keep_quarantined_days * _DAY_S
+        expired = [it for it, since_s in quarantined.items() if it in data and it not in committed and since_s <= expired_s]
+        garbage += _delete_quarantined(run, expired, data)
+    _delete_left_evaluations(run, manifests, kept=committed | (quarantined.keys() & (data.keys() - set(garbage))))
+    remove_stale_marks(run, now_s)
+    run.storage.remove_interrupted(f"{run.name}/", grace_s)
+    return garbage
+
+
+def _quarantined(run: Run) -> dict[str, float]:
+    """Return since when, by the storage's clock, each checkpoint in quarantine is there."""
+    return {stem(info.key): info.modified_s for info in run.storage.list(run.layout.quarantined)}
+
+
+def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Collection[str]]) -> list[str]:
+    """Delete the data of those that nobody has pinned or restored, and return their ids."""
+    deleted = []
+    for checkpoint_id in sorted(expired):
+        with marked(run, [checkpoint_id]) as mark:
+            mark.renew()
+            if checkpoint_id in run.pinned() or run.exists(checkpoint_id):
+                continue
+            run.storage.delete(data[checkpoint_id])
+        deleted.append(checkpoint_id)
+        _logger.info("removed the data of checkpoint %s of run %r: its time in quarantine is over", checkpoint_id, run.name)
+    return deleted
+
+
+def _delete_left_evaluations(run: Run, keys: Iterable[str], *, kept: Collection[str]) -> None:
+    """Delete those evaluations among `keys` whose checkpoint is gone: it was pruned while they were written, say."""
+    left: dict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        if (evaluation := evaluation_of(run.layout, key)) is not None and evaluation[0] not in kept:
+            left[evaluation[0]].append(key)
+    for checkpoint_id, attached in left.items():
+        if not run.exists(checkpoint_id):  # it may have been committed during the listing
+            run.storage.delete(attached)

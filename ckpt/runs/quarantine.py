@@ -1,0 +1,102 @@
+"""Damaged checkpoints are set aside, with everything that it takes to bring one back that turns out to be whole."""
+
+import logging
+import shlex
+from dataclasses import dataclass
+
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from prefect_torch.ckpt.text import utc_now
+
+from .deletion_marks import is_marked
+from .layout import stem
+from .manifest import Manifest, attempt_of, is_id
+from .run import Run
+from .verification import verify_uncommitted
+
+_logger = logging.getLogger(__name__)
+
+
+def quarantine(run: Run, checkpoint_id: str, reason: str) -> None:
+    """Take a damaged checkpoint out of the run, keeping its data, its manifest and the reason for whoever looks into it.
+
+    Raises:
+        CheckpointNotFoundError: If it is not damaged but gone: who prunes deletes the manifest first.
+
+    """
+    manifest_key = run.layout.manifest(checkpoint_id)
+    try:
+        manifest = run.storage.reopened().get_bytes(manifest_key).decode(errors="replace")
+    except FileNotFoundError as exc:
+        raise CheckpointNotFoundError(f"checkpoint {checkpoint_id} of run {run.name!r} was pruned meanwhile") from exc
+    _logger.warning("checkpoint %s of run %r is damaged and set aside: %s", checkpoint_id, run.name, reason)
+    key = run.layout.quarantine(checkpoint_id)
+    before = str((run.get_json(key) or {}).get("manifest"))  # a restore that was killed may have torn what it put
+    if not _is_intact(manifest) and _is_intact(before):
+        manifest = before
+    run.put_json(key, {"reason": reason, "manifest": manifest, "quarantined_at": utc_now()})
+    run.storage.delete([manifest_key])
+
+
+def _is_intact(manifest: str) -> bool:
+    try:
+        Manifest.decode(manifest.encode(), "a manifest")
+    except CheckpointCorruptError:
+        return False
+    return True
+
+
+def restore(run: Run, checkpoint_id: str) -> Manifest:
+    """Bring a quarantined checkpoint back; see `CheckpointStore.restore`."""
+    key = run.layout.quarantine(checkpoint_id)
+    note = run.get_json(key)
+    if note is None:
+        raise CheckpointNotFoundError(
+            f"run {run.name!r} in {run.storage.url} has no checkpoint {checkpoint_id} in quarantine; "
+            f"prefect-torch show {shlex.join([run.storage.url, run.name])} lists those that it has"
+        )
+    try:
+        manifest = _commit_again(run, checkpoint_id, str(note.get("manifest")).encode())
+    except CheckpointCorruptError as exc:
+        raise CheckpointCorruptError(f"checkpoint {checkpoint_id} stays in quarantine, since it is damaged: {exc}") from exc
+    run.storage.delete([key])
+    return manifest
+
+
+def _commit_again(run: Run, checkpoint_id: str, data: bytes) -> Manifest:
+    manifest = Manifest.decode(data, "the manifest in its quarantine note")
+    if manifest.id != checkpoint_id:
+        raise CheckpointCorruptError(f"its quarantine note holds the manifest of {manifest.id}")
+    verify_uncommitted(run, manifest, "digest")
+    manifest_key = run.layout.manifest(checkpoint_id)
+    run.storage.put_bytes(manifest_key, data)
+    try:
+        _check_stays(run, manifest, manifest_key)
+    except BaseException:
+        run.storage.delete([manifest_key])
+        raise
+    return manifest
+
+
+def _check_stays(run: Run, manifest: Manifest, manifest_key: str) -> None:
+    if is_marked(run, manifest.id, witness=manifest_key):
+        raise CheckpointCorruptError("its time in quarantine is over, and its data are being removed")
+    verify_uncommitted(run, manifest, "size")  # last: who removed its mark before has removed the data
+
+
+def why_quarantined(run: Run, lineage: int = 1) -> dict[str, str]:
+    """Return the ids in quarantine that attempts from `lineage` on wrote, and for each what was wrong with it."""
+    ids = sorted(map(stem, run.keys(run.layout.quarantined)))
+    return {it: _reason(run, it) for it in ids if is_id(it) and attempt_of(it) >= lineage}
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What a quarantine note says that a person wants to know."""
+
+    reason: str
+
+
+def _reason(run: Run, checkpoint_id: str) -> str:
+    key = run.layout.quarantine(checkpoint_id)
+    note = run.leave_out_newer(lambda: run.get_record(_Note, key, "the note of a quarantine"))
+    return "unknown" if note is None else note.reason

@@ -1,0 +1,78 @@
+"""Which checkpoint a new attempt begins from: chosen once, proven whole, handed to all ranks."""
+
+import logging
+import shlex
+from collections.abc import Callable
+from typing import TypeAlias
+
+from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError
+
+from . import verification
+from .evaluations import ListedCheckpoint
+from .manifest import Manifest
+from .quarantine import quarantine, why_quarantined
+from .run import Run
+from .verification import VerifyLevel
+
+Prove: TypeAlias = Callable[[Run, Manifest, VerifyLevel], None]
+_logger = logging.getLogger(__name__)
+
+
+def choose_checkpoint(
+    run: Run,
+    *,
+    lineage: int,
+    verify: VerifyLevel,
+    prove: Prove = verification.verify,
+    on_quarantine: Callable[[str, str], None] | None = None,
+) -> Manifest | None:
+    """Return the newest whole checkpoint since attempt `lineage`; None if there never was one.
+
+    A damaged one is quarantined with a warning, and the one before is tried; so it is where somebody else's object lies in the
+    place of a manifest, which stays as it is.
+
+    Args:
+        run: The run.
+        lineage: The first attempt whose checkpoints count.
+        verify: How a checkpoint is proven whole.
+        prove: Returns only if the checkpoint is whole; one that keeps what it reads may stand in for `verification.verify`.
+        on_quarantine: Called with the id of each damaged one and what is wrong with it.
+
+    Raises:
+        CheckpointCorruptError: If there were some and all are damaged, now or at an earlier start; it lists what was tried.
+        UnsupportedFormatError: If a newer version committed what would be next: to go on from an older one would discard it.
+
+    """
+    unreadable: dict[str, str] = {}
+
+    def take(listed: ListedCheckpoint) -> Manifest | None:
+        try:
+            manifest = run.committed(listed.id)
+            prove(run, manifest, verify)
+        except MalformedRecordError as exc:
+            _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, run.name, exc)
+            unreadable[listed.id] = str(exc)
+            return None
+        except CheckpointCorruptError as exc:
+            quarantine(run, listed.id, str(exc))
+            if on_quarantine is not None:
+                on_quarantine(listed.id, str(exc))
+            return None
+        return manifest
+
+    chosen = run.find_newest(take, oldest_attempt=lineage)
+    if chosen is None:
+        _refuse_if_damaged(run, lineage, unreadable)
+    return chosen
+
+
+def _refuse_if_damaged(run: Run, lineage: int, unreadable: dict[str, str]) -> None:
+    quarantined = why_quarantined(run, lineage)
+    damaged = quarantined | unreadable
+    if damaged:
+        tried = "\n  ".join(f"{checkpoint_id}: {reason}" for checkpoint_id, reason in sorted(damaged.items()))
+        restore = shlex.join(["prefect-torch", "restore", run.storage.url, run.name, max(quarantined, default="ID")])
+        raise CheckpointCorruptError(
+            f"run {run.name!r} in {run.storage.url} has no whole checkpoint left, and does not start from zero unasked "
+            f"(resume='never' does); `{restore}` brings one back whose damage is mended; damaged are\n  {tried}"
+        )

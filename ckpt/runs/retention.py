@@ -1,0 +1,228 @@
+"""Which checkpoints to keep: a pure decision over manifests, apart from any deleting."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
+
+from .metrics import Metrics, find_score
+
+Order: TypeAlias = Literal["max", "min"]
+
+_LONGEST_TIMEOUT_S = 1e9  # thirty years; dates end
+
+
+class Committed(Protocol):
+    """What a decision needs to know of a checkpoint; a Manifest has it."""
+
+    @property
+    def id(self) -> str:
+        """Its id, which sorts by age."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics:
+        """What it was reported with, and what was attached to it since."""
+        ...
+
+
+class Dated(Committed, Protocol):
+    """What a decision that depends on the time needs to know besides; a Manifest has it."""
+
+    @property
+    def created_at(self) -> datetime:
+        """When it was committed, with a time zone."""
+        ...
+
+
+C = TypeVar("C", bound=Committed)
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """What is worth keeping; the newest, pinned and protected checkpoints are kept besides.
+
+    Attributes:
+        num_to_keep: How many of the best to keep by `checkpoint_score_attribute`, or of the newest where that is None.
+            None keeps everything.
+        checkpoint_score_attribute: A metric's name, or an "a/b" path into nested metrics; "eval/accuracy" is the accuracy that
+            the evaluation "eval" attaches.
+        checkpoint_score_order: Whether a high ("max") or a low ("min") score is good.
+        keep_last: How many of the newest to keep besides the best.
+        keep_every_n_steps: Keep every checkpoint whose step is a multiple of this, for good.
+        evaluation_timeout_s: Keep every checkpoint without a score for so long after its commit, by the clocks of who commits
+            and who prunes, since its evaluation may yet attach one. None waits for no evaluation.
+        keep_quarantined_days: For how many days after a checkpoint was found damaged its data stay, by the storage's clock, for
+            who wants to look into it or restores it. None keeps them until somebody removes them.
+
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str | None = None
+    checkpoint_score_order: Order = "max"
+    keep_last: int = 1
+    keep_every_n_steps: int | None = None
+    evaluation_timeout_s: float | None = None
+    keep_quarantined_days: float | None = 7.0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that would keep nothing or mean nothing."""
+        for name in ("num_to_keep", "keep_every_n_steps"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), "at least 1, or None")
+        check_count("keep_last", self.keep_last)
+        _check_order(self.checkpoint_score_order)
+        _check_timeout(self.evaluation_timeout_s, self.checkpoint_score_attribute)
+        days = self.keep_quarantined_days
+        if days is not None and (isinstance(days, bool) or not isinstance(days, (int, float)) or not days >= 0):
+            raise ValueError(f"keep_quarantined_days={days!r}: give days, 0 or more, or None to keep them")
+
+    def __setstate__(self, state: "list[object] | dict[str, object]") -> None:
+        """Restore a pickle, also one of version 0.1: a list of the fields that there were; later ones have their defaults."""
+        given = state if isinstance(state, dict) else dict(zip([it.name for it in fields(self)], state, strict=False))
+        self.__dict__.update({it.name: given.get(it.name, it.default) for it in fields(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[C]):
+    """What a policy decided.
+
+    Attributes:
+        keep: The reasons to keep each kept id: "latest", "best", "last", "every", "pinned", "in use",
+            "awaiting evaluation", "recent", "all".
+        drop: What to delete, oldest first.
+
+    """
+
+    keep: dict[str, tuple[str, ...]]
+    drop: tuple[C, ...]
+
+
+def score(metrics: Metrics, attribute: str, order: Order) -> tuple[int, float]:
+    """Return a key that sorts a better score higher: missing < NaN < numbers, in both orders.
+
+    Text, None and nested metrics count as missing.
+    """
+    value = find_score(metrics, attribute)
+    if value is None:
+        return (0, 0.0)
+    if value != value:  # noqa: PLR0124 - NaN is the one number that differs from itself
+        return (1, 0.0)
+    return (2, value if order == "max" else -value)  # as it is: float() would overflow, and round what is above 2**53
+
+
+def check_count(name: str, value: object, wanted: str = "at least 1") -> None:
+    """Return only if `value` is a whole number from 1 on.
+
+    Raises:
+        ValueError: If it is anything else.
+
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: give {wanted}")
+
+
+def _check_timeout(timeout_s: object, attribute: str | None) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s <= _LONGEST_TIMEOUT_S:
+        raise ValueError(f"evaluation_timeout_s={timeout_s!r}: give seconds, {_LONGEST_TIMEOUT_S:g} at most, or None")
+    if attribute is None:
+        raise ValueError(
+            f"evaluation_timeout_s={timeout_s!r} waits for the metric that ranks checkpoints, and there is none: give "
+            "checkpoint_score_attribute, such as 'eval/accuracy'"
+        )
+
+
+def _check_order(order: str) -> None:
+    if order not in ("max", "min"):
+        raise ValueError(f"the order {order!r} is unknown: give 'max' or 'min'")
+
+
+def rank_best(manifests: Sequence[C], attribute: str | None, order: Order) -> list[C]:
+    """Return `manifests` best first; ties, and all of them without an attribute, go to the newer.
+
+    Raises:
+        ValueError: If `order` is neither "max" nor "min".
+
+    """
+    _check_order(order)
+    newest_first = sorted(manifests, key=lambda manifest: manifest.id, reverse=True)
+    if attribute is None:
+        return newest_first
+    return sorted(newest_first, key=lambda manifest: score(manifest.metrics, attribute, order), reverse=True)
+
+
+def overdue_evaluations(manifests: Sequence[Dated], policy: RetentionPolicy, now: datetime) -> frozenset[str]:
+    """Return the ids whose evaluation has had its time, and has attached no score.
+
+    Args:
+        manifests: All committed checkpoints, in any order.
+        policy: What says how long an evaluation may take.
+        now: The time, with a time zone.
+
+    """
+    if policy.evaluation_timeout_s is None:
+        return frozenset()
+    committed_before = now - timedelta(seconds=policy.evaluation_timeout_s)
+    return frozenset(it.id for it in manifests if it.created_at <= committed_before and _lacks_score(it, policy))
+
+
+def _lacks_score(checkpoint: Committed, policy: RetentionPolicy) -> bool:
+    attribute = policy.checkpoint_score_attribute
+    return attribute is not None and find_score(checkpoint.metrics, attribute) is None
+
+
+def plan(
+    manifests: Sequence[C],
+    policy: RetentionPolicy,
+    *,
+    pinned: Collection[str] = (),
+    in_use: Collection[str] = (),
+    up_to: str | None = None,
+    overdue: Collection[str] = (),
+) -> Plan[C]:
+    """Decide what stays and what goes; the newest checkpoint never goes.
+
+    Args:
+        manifests: All committed checkpoints, in any order.
+        policy: What is worth keeping.
+        pinned: Ids that somebody pinned.
+        in_use: Ids that a training restores from or somebody reads.
+        up_to: What is newer than this id stays, as "recent"; None for no such limit.
+        overdue: Ids for which no evaluation is awaited any more; see `overdue_evaluations`.
+
+    """
+    newest_first = sorted(manifests, key=lambda manifest: manifest.id, reverse=True)
+    reasons: dict[str, list[str]] = {manifest.id: [] for manifest in newest_first}
+
+    def keep(kept: Sequence[C], reason: str) -> None:
+        for manifest in kept:
+            reasons[manifest.id].append(reason)
+
+    best = rank_best(newest_first, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
+    keep(newest_first[:1], "latest")
+    if policy.num_to_keep is None:
+        keep(newest_first, "all")
+    else:
+        keep(best[: policy.num_to_keep], "best" if policy.checkpoint_score_attribute else "last")
+    if policy.keep_last > 1:
+        keep(newest_first[: policy.keep_last], "last")
+    if policy.keep_every_n_steps is not None:
+        keep([manifest for manifest in newest_first if manifest.step % policy.keep_every_n_steps == 0], "every")
+    keep([manifest for manifest in newest_first if manifest.id in pinned], "pinned")
+    keep([manifest for manifest in newest_first if manifest.id in in_use], "in use")
+    if policy.evaluation_timeout_s is not None:
+        waiting = [manifest for manifest in newest_first if _lacks_score(manifest, policy) and manifest.id not in overdue]
+        keep(waiting, "awaiting evaluation")
+    if up_to is not None:
+        keep([manifest for manifest in newest_first if manifest.id > up_to], "recent")
+    return Plan(
+        keep={checkpoint_id: tuple(dict.fromkeys(why)) for checkpoint_id, why in reasons.items() if why},
+        drop=tuple(manifest for manifest in reversed(newest_first) if not reasons[manifest.id]),
+    )

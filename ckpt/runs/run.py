@@ -1,0 +1,301 @@
+"""One run's records as every module reads them: where it lies, its listings, its manifests."""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from prefect_torch.ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    MalformedRecordError,
+    UnsupportedFormatError,
+)
+from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
+from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
+
+from .evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
+from .layout import Layout, check_run_name, stem
+from .manifest import Manifest, attempt_of, is_id
+from .manifest_cache import ManifestMemory
+from .records import decode, parse
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run in its storage; a checkpoint exists if and only if its manifest does.
+
+    Attributes:
+        storage: Where the run lies.
+        layout: The run's keys.
+        spec: How another process opens the storage.
+        memory: Manifests that need not be read again to list them; None to read every one each time.
+
+    """
+
+    storage: Storage
+    layout: Layout
+    spec: StorageSpec
+    memory: ManifestMemory | None = None
+
+    @classmethod
+    def open(cls, storage: StorageLike, run: str, *, retry: RetryPolicy | None = None) -> "Self":
+        """Open the run `run` in `storage`; costs no request, and the run need not exist yet.
+
+        Args:
+            storage: A local path, a URL, "block-type-slug/block-name", a block, or an open storage.
+            run: The run's name.
+            retry: How patient to be with the storage, unless it is open; two minutes if None.
+
+        Raises:
+            ValueError: If the name or the storage cannot be one.
+
+        """
+        if is_open(storage):
+            return cls(storage, Layout(check_run_name(run)), StorageSpec(storage.url))
+        spec = parse_storage(storage)
+        if retry is not None:
+            spec = replace(spec, retry=retry)
+        return cls(open_storage(spec), Layout(check_run_name(run)), spec)
+
+    def __reduce__(self) -> "tuple[Any, tuple[StorageSpec, str]]":
+        """Pickle as where it is; another process opens its own connection."""
+        return type(self).open, (self.spec, self.name)
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.layout.run
+
+    @property
+    def path(self) -> str:
+        """Where the run lies: a local path or a URL."""
+        return self._place_of(self.name)
+
+    def path_of(self, checkpoint_id: str) -> str:
+        """Return where a checkpoint lies: a local path or a URL, as `Checkpoint` takes it."""
+        return self._place_of(self.layout.data(checkpoint_id)).rstrip("/")
+
+    def ids(self, *, after: str | None = None) -> Iterator[str]:
+        """Yield the ids of committed checkpoints, oldest first; one request per thousand."""
+        return (listed.id for listed in self.listed(since=after) if listed.id != after)
+
+    def listed(self, *, since: str | None = None) -> list[ListedCheckpoint]:
+        """Return committed checkpoints with the names of their evaluations, oldest first; one request per thousand objects.
+
+        Args:
+            since: Begin with this id; None begins with the oldest.
+
+        """
+        if since is None:
+            return read_listing(self.layout, self.storage.list(self.layout.manifests))
+        before_it = f"{self.layout.manifests}{since[:-1]}"  # the folder of its evaluations is named like the id
+        listed = read_listing(self.layout, self.storage.list(self.layout.manifests, after=before_it))
+        return [it for it in listed if it.id >= since]
+
+    def exists(self, checkpoint_id: str) -> bool:
+        """Ask for the manifest itself whether `checkpoint_id` is committed; one small request, right where a listing lags."""
+        try:
+            self.storage.size(self.layout.manifest(checkpoint_id))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def keys(self, prefix: str) -> list[str]:
+        """Return the keys below `prefix`, each once and sorted, in whatever order the storage lists them."""
+        return sorted({info.key for info in self.storage.list(prefix)})
+
+    def newest_first(self) -> Iterator[ListedCheckpoint]:
+        """Yield committed checkpoints, newest first; the first costs two requests at any count while the hint is any good."""
+        hint = self._hint()
+        if hint is not None:  # whatever it names, what is newer sorts after it
+            newer = self.listed(since=hint)
+            yield from reversed(newer)
+            if (not newer or newer[0].id != hint) and self.exists(hint):  # the listing is behind the hint
+                yield ListedCheckpoint(hint)
+        yield from (it for it in reversed(self.listed()) if hint is None or it.id < hint)
+
+    def get(self, checkpoint_id: str) -> Manifest:
+        """Return the manifest of `checkpoint_id`, with attached metrics; a listing, and a small read for each object.
+
+        Raises:
+            CheckpointNotFoundError: If it was never committed, or was pruned.
+            CheckpointCorruptError: If the manifest is damaged.
+            UnsupportedFormatError: If a newer version committed it.
+
+        """
+        manifest = self.committed(checkpoint_id)
+        keys = self.keys(self.layout.evaluations(checkpoint_id))
+        names = [found[1] for key in keys if (found := evaluation_of(self.layout, key)) is not None]
+        return with_evaluations(self.storage, self.layout, manifest, names)
+
+    def read(self, listed: ListedCheckpoint) -> Manifest:
+        """Return the manifest of a listed checkpoint, with attached metrics, by a small read for each object.
+
+        Raises:
+            CheckpointNotFoundError: If it was pruned since.
+            CheckpointCorruptError: If the manifest is damaged.
+            UnsupportedFormatError: If a newer version committed it.
+
+        """
+        manifest = None if self.memory is None else self.memory.recall(listed.id)
+        if manifest is None:
+            manifest = self.committed(listed.id)
+            if self.memory is not None:
+                self.memory.remember(manifest)
+        return with_evaluations(self.storage, self.layout, manifest, listed.evaluations)
+
+    def committed(self, checkpoint_id: str) -> Manifest:
+        """Return the manifest of `checkpoint_id` as it was committed, without attached metrics; one small read.
+
+        Raises:
+            CheckpointNotFoundError: If it was never committed, or was pruned.
+            CheckpointCorruptError: If the manifest is damaged.
+            UnsupportedFormatError: If a newer version committed it.
+
+        """
+        return confirm_damage(self.storage, lambda storage: self._read_manifest(checkpoint_id, storage))
+
+    def check_exists(self, checkpoint_id: str) -> None:
+        """Return only if `checkpoint_id` is committed; asks for no content.
+
+        Raises:
+            CheckpointNotFoundError: If it was never committed, or was pruned.
+
+        """
+        if not self.exists(checkpoint_id):
+            raise self._not_found(checkpoint_id)
+
+    def _not_found(self, checkpoint_id: str) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"run {self.name!r} in {self.storage.url} has no checkpoint {checkpoint_id}: it was pruned or never committed"
+        )
+
+    def _read_manifest(self, checkpoint_id: str, storage: Storage) -> Manifest:
+        key = self.layout.manifest(checkpoint_id)
+        try:
+            data = storage.get_bytes(key)
+        except FileNotFoundError as exc:
+            raise self._not_found(checkpoint_id) from exc
+        manifest = Manifest.decode(data, self._place_of(key))
+        if manifest.id != checkpoint_id:
+            raise MalformedRecordError(f"{self._place_of(key)} describes {manifest.id}")
+        return manifest
+
+    def readable(self, listed: Iterable[ListedCheckpoint]) -> list[Manifest]:
+        """Return the manifests of listed checkpoints, with attached metrics; what cannot be read is left out with a warning."""
+        return [manifest for manifest in read_all(listed, self._readable) if manifest is not None]
+
+    def find_newest(self, take: Callable[[ListedCheckpoint], T | None], *, oldest_attempt: int = 0) -> T | None:
+        """Return the first that `take` does not answer with None, newest first, though others are pruned meanwhile.
+
+        Where one that was listed turns out to be pruned, a newer one may have been committed just before: it looks again, as
+        often as there are new ones that have gone.
+
+        Args:
+            take: Called with each; raises CheckpointNotFoundError for one that has gone.
+            oldest_attempt: The first attempt whose checkpoints count.
+
+        """
+        gone: set[str] = set()
+        while True:
+            num_gone = len(gone)
+            for listed in takewhile(lambda it: attempt_of(it.id) >= oldest_attempt, self.newest_first()):
+                if listed.id in gone:
+                    continue
+                try:
+                    taken = take(listed)
+                except CheckpointNotFoundError:
+                    gone.add(listed.id)
+                    break
+                if taken is not None:
+                    return taken
+            if len(gone) == num_gone:
+                return None
+
+    def pinned(self) -> frozenset[str]:
+        """Return the ids that are pinned."""
+        return frozenset(map(stem, self.keys(self.layout.pins)))
+
+    def metadata(self, manifest: Manifest) -> dict[str, Any]:
+        """Return the user's metadata: what was set last, else what was committed."""
+        changed = self.get_json(self.layout.metadata(manifest.id))
+        return dict(manifest.metadata) if changed is None else changed
+
+    def get_json(self, key: str) -> dict[str, Any] | None:
+        """Return a small JSON object; None where there is none, or with a warning where it is something else."""
+        return self._read_small(key, "a JSON object", lambda found: found)
+
+    def get_record(self, kind: type[T], key: str, what: str) -> T | None:
+        """Return the small record at `key`; None where there is none, or with a warning where it is something else.
+
+        Args:
+            kind: Its dataclass; see `records.decode`.
+            key: Where it is.
+            what: What it is, with its article, for the warning.
+
+        Raises:
+            UnsupportedFormatError: If a newer version wrote it.
+
+        """
+        return self._read_small(key, what, lambda found: decode(kind, found, self._place_of(key), what))
+
+    def leave_out_newer(self, read: Callable[[], T | None]) -> T | None:
+        """Return what `read` returns; None, with a warning, if a newer version wrote it."""
+        try:
+            return read()
+        except UnsupportedFormatError as exc:
+            _logger.warning("left out: %s", exc)
+            return None
+
+    def _read_small(self, key: str, what: str, read: Callable[[dict[str, Any]], T]) -> T | None:
+        try:
+            return confirm_damage(self.storage, lambda it: read(parse(it.get_bytes(key), self._place_of(key), what)))
+        except FileNotFoundError:
+            return None
+        except MalformedRecordError as exc:
+            _logger.warning("left out: %s", exc)
+            return None
+
+    def put_json(self, key: str, value: dict[str, Any]) -> None:
+        """Store a small JSON object."""
+        self.storage.put_bytes(key, json.dumps(value, sort_keys=True).encode())
+
+    def hint_latest(self, checkpoint_id: str) -> None:
+        """Remember `checkpoint_id` as a recent one, so that finding the latest costs no full listing."""
+        self.put_json(self.layout.latest, {"id": checkpoint_id})
+
+    def _place_of(self, key: str) -> str:
+        return f"{self.storage.url.rstrip('/')}/{key}"
+
+    def _hint(self) -> str | None:
+        hint = (self.get_json(self.layout.latest) or {}).get("id")
+        return hint if isinstance(hint, str) and is_id(hint) else None
+
+    def _readable(self, listed: ListedCheckpoint) -> Manifest | None:
+        try:
+            return self.read_or_leave_out(listed)
+        except CheckpointNotFoundError:  # pruned since it was listed
+            return None
+
+    def read_or_leave_out(self, listed: ListedCheckpoint) -> Manifest | None:
+        """Return what `read` does; None, with a warning, where the manifest is damaged or a newer version committed it."""
+        if self.memory is not None and self.memory.is_left_out(listed.id):
+            return None
+        try:
+            return self.read(listed)
+        except (CheckpointCorruptError, UnsupportedFormatError) as exc:
+            _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, self.name, exc)
+            if self.memory is not None:
+                self.memory.leave_out(listed.id)
+            return None

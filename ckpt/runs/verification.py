@@ -1,0 +1,91 @@
+"""Whether what is stored is what was committed."""
+
+from functools import partial
+from typing import Literal, TypeAlias
+
+from prefect_torch.ckpt.errors import CheckpointCorruptError
+from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.protocol import Storage, Transfer
+
+from .manifest import FileEntry, Manifest
+from .run import Run
+
+VerifyLevel: TypeAlias = Literal["none", "size", "digest"]
+
+
+def verify(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
+    """Return only if every file is there with the size, and at level "digest" the content, of the manifest.
+
+    Raises:
+        CheckpointCorruptError: Naming the first file that differs, twice read.
+        CheckpointNotFoundError: If the checkpoint is being pruned.
+
+    """
+    try:
+        verify_uncommitted(run, manifest, level)
+    except CheckpointCorruptError:
+        run.committed(manifest.id)  # who prunes deletes the manifest first: what is missing then is no damage
+        raise
+
+
+def verify_uncommitted(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
+    """Do what `verify` does for a checkpoint whose manifest is not in the run.
+
+    Raises:
+        CheckpointCorruptError: Naming the first file that differs, twice read.
+
+    """
+    if level == "none":
+        return
+    confirm_damage(run.storage, partial(_verify_sizes, run, manifest))
+    if level == "digest":
+        for_each(manifest.files, lambda entry: confirm_damage(run.storage, partial(_verify_digest, run, manifest, entry)))
+
+
+def check_entry(run: Run, manifest: Manifest, entry: FileEntry, got: Transfer) -> None:
+    """Compare what was read with what was committed.
+
+    Raises:
+        CheckpointCorruptError: If it differs.
+
+    """
+    if (got.bytes, got.digest) != (entry.bytes, entry.digest):
+        raise CheckpointCorruptError(
+            f"{run.path_of(manifest.id)}/{entry.path} differs from what rank {entry.rank} committed: "
+            f"{got.bytes} bytes with xxh3-128 {got.digest} instead of {entry.bytes} bytes with {entry.digest}"
+        )
+
+
+def missing(run: Run, manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
+    """Return the error for a file that is not there although its checkpoint is.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint is not there either; who prunes deletes its manifest first.
+
+    """
+    run.committed(manifest.id)
+    return _missing(run, manifest, entry)
+
+
+def _missing(run: Run, manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"{run.path_of(manifest.id)}/{entry.path} is missing")
+
+
+def _verify_sizes(run: Run, manifest: Manifest, storage: Storage) -> None:
+    prefix = run.layout.data(manifest.id)
+    sizes = {info.key.removeprefix(prefix): info.bytes for info in storage.list(prefix)}
+    for entry in manifest.files:
+        size = sizes.get(entry.path)
+        if size is None:
+            raise _missing(run, manifest, entry)
+        if size != entry.bytes:
+            raise CheckpointCorruptError(f"{run.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}")
+
+
+def _verify_digest(run: Run, manifest: Manifest, entry: FileEntry, storage: Storage) -> None:
+    try:
+        found = storage.digest(run.layout.data(manifest.id, entry.path))
+    except FileNotFoundError as exc:
+        raise _missing(run, manifest, entry) from exc
+    check_entry(run, manifest, entry, found)

@@ -1,0 +1,162 @@
+"""A stored state as one safetensors file: whole tensors, of what all ranks stored, and none of them ever in memory."""
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect_torch.ckpt.storage.keys import temporary_name
+from prefect_torch.ckpt.text import show_some
+
+from .image import memory_of
+from .index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
+from .read import Block, StateReader, Take, value_block
+from .safetensors import DTYPES, Tensor, lay_out, write_at
+from .values import read_value
+
+_logger = logging.getLogger(__name__)
+
+
+def export_tensors(reader: StateReader, index: StateIndex, key: str, path: Path) -> None:
+    """Write every tensor below `key` to a safetensors file at `path`, which appears whole or not at all.
+
+    Each byte is read once, verified by its digest, and written to its place in the file. Costs the memory of a few blocks of
+    4 MiB, whatever the size of the tensors.
+
+    Args:
+        reader: Reads the state's files.
+        index: What is stored.
+        key: What to export: its path in the state, joined with dots.
+        path: The file; one that is there is replaced.
+
+    Raises:
+        ValueError: If there is no tensor below `key`, or one that safetensors cannot hold.
+        CheckpointCorruptError: If what is stored differs from what was committed.
+
+    """
+    exports = choose_tensors(index, key, reader.where)
+    header, starts, size = lay_out(list(exports))
+    partial = path.with_name(temporary_name())
+    try:
+        with partial.open("xb", buffering=0) as file:
+            descriptor = file.fileno()
+            file.truncate(size)
+            write_at(descriptor, memoryview(header), 0)
+            reader.read(
+                [
+                    block
+                    for it, stored in exports.items()
+                    for block in _blocks(stored, index.block_bytes, descriptor, starts[it.name])
+                ]
+            )
+            os.fsync(descriptor)
+        partial.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            partial.unlink()
+
+
+def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, TensorEntry | ValueEntry]:
+    """Return the tensors below `key`, by what they are called there, and where each is stored.
+
+    Raises:
+        ValueError: If there is none, or one that safetensors cannot hold.
+
+    """
+    below = f"{key}."
+    chosen: dict[Tensor, TensorEntry | ValueEntry] = {}
+    left_out = []
+    everything: list[tuple[str, TensorEntry | ValueEntry]] = [*index.tensors.items(), *index.values.items()]
+    for name, stored in everything:
+        if not name.startswith(below):
+            continue
+        if isinstance(stored, TensorEntry):
+            chosen[Tensor(name.removeprefix(below), stored.dtype, stored.shape)] = stored
+        elif stored.tensor is not None:
+            chosen[Tensor(name.removeprefix(below), *stored.tensor)] = stored
+        else:
+            left_out.append(name)
+    if not chosen:
+        keys = sorted({repr(stored.path[0]) for _, stored in everything if _is_tensor(stored) and len(stored.path) > 1})
+        choice = f": choose another key, of {show_some(keys)}" if keys else ", nor below any other key"
+        raise ValueError(f"the state in {where} has no tensor below {key!r}{choice}")
+    _check([*chosen], f"below {key!r} in {where}")
+    if left_out:
+        _logger.warning("%s in %s: no tensor, so not in a safetensors file", show_some(left_out), where)
+    return chosen
+
+
+def _is_tensor(stored: TensorEntry | ValueEntry) -> bool:
+    return isinstance(stored, TensorEntry) or stored.tensor is not None
+
+
+def _check(tensors: Sequence[Tensor], where: str) -> None:
+    own = [it.name for it in tensors if rank_of(it.name) is not None]
+    if own:
+        raise ValueError(f"each rank has its own of what is {where}, so that there is no whole: {show_some(own)}")
+    unknown = [f"{it.name} is {it.dtype}" for it in tensors if it.dtype not in DTYPES]
+    if unknown:
+        raise ValueError(f"safetensors cannot hold everything {where}: {show_some(unknown)}")
+
+
+def _blocks(stored: TensorEntry | ValueEntry, block_bytes: int, descriptor: int, start: int) -> Iterator[Block]:
+    """Yield the reads of a tensor that begins at `start` of a file, each written there as soon as it is verified."""
+    if isinstance(stored, ValueEntry):
+        yield value_block(stored, lambda data: write_at(descriptor, memory_of(read_value(bytes(data)).contiguous()), start))
+        return
+    for chunk in stored.chunks:
+        runs = Runs.of(chunk, stored.shape, stored.item_bytes)
+        size = math.prod(chunk.sizes) * stored.item_bytes
+        for number, digest in enumerate(chunk.digests):
+            at = number * block_bytes
+            take = runs.writes(descriptor, start, at)
+            yield Block(chunk.file, chunk.start + at, min(block_bytes, size - at), digest, take=take)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """How the raw data of a chunk lie in the whole tensor: in runs of equally many bytes.
+
+    Attributes:
+        bytes: The length of a run.
+        start: Where the first one begins in the tensor.
+        dimensions: How many there are and how far apart they begin in the tensor, for each dimension, the last one first.
+
+    """
+
+    bytes: int
+    start: int
+    dimensions: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, chunk: Chunk, shape: Sequence[int], item_bytes: int) -> "Runs":
+        """Return the runs of `chunk`, each as long as can be, in a tensor of `shape`."""
+        strides = tuple(math.prod(shape[dimension + 1 :]) * item_bytes for dimension in range(len(shape)))
+        start = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
+        cut = max((dimension for dimension, size in enumerate(shape) if chunk.sizes[dimension] != size), default=0)
+        dimensions = reversed([*zip(chunk.sizes[:cut], strides[:cut], strict=True)])
+        return cls(math.prod(chunk.sizes[cut:]) * item_bytes, start, tuple(dimensions))
+
+    def place(self, number: int) -> int:
+        """Return where run `number` begins in the tensor."""
+        place = self.start
+        for count, stride in self.dimensions:
+            number, index = divmod(number, count)
+            place += index * stride
+        return place
+
+    def writes(self, descriptor: int, start: int, at: int) -> Take:
+        """Return what writes a block, which begins at `at` of the chunk, into a file in which the tensor begins at `start`."""
+
+        def write(data: memoryview) -> None:
+            done = 0
+            while done < len(data):
+                number, inside = divmod(at + done, self.bytes)
+                stop = min(done + self.bytes - inside, len(data))
+                write_at(descriptor, data[done:stop], start + self.place(number) + inside)
+                done = stop
+
+        return write

@@ -1,0 +1,263 @@
+"""The index of a stored state: strict JSON that says where every tensor and value lies, checked before it is believed."""
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+from prefect_torch.ckpt.errors import CheckpointCorruptError
+from prefect_torch.ckpt.runs.record_fields import Count
+from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, parse
+from prefect_torch.ckpt.storage.keys import check_key
+
+from .plan import Step
+
+INDEX_FILE = ".state.json"
+METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own
+_WHAT = "the index of a state"
+_TOLD = "what a rank tells of a state"
+_OWN = re.compile(r"@rank(?P<rank>[0-9]+)$")
+_RANK_FILE = re.compile(r"__[0-9]+_[01]\.distcp")
+DTYPE_BYTES = {
+    **dict.fromkeys(("float64", "int64", "complex64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    "complex128": 16,
+}
+
+
+def is_own_file(path: str) -> bool:
+    """Say whether a state is stored under the name `path`, so that no file of a user's folder may have it."""
+    return path in (INDEX_FILE, METADATA_FILE) or _RANK_FILE.fullmatch(path) is not None
+
+
+def tensors_file(rank: int) -> str:
+    """Return where `rank` stores its share of the tensors, as torch.distributed.checkpoint names such a file."""
+    return f"__{rank}_0.distcp"
+
+
+def values_file(rank: int) -> str:
+    """Return where `rank` stores plain values."""
+    return f"__{rank}_1.distcp"
+
+
+def rank_name(name: str, rank: int) -> str:
+    """Return what `name` is stored as where it is `rank`'s own."""
+    return f"{name}@rank{rank}"
+
+
+def rank_of(name: str) -> int | None:
+    """Return whose own `name` is, or None where it is everybody's."""
+    found = _OWN.search(name)
+    return None if found is None else int(found["rank"])
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"the dtype {reprlib.repr(dtype)} is not known")
+
+
+def _check_path(path: Sequence[Step]) -> None:
+    if not path:
+        raise ValueError("an empty path")
+    for step in path:
+        if isinstance(step, list) and (len(step) != 1 or step[0] < 0):
+            raise ValueError(f"{reprlib.repr(step)} is no place in a list")
+
+
+Counts: TypeAlias = tuple[Count, ...]
+Dtype: TypeAlias = Annotated[str, _check_dtype]
+StepPath: TypeAlias = Annotated[tuple[Step, ...], _check_path]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor.
+
+    Attributes:
+        offsets: Where it begins in the tensor.
+        sizes: Its shape.
+        file: The file that holds it.
+        archive: Where what torch.load reads begins in the file, and its size.
+        start: Where the raw data begin in the file.
+        digests: xxh3-128 of each block of the raw data.
+
+    """
+
+    offsets: Counts
+    sizes: Counts
+    file: Annotated[str, check_key]
+    archive: tuple[Count, Count]
+    start: Count
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A stored tensor.
+
+    Attributes:
+        path: Where it is in the state.
+        dtype: As torch names it.
+        shape: Its shape.
+        chunks: What it is made of.
+
+    """
+
+    path: StepPath
+    dtype: Dtype
+    shape: Counts
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        """The size of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueEntry:
+    """A stored value.
+
+    Attributes:
+        path: Where it is in the state.
+        file: The file that holds it.
+        start: Where it begins in the file.
+        bytes: Its size.
+        digest: xxh3-128 of it.
+        tensor: The dtype and shape of a small tensor, else None.
+
+    """
+
+    path: StepPath
+    file: Annotated[str, check_key]
+    start: Count
+    bytes: Count
+    digest: str
+    tensor: tuple[Dtype, Counts] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateIndex:
+    """Everything that is stored of a state.
+
+    Attributes:
+        world_size: The number of ranks that stored it.
+        block_bytes: How much raw data has a digest of its own.
+        tensors: By name.
+        values: By name; "@rank<r>" ends the name of what only that rank has.
+
+    """
+
+    world_size: Count
+    block_bytes: Count
+    tensors: Mapping[str, TensorEntry]
+    values: Mapping[str, ValueEntry]
+
+    def paths(self) -> Iterator[tuple[str, tuple[Step, ...]]]:
+        """Yield the name and the path of everything."""
+        yield from ((name, tensor.path) for name, tensor in self.tensors.items())
+        yield from ((name, value.path) for name, value in self.values.items())
+
+    def encode(self) -> bytes:
+        """Return strict JSON."""
+        body: dict[str, Any] = {"format": FORMAT_VERSION, "world_size": self.world_size, "block_bytes": self.block_bytes}
+        body["tensors"] = {
+            name: {**fields_of(entry), "chunks": [fields_of(chunk) for chunk in entry.chunks]}
+            for name, entry in self.tensors.items()
+        }
+        body["values"] = {name: fields_of(entry) for name, entry in self.values.items()}
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+
+    @classmethod
+    def merged(cls, parts: Sequence[Mapping[str, Any] | None], block_bytes: int) -> "StateIndex":
+        """Return the index of what all ranks stored, each telling its own in the form of `part`."""
+        tensors: dict[str, dict[str, Any]] = {}
+        values: dict[str, ValueEntry] = {}
+        for part in parts:
+            for name, told in (part or {}).get("tensors", {}).items():
+                tensors.setdefault(name, {**told, "chunks": []})["chunks"] += told["chunks"]
+            for name, told in (part or {}).get("values", {}).items():
+                values[name] = decode(ValueEntry, told, name, _TOLD)
+        known = {name: decode(TensorEntry, told, name, _TOLD) for name, told in tensors.items()}
+        return cls(len(parts), block_bytes, known, values)
+
+    @classmethod
+    def decode(cls, data: bytes, where: str, file_bytes: Mapping[str, int]) -> "StateIndex":
+        """Return the index that `encode` wrote, with every entry inside its file.
+
+        Args:
+            data: The bytes as stored.
+            where: The place they come from, for the error.
+            file_bytes: The size of every file of the checkpoint, by path.
+
+        Raises:
+            CheckpointCorruptError: If it is no index, or an entry cannot be true.
+            UnsupportedFormatError: If a newer version stored it.
+
+        """
+        index = decode(cls, parse(data, where, _WHAT), where, _WHAT)
+        try:
+            index._check(file_bytes)  # noqa: SLF001 - its own class's
+        except ValueError as exc:
+            raise CheckpointCorruptError(f"{where} is not {_WHAT}: {exc}") from exc
+        return index
+
+    def _check(self, file_bytes: Mapping[str, int]) -> None:
+        if not self.world_size or not self.block_bytes:
+            raise ValueError("a world_size or block_bytes of 0")
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                _check_box(name, tensor, chunk)
+                size = math.prod(chunk.sizes) * tensor.item_bytes
+                _check_inside(name, chunk.file, chunk.start, size, file_bytes)
+                if len(chunk.digests) != -(-size // self.block_bytes):
+                    raise ValueError(f"{name!r} has {len(chunk.digests)} digests for {size} bytes")
+            if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
+                raise ValueError(f"the chunks of {name!r} do not make up its shape {list(tensor.shape)}")
+            _check_apart(name, tensor.chunks)
+        for name, value in self.values.items():
+            _check_inside(name, value.file, value.start, value.bytes, file_bytes)
+
+
+def fields_of(entry: object) -> dict[str, Any]:
+    """Return a dataclass's fields; `asdict` copies deeply, in twenty times the time, which a training may wait for."""
+    return {name: getattr(entry, name) for name in type(entry).__slots__}  # type: ignore[attr-defined]  # slotted dataclasses
+
+
+def _check_inside(name: str, file: str, start: int, size: int, file_bytes: Mapping[str, int]) -> None:
+    if file not in file_bytes:
+        raise ValueError(f"{name!r} lies in {file!r}, which is no file of the checkpoint")
+    if start + size > file_bytes[file]:
+        raise ValueError(f"{name!r} lies at {start} to {start + size} of {file!r}, which has {file_bytes[file]} bytes")
+
+
+def _check_box(name: str, tensor: TensorEntry, chunk: Chunk) -> None:
+    dimensions = len(tensor.shape)
+    if len(chunk.offsets) != dimensions or len(chunk.sizes) != dimensions:
+        raise ValueError(f"a chunk of {name!r} has other dimensions than its shape {list(tensor.shape)}")
+    if any(start + size > whole for start, size, whole in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)):
+        raise ValueError(f"a chunk of {name!r} reaches beyond its shape {list(tensor.shape)}")
+
+
+def _check_apart(name: str, chunks: Sequence[Chunk]) -> None:
+    """Raise if chunks overlap: sorted by their first row, only neighbours in that order can."""
+    begun: list[Chunk] = []
+    for chunk in sorted((chunk for chunk in chunks if math.prod(chunk.sizes)), key=lambda chunk: chunk.offsets):
+        first = chunk.offsets[0] if chunk.offsets else 0
+        begun = [other for other in begun if not other.offsets or other.offsets[0] + other.sizes[0] > first]
+        if any(_overlap(chunk, other) for other in begun):
+            raise ValueError(f"two chunks of {name!r} overlap")
+        begun.append(chunk)
+
+
+def _overlap(one: Chunk, other: Chunk) -> bool:
+    return all(
+        a < b + b_size and b < a + a_size
+        for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )

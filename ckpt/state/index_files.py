@@ -1,0 +1,68 @@
+"""The two files that tell where a stored state lies: our index, and the one that torch.distributed.checkpoint reads."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from prefect_torch.ckpt.runs.manifest import FileEntry
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from .index import INDEX_FILE, METADATA_FILE, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of
+from .plan import Step
+from .save import BLOCK_BYTES, Put
+
+
+def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[FileEntry]:
+    """As rank 0, store the index of what all ranks stored, for us and for torch.distributed.checkpoint; two small puts."""
+    index = StateIndex.merged(parts, BLOCK_BYTES)
+    files = {INDEX_FILE: index.encode(), METADATA_FILE: dcp_metadata(index)}
+    moved = [(path, put(path, [memoryview(data)])) for path, data in files.items()]
+    return [FileEntry(path, sent.bytes, sent.digest, 0) for path, sent in moved]
+
+
+def dcp_metadata(index: StateIndex) -> bytes:
+    """Return the `.metadata` with which FileSystemReader finds everything in `index` in our files."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    for name, entry in index.tensors.items():
+        described[name] = _tensor(entry)
+        for chunk in entry.chunks:
+            stored[MetadataIndex(name, chunk.offsets)] = _StorageInfo(chunk.file, *chunk.archive)
+    for name, value in index.values.items():
+        described[name] = _value(value)
+        at = None if value.tensor is None else (0,) * len(value.tensor[1])
+        stored[MetadataIndex(name, at)] = _StorageInfo(value.file, value.start, value.bytes)
+    paths = {name: _path(name, path) for name, path in index.paths()}
+    return pickle.dumps(Metadata(described, paths, stored, StorageMeta(), CURRENT_DCP_VERSION))
+
+
+def _tensor(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+    return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape), chunks)
+
+
+def _value(value: ValueEntry) -> TensorStorageMetadata | BytesStorageMetadata:
+    if value.tensor is None:
+        return BytesStorageMetadata()
+    dtype, shape = value.tensor
+    chunk = ChunkStorageMetadata(torch.Size((0,) * len(shape)), torch.Size(shape))
+    return TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(shape), [chunk])
+
+
+def _path(name: str, stored: tuple[Step, ...]) -> tuple[str | int, ...]:
+    """Return where DCP puts it; what is one rank's own gets a name of its own beside the others'."""
+    path = [step[0] if isinstance(step, list) else str(step) for step in stored]
+    rank = rank_of(name)
+    if rank is None:
+        return tuple(path)
+    return (*path[:-1], rank_name(path[-1], rank)) if isinstance(path[-1], str) else (name,)

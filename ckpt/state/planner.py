@@ -1,0 +1,143 @@
+"""What rank 0 decides about the states of a report: who writes what, and which values are each rank's own."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from prefect_torch.ckpt.errors import ReportMismatchError
+from prefect_torch.ckpt.text import show_some
+
+from .index import rank_name, rank_of
+from .plan import Piece, Write, plan_writes
+
+
+@dataclass(frozen=True, slots=True)
+class StateDecision:
+    """What every rank that brought a state acts on.
+
+    Attributes:
+        plan: The number of the plan of who writes what; a new number is followed by a word to each rank.
+        own: The values and loose tensors that differ between ranks, or that only some have, which each stores under a name
+            of its own.
+        writers: Who stores a value that is equal on all ranks that have it, where that is not rank 0.
+
+    """
+
+    plan: int
+    own: list[str] = field(default_factory=list)
+    writers: dict[str, int] = field(default_factory=dict)
+
+
+class StatePlanner:
+    """Rank 0's memory of what each rank's state is made of, so that ranks describe it only when it changes."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, list[Piece]] = {}
+        self._parts: dict[int, Mapping[str, str]] = {}
+        self._described = 0
+        self._planned_for: tuple[Any, ...] | None = None
+        self._plan = 0
+        self._checked: tuple[Any, ...] | None = None
+        self.writes: list[list[Write]] = []
+
+    def hear(self, rank: int, told: Mapping[str, Any]) -> None:
+        """Take what a rank tells of its state; every report of it must be heard, also one that is refused."""
+        if told["pieces"] is not None:
+            self._pieces[rank] = [Piece.decode(fields) for fields in told["pieces"]]
+            self._parts[rank] = told["parts"]
+            self._described += 1
+
+    def decide(self, told: Sequence[Mapping[str, Any] | None]) -> StateDecision:
+        """Return what the ranks do; plans anew only where a rank's state changed its structure.
+
+        Args:
+            told: What each rank tells, None where it brings no state.
+
+        Raises:
+            ReportMismatchError: If the ranks' states cannot be one.
+
+        """
+        bringing = [rank for rank, of_rank in enumerate(told) if of_rank is not None]
+        self._check_parts(bringing)
+        self._check_shapes(told, bringing)
+        _, own_tensors = _compare(told, "tensors")
+        values, own_values = _compare(told, "values")
+        wanted = (self._described, tuple(own_tensors), *bringing)
+        if wanted != self._planned_for:
+            self.writes = plan_writes(
+                [self._stored_by(rank, set(own_tensors)) if rank in bringing else [] for rank in range(len(told))]
+            )
+            self._planned_for = wanted
+            self._plan += 1
+        writers = {name: min(by_rank) for name, by_rank in values.items() if 0 not in by_rank and name not in own_values}
+        return StateDecision(self._plan, [*own_tensors, *own_values], writers)
+
+    def _stored_by(self, rank: int, own: Collection[str]) -> list[Piece]:
+        pieces = self._pieces[rank]
+        return [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in pieces]
+
+    def _check_parts(self, bringing: Sequence[int]) -> None:
+        """Refuse modules and optimizers that consist of something else on another rank: each has one name for all ranks."""
+        first: dict[str, int] = {}
+        for rank in bringing:
+            for name, digest in self._parts[rank].items():
+                other = first.setdefault(name, rank)
+                if digest != self._parts[other][name]:
+                    differing = sorted(self._names_in(name, rank) ^ self._names_in(name, other))
+                    raise ReportMismatchError(
+                        f"the state's {name!r} has other parts on rank {rank} than on rank {other}"
+                        + (f" ({show_some(differing)})" if differing else "")
+                        + ": give it a name of its own on each rank, or mark it with RankLocal"
+                    )
+
+    def _names_in(self, name: str, rank: int) -> set[str]:
+        return {piece.name for piece in self._pieces[rank] if piece.name.startswith(f"{name}.")}
+
+    def _check_shapes(self, told: Sequence[Mapping[str, Any] | None], bringing: Sequence[int]) -> None:
+        """Refuse a name that is a value on one rank and a tensor or a container on another: no index could tell them apart."""
+        values = {rank: tuple((told[rank] or {}).get("values", {})) for rank in bringing}
+        if (checked := (self._described, values)) == self._checked:
+            return
+        kinds: dict[str, dict[int, str]] = defaultdict(dict)
+        for rank in bringing:
+            for piece in self._pieces[rank]:
+                kinds[piece.name][rank] = "a tensor"
+            for name in values[rank]:
+                kinds[name][rank] = "a value"
+        for name in [name for name in kinds if rank_of(name) is None]:
+            above = name
+            while above:
+                above = above.rpartition(".")[0]
+                if above in kinds and kinds[above].keys().isdisjoint(kinds[name]):
+                    raise _mismatch(above, kinds[above], next(iter(kinds[name])), "a container")
+            if len(set(kinds[name].values())) > 1:
+                rank = next(rank for rank, kind in kinds[name].items() if kind == "a tensor")
+                raise _mismatch(name, {r: kind for r, kind in kinds[name].items() if kind == "a value"}, rank, "a tensor")
+        self._checked = checked
+
+
+def _compare(told: Sequence[Mapping[str, Any] | None], what: str) -> tuple[dict[str, dict[int, str]], list[str]]:
+    """Return the digests of each name by rank, and the names that are each rank's own.
+
+    Those differ, or only some ranks have them: the others must not get what they did not have.
+    """
+    digests: dict[str, dict[int, str]] = defaultdict(dict)
+    for rank, of_rank in enumerate(told):
+        for name, digest in (of_rank or {}).get(what, {}).items():
+            digests[name][rank] = digest
+    bringing = sum(of_rank is not None for of_rank in told)
+    own = [
+        name
+        for name, by_rank in digests.items()
+        if len(set(by_rank.values())) > 1 or (len(by_rank) < bringing and rank_of(name) is None)
+    ]
+    return digests, own
+
+
+def _mismatch(name: str, kinds: Mapping[int, str], other: int, other_kind: str) -> ReportMismatchError:
+    rank, kind = next(iter(kinds.items()))
+    return ReportMismatchError(
+        f"the state's {name!r} is {kind} on rank {rank} and {other_kind} on rank {other}: give it one form on every rank, or "
+        "mark it with RankLocal"
+    )

@@ -1,0 +1,74 @@
+"""What a load does to one target: a container, a tensor, a module, an optimizer's state of a parameter."""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from prefect_torch.ckpt.errors import StateMismatchError
+
+from .flatten import local_part
+
+
+def filled(target: Any, value: Any) -> Any:
+    """Return `value` in `target` itself where that is a container of its kind, which its owner may hold elsewhere, too."""
+    if type(target) is not type(value):
+        return value
+    if isinstance(target, list):
+        target[:] = value
+        return target
+    if isinstance(target, (dict, set)):
+        target.clear()
+        target.update(value)
+        return target
+    return value
+
+
+def fill_tensor(target: torch.Tensor, value: Any, name: str) -> None:
+    """Copy `value` into `target`; of a DTensor, this rank's part.
+
+    Raises:
+        StateMismatchError: If it is something else, as only what a user's function returned can be.
+
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != target.shape:
+        given = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise StateMismatchError(f"rank_local returned {given} for {name!r}, a tensor of shape {list(target.shape)}")
+    if (part := local_part(target)) is None:
+        return
+    offsets, local = part
+    if local.shape != target.shape:
+        value = value[tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))]
+    with torch.no_grad():
+        local.copy_(value)
+
+
+def why_unwritable(target: torch.Tensor) -> str | None:
+    """Return what `target` is that nothing can be read into; None if it can."""
+    if target.is_meta:
+        return "on the meta device"
+    if target.is_conj() or target.is_neg():
+        return "a view that conjugates or negates"
+    if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
+        return "expanded, so that its elements share memory"
+    return None
+
+
+def does_more_than_copy(module: torch.nn.Module) -> bool:
+    """Say whether `load_state_dict` has to be called: for hooks, or code of the module's own."""
+    plain = torch.nn.Module.load_state_dict
+    hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return type(module).load_state_dict is not plain or any(
+        any(getattr(part, hook, None) for hook in hooks)
+        or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")  # noqa: SLF001 - made to be overridden
+        for part in module.modules()
+    )
+
+
+def undo_casts(state: MutableMapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Give a state the dtypes that were stored: load_state_dict casts to the parameter's."""
+    for key, value in stored.items():
+        now = state.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+            state[key] = value.to(now.device)
+        elif isinstance(value, Mapping) and isinstance(now, MutableMapping):
+            undo_casts(now, value)

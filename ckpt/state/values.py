@@ -1,0 +1,113 @@
+"""The plain values of a state: told apart by digest, kept as they were, written as torch.load(weights_only=True) reads them."""
+
+import io
+import marshal
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from .flatten import Leaf
+from .image import memory_of
+from .plan import Step
+
+_PLAIN = {type(None), bool, float, str}
+_UNREADABLE = re.compile(r"WeightsUnpickler error:\s*(.+?)(?: was not an allowed|\n|$)")  # what torch says, without its advice
+_LONGEST_INT_BITS = 2040  # torch.load(weights_only=True) reads no longer ones
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value as it was when it was reported.
+
+    Attributes:
+        name: Its name.
+        path: Where it is.
+        digest: Equal on two ranks if their values are.
+        encode: Returns what torch.save makes of it.
+        tensor: The dtype and shape of a small tensor, else None.
+
+    """
+
+    name: str
+    path: tuple[Step, ...]
+    digest: str
+    encode: Callable[[], bytes]
+    tensor: tuple[str, tuple[int, ...]] | None = None
+
+
+def hold_value(leaf: Leaf) -> Value:
+    """Return `leaf`'s value as it is now.
+
+    Costs microseconds for numbers, strings and containers of them, which are encoded later; other values are encoded and read
+    back at once.
+
+    Raises:
+        ValueError: Naming the leaf, if torch.load(weights_only=True) could not read it.
+
+    """
+    value = leaf.value
+    if isinstance(value, torch.Tensor):
+        return _hold_tensor(leaf, value.detach().to("cpu", copy=True).contiguous())
+    if _is_marshalled(value):
+        told = marshal.dumps(value, 2)  # without references: equal values are equal bytes
+        return Value(leaf.name, leaf.path, _digest(told), lambda: _saved(marshal.loads(told)))  # noqa: S302 - our own bytes
+    saved = _checked(leaf)
+    return Value(leaf.name, leaf.path, _digest(saved), lambda: saved)
+
+
+def read_value(data: bytes) -> Any:
+    """Return the value that `Value.encode` encoded."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """Return what is equal on two ranks if dtype, shape and all bytes of their tensors are; reads it once."""
+    there = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    digest = xxhash.xxh3_64(f"{there.dtype} {tuple(there.shape)}".encode())
+    digest.update(memory_of(there))
+    return digest.hexdigest()
+
+
+def _hold_tensor(leaf: Leaf, kept: torch.Tensor) -> Value:
+    dtype, shape = str(kept.dtype).removeprefix("torch."), tuple(kept.shape)
+    return Value(leaf.name, leaf.path, digest_tensor(kept), lambda: _saved(kept), (dtype, shape))
+
+
+def _is_marshalled(value: Any) -> bool:
+    kind = type(value)
+    if kind in _PLAIN:
+        return True
+    if kind is int:
+        return bool(value.bit_length() < _LONGEST_INT_BITS)
+    if kind in (list, tuple, set):
+        return all(_is_marshalled(item) for item in value)
+    return kind is dict and all(_is_marshalled(key) and _is_marshalled(item) for key, item in value.items())
+
+
+def _checked(leaf: Leaf) -> bytes:
+    try:
+        saved = _saved(leaf.value)
+        read_value(saved)
+    except Exception as exc:
+        found = _UNREADABLE.search(str(exc))
+        reason = str(exc).partition("\n")[0] if found is None else found[1]
+        raise ValueError(
+            f"{leaf.name!r} in the state is a {type(leaf.value).__name__} that torch.load(weights_only=True) cannot read: give "
+            "tensors, Python's own numbers and strings, containers of them, or an object with state_dict() "
+            f"({type(exc).__name__}: {reason})"
+        ) from exc
+    return saved
+
+
+def _saved(value: Any) -> bytes:
+    archive = io.BytesIO()
+    torch.save(value, archive)
+    return archive.getvalue()
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)

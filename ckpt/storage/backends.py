@@ -1,0 +1,44 @@
+"""From a storage's specification to an open storage; each backend is imported only where it is used."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from .location import OBJECT_STORES, URL
+from .protocol import Storage, StorageSpec
+
+Renew = Callable[[bytes], Mapping[str, str]]
+
+
+def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
+    """Open the storage that `spec` specifies; asks the storage nothing yet.
+
+    Args:
+        spec: Where it is, and how to log in.
+        renew: Returns fresh options for what `spec.renewal` names, when those of `spec` have expired; None never does.
+
+    Raises:
+        ValueError: If it is nothing that can be opened.
+
+    """
+    match = URL.match(spec.url)
+    from .retry import RetryingStorage  # noqa: PLC0415 - each backend loads only what it needs
+
+    if match is None:
+        from .local import LocalStorage  # noqa: PLC0415 - as above
+
+        return RetryingStorage(lambda: LocalStorage(Path(spec.url)), spec.retry)
+    options = _options(spec, renew)
+    if match["scheme"] in OBJECT_STORES:
+        from .object_store import ObstoreStorage  # noqa: PLC0415 - as above
+
+        return RetryingStorage(lambda: ObstoreStorage(spec.url, next(options)), spec.retry)
+    from .fsspec_backend import FsspecStorage  # noqa: PLC0415 - as above
+
+    return RetryingStorage(lambda: FsspecStorage(spec.url, next(options)), spec.retry)
+
+
+def _options(spec: StorageSpec, renew: Renew | None) -> Iterator[Mapping[str, str]]:
+    """Yield the options to open `spec` with, and after the first time, when those have expired, fresh ones."""
+    yield spec.options
+    while True:  # what is not in the options, the client looks for anew by itself
+        yield spec.options if renew is None or spec.renewal is None else renew(spec.renewal)

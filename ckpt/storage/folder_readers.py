@@ -1,0 +1,56 @@
+"""Readers of a checkpoint in place: a shared lock on one of its files, which the kernel lets go however they end.
+
+A prune deletes the manifest, then asks for the locks; a reader takes its lock, then looks for the manifest. So either the
+reader finds the checkpoint gone, or the data stay until it has finished, and garbage collection removes them then.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from .protocol import Storage
+
+
+@contextmanager
+def reading(storage: Storage, keys: Iterable[str]) -> Iterator[None]:
+    """Keep the checkpoint that `keys` belong to from being deleted; does nothing where the filesystem has no locks."""
+    descriptor = _open(storage, min(keys, default=None), os.O_RDONLY)
+    try:
+        if descriptor is not None:
+            with suppress(OSError):  # no locks here; or a prune holds it, and then the manifest is gone
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def is_read(storage: Storage, keys: Iterable[str]) -> bool:
+    """Return whether some process reads one of `keys` in place."""
+    return any(_is_locked(storage, key) for key in keys)
+
+
+def _is_locked(storage: Storage, key: str) -> bool:
+    descriptor = _open(storage, key, os.O_RDWR)  # NFS locks exclusively only what may be written
+    if descriptor is None:
+        descriptor = _open(storage, key, os.O_RDONLY)
+    if descriptor is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks here
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _open(storage: Storage, key: str | None, mode: int) -> int | None:
+    with suppress(OSError):  # it is gone, another user's, or a link that leads out of the storage
+        path = None if key is None else storage.local_path(key)
+        if path is not None:
+            return os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe of that name must not hold us up
+    return None

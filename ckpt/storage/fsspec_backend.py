@@ -1,0 +1,268 @@
+"""Any filesystem that fsspec knows as a storage: memory, SFTP, HDFS, WebDAV and more."""
+
+import re
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import fsspec
+import xxhash
+from prefect_torch.ckpt.errors import StorageError
+
+from .connections import Connections
+from .digest import copy_and_digest, digest_stream, write_all
+from .fsspec_files import (
+    can_replace,
+    create,
+    find_files,
+    make_folder,
+    open_whole,
+    read_range,
+    read_whole,
+    remove_empty,
+    require_whole,
+)
+from .keys import check_key, is_temporary, temporary_name
+from .protocol import ObjectInfo, Transfer
+
+FileSystem: TypeAlias = Any  # fsspec ships no types
+_LOGIN_REFUSED = re.compile(r"\w*(?:Authentication|Logon|Login)|\w+: 530 ")  # a class's name, or FTP's code
+
+
+class FsspecStorage:
+    """Objects as files of an fsspec filesystem.
+
+    A put is atomic where the filesystem renames a file over another, which is tried once: written under a temporary name and
+    renamed when its size is right. Elsewhere it replaces in place, and may leave a short file behind when it is interrupted: a
+    manifest proves itself by its digest, and data counts only when a manifest names it. How durable a file is, and where a
+    link leads, is the server's business; listings show no links. Connects when first used.
+
+    Args:
+        url: Where, as `scheme://…`.
+        options: What the filesystem's constructor takes; they count more than what the url says.
+
+    Raises:
+        ValueError: If fsspec does not know the scheme, or what implements it is not installed.
+
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._url = url.rstrip("/") if url.partition("://")[2] else url
+        self._options = options
+        scheme = url.partition("://")[0]
+        try:
+            self._kind: FileSystem = fsspec.get_filesystem_class(scheme)
+        except (ValueError, ImportError) as exc:
+            raise ValueError(
+                f"{scheme}:// cannot be a storage: {exc}. Give a local path, s3://, gs://, az://, memory://, "
+                "or the URL of another filesystem that fsspec knows"
+            ) from exc
+        self._root: str = self._kind._strip_protocol(url).rstrip("/")  # noqa: SLF001 - what fsspec's own open() calls
+        given = {**self._kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}  # noqa: SLF001 - as above
+        self._connections: Connections[FileSystem] = Connections(lambda: self._kind(**given))
+        self._can_replace: bool | None = None
+
+    @property
+    def url(self) -> str:
+        """Where this is, without secrets."""
+        return self._url
+
+    def put_file(self, key: str, path: Path) -> Transfer:
+        """Store the file at `path`."""
+
+        def store(fs: FileSystem, target: str) -> Transfer:
+            with path.open("rb", buffering=0) as source, create(fs, target) as file:
+                return copy_and_digest(source, file)
+
+        path.stat()  # raises if it is missing, before anything is made
+        return self._put(key, store)
+
+    def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
+        """Store `parts` as one object; the filesystem may buffer them once more."""
+
+        def store(fs: FileSystem, target: str) -> Transfer:
+            digest = xxhash.xxh3_128()
+            with create(fs, target) as file:
+                for part in parts:
+                    digest.update(part)
+                    write_all(file, part)
+            return Transfer(sum(len(part) for part in parts), digest.hexdigest())
+
+        return self._put(key, store)
+
+    def digest(self, key: str) -> Transfer:
+        """Return the size and digest of the object."""
+        with self._reading(key) as fs, open_whole(fs, self._path(key)) as source:
+            return digest_stream(source)
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Store a small object."""
+
+        def store(fs: FileSystem, target: str) -> Transfer:
+            if self._can_replace:
+                with create(fs, target) as file:
+                    write_all(file, data)
+            else:  # in one call, which some filesystems make whole or not at all
+                make_folder(fs, target.rpartition("/")[0])
+                fs.pipe_file(target, data)
+            return Transfer(len(data), "")
+
+        self._put(key, store)
+
+    def get_file(self, key: str, path: Path) -> Transfer:
+        """Write the object to `path`."""
+        with self._reading(key) as fs, open_whole(fs, self._path(key)) as source, path.open("wb", buffering=0) as target:
+            return copy_and_digest(source, target)
+
+    def get_bytes(self, key: str) -> bytes:
+        """Return a small object."""
+        with self._reading(key) as fs:
+            return read_whole(fs, self._path(key))
+
+    def get_range(self, key: str, start: int, into: memoryview) -> int:
+        """Copy the object's bytes from `start` on into `into`; returns how many there were."""
+        with self._reading(key) as fs:
+            data = read_range(fs, self._path(key), start, len(into))
+        into[: len(data)] = data
+        return len(data)
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        """Yield the files below `prefix`; reads the whole listing first."""
+        for key, info in sorted(self._find(prefix).items()):
+            if (after is None or key > after) and not is_temporary(key.rpartition("/")[2]):
+                yield ObjectInfo(key, info["size"], _modified_s(info))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Yield the names of the folders directly below `prefix`, by one listing of it."""
+        if prefix:
+            check_key(prefix.removesuffix("/"))
+        try:
+            with self._connected(prefix) as fs:
+                fs.invalidate_cache()
+                found: list[dict[str, Any]] = fs.ls(f"{self._root}/{prefix}".rstrip("/") or "/", detail=True)
+        except FileNotFoundError:
+            return
+        for info in found:
+            if info["type"] == "directory":
+                yield info["name"].rstrip("/").rpartition("/")[2]
+
+    def size(self, key: str) -> int:
+        """Return an object's size in bytes."""
+        with self._reading(key) as fs:
+            info = fs.info(self._path(key))
+            if info.get("type", "file") != "file":
+                raise FileNotFoundError(key)
+        size: int = info["size"]
+        return size
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects, and the folders that this empties."""
+        paths_in: dict[str, list[str]] = defaultdict(list)
+        for key in keys:
+            path = self._path(key)
+            paths_in[path.rpartition("/")[0]].append(path)
+        for folder, paths in paths_in.items():
+            for path in paths:
+                with suppress(FileNotFoundError), self._reading(path.removeprefix(f"{self._root}/")) as fs:
+                    fs.rm_file(path)
+            with self._connected(folder) as fs:
+                remove_empty(fs, folder, self._root)
+
+    def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
+        """Remove the temporary files of interrupted puts, and the folders that this empties.
+
+        A short file that lies under its own name goes with its checkpoint's data.
+        """
+        newest_s = time.time() - older_than_s
+        found = self._find(prefix).items()
+        left = [key for key, info in found if is_temporary(key.rpartition("/")[2]) and 0 < _modified_s(info) <= newest_s]
+        self.delete(left)
+
+    def reopened(self) -> "FsspecStorage":
+        """Return this storage by a new connection."""
+        return FsspecStorage(self._url, self._options)
+
+    def local_path(self, key: str) -> Path | None:
+        """Return None: what fsspec reaches is read through it."""
+        del key
+        return None
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    def _put(self, key: str, store: Callable[[FileSystem, str], Transfer]) -> Transfer:
+        target = self._path(key)
+        folder = target.rpartition("/")[0]
+        with self._connected(key) as fs:
+            if self._can_replace is None:
+                make_folder(fs, folder)
+                self._can_replace = can_replace(fs, folder)
+            path = f"{folder}/{temporary_name()}" if self._can_replace else target
+            try:
+                stored = store(fs, path)
+                require_whole(fs, path, stored.bytes)
+                if path != target:
+                    fs.mv(path, target)
+            except BaseException:
+                if path != target:
+                    with suppress(Exception):  # what went wrong first counts; it is removed once it is old
+                        fs.rm_file(path)
+                raise
+        return stored
+
+    def _find(self, prefix: str) -> dict[str, dict[str, Any]]:
+        if prefix:
+            check_key(prefix.removesuffix("/"))
+        with self._connected(prefix) as fs:
+            found = find_files(fs, f"{self._root}/{prefix}".rstrip("/"))
+        infos = {path[len(self._root) :].lstrip("/"): info for path, info in found.items()}
+        return {key: info for key, info in infos.items() if key.startswith(prefix)}
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[FileSystem]:
+        """Lend a connection, and call a folder missing, as an object store does."""
+        with self._connected(key) as fs:
+            try:
+                yield fs
+            except OSError as exc:
+                if exc.errno is None and fs.isdir(self._path(key)):  # SFTP says no more than "Failure" of it
+                    raise FileNotFoundError(key) from exc
+                raise
+
+    @contextmanager
+    def _connected(self, key: str) -> Iterator[FileSystem]:
+        """Lend a connection, and raise what the Storage protocol promises for what a filesystem raises."""
+        where = f"{self._url}/{key}"
+        try:
+            with self._connections.lent() as fs:
+                yield fs
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:  # a folder is no object
+            raise FileNotFoundError(f"{where} does not exist") from exc
+        except PermissionError as exc:
+            raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({exc})") from exc
+        except (ValueError, TypeError, NotImplementedError, StorageError):
+            raise
+        except Exception as exc:
+            if isinstance(exc, OSError) and exc.errno is not None and not isinstance(exc, socket.gaierror):
+                raise
+            # A protocol library's own classes, and what it gives no number: a lost connection more often than not.
+            told = f"{type(exc).__name__}: {exc}"
+            if _LOGIN_REFUSED.match(told):
+                raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({told})") from exc
+            raise StorageError(f"{where}: {told}") from exc
+
+
+def _modified_s(info: dict[str, Any]) -> float:
+    """Return the time of the last change; filesystems name it as they like, and some do not tell."""
+    for name in ("mtime", "modified", "LastModified", "last_modified", "created"):
+        value = info.get(name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0

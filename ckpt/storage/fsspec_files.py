@@ -1,0 +1,183 @@
+"""What storages need of a filesystem and fsspec leaves to each one: judged by what it does, never by its name."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeAlias
+
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+from prefect_torch.ckpt.errors import StorageError
+
+from .digest import write_all
+from .keys import temporary_name
+
+FileSystem: TypeAlias = Any  # fsspec ships no types
+
+_PIECE_BYTES = 2**15  # what an SFTP server takes and gives at once
+_REQUESTS_ON_THE_WAY = 64
+_MANY_OTHERS = 10  # more do not make or remove the folders of one put
+
+
+def can_replace(fs: FileSystem, folder: str) -> bool:
+    """Try in `folder` whether a rename replaces a file: five requests, and none where a rename would be a copy."""
+    if type(fs).mv is AbstractFileSystem.mv:
+        return False
+    new, old = f"{folder}/{temporary_name()}", f"{folder}/{temporary_name()}"
+    fs.pipe_file(new, b"new")
+    fs.pipe_file(old, b"old")
+    with suppress(Exception):  # each library refuses in its own words; a lost connection fails the next line
+        fs.mv(new, old)
+    replaced: bool = fs.cat_file(old) == b"new"
+    for path in [old] if replaced else [old, new]:
+        fs.rm_file(path)
+    return replaced
+
+
+@contextmanager
+def create(fs: FileSystem, path: str) -> Iterator[Any]:
+    """Yield a file to write, and make the folders above it: a concurrent delete may remove an empty one meanwhile."""
+    with _opened_new(fs, path) as file:
+        if not hasattr(file, "set_pipelined"):
+            yield file
+            return
+        pipelined = _Pipelined(file)
+        yield pipelined
+        pipelined.settle()
+
+
+class _Pipelined:
+    """A file of paramiko's that does not wait for the server's word on each 32 KiB, but for all of them at the end.
+
+    Waiting costs 40 ms each (Nagle's algorithm and delayed acknowledgements): 25 s for 20 MiB instead of one. Closing such a
+    file looks at no answer that is still on its way; so the last piece is held back, and written as paramiko writes otherwise,
+    which waits for everything before.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._held = b""
+        file.set_pipelined(True)
+
+    def write(self, data: memoryview) -> int:
+        if data:
+            write_all(self._file, self._held)
+            most = max(0, len(data) - _PIECE_BYTES)
+            write_all(self._file, data[:most])
+            self._held = bytes(data[most:])
+        return len(data)
+
+    def settle(self) -> None:
+        self._file.set_pipelined(False)
+        write_all(self._file, self._held)
+
+
+@contextmanager
+def open_whole(fs: FileSystem, path: str) -> Iterator[Any]:
+    """Yield a file to read from its beginning to its end."""
+    with fs.open(path, "rb") as file:
+        if hasattr(file, "prefetch"):  # paramiko's would ask for 32 KiB, wait, and ask for the next
+            file.prefetch(max_concurrent_requests=_REQUESTS_ON_THE_WAY)
+        yield file
+
+
+def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
+    """Return the bytes from `start` on, as many as there are."""
+    if _reads_by_opening(fs):
+        with fs.open(path, "rb") as file:
+            if hasattr(file, "readv"):  # as above
+                there = min(num_bytes, file.stat().st_size - start)
+                return b"".join(file.readv([(start, there)], _REQUESTS_ON_THE_WAY)) if there > 0 else b""
+    data: bytes = fs.cat_file(path, start=start, end=start + num_bytes)
+    return data
+
+
+def read_whole(fs: FileSystem, path: str) -> bytes:
+    """Return what is in a file."""
+    if not _reads_by_opening(fs):
+        data: bytes = fs.cat_file(path)
+        return data
+    with open_whole(fs, path) as file:
+        content: bytes = file.read()
+        return content
+
+
+def make_folder(fs: FileSystem, folder: str) -> None:
+    """Make `folder` and those above it; others may make them at the same moment."""
+    for _ in range(_MANY_OTHERS):
+        try:
+            fs.makedirs(folder, exist_ok=True)
+        except PermissionError:
+            raise
+        except Exception:  # noqa: BLE001 - fsspec looks and then makes; of one that was made in between each library says its own
+            if fs.isdir(folder):
+                return
+        else:
+            return
+    fs.makedirs(folder, exist_ok=True)
+
+
+def require_whole(fs: FileSystem, path: str, num_bytes: int) -> None:
+    """Compare the size of what was stored, with one request.
+
+    Raises:
+        StorageError: If it differs; the file is removed.
+
+    """
+    fs.invalidate_cache()
+    size = fs.info(path)["size"]
+    if size != num_bytes:
+        fs.rm_file(path)
+        raise StorageError(f"{path}: {size} of {num_bytes} bytes were stored")
+
+
+def find_files(fs: FileSystem, folder: str) -> dict[str, dict[str, Any]]:
+    """Return the files below `folder` by their paths, without links; all of them, or an error.
+
+    A request for each folder, unless the filesystem has a listing of its own.
+    """
+    fs.invalidate_cache()
+    if not _walks(fs):
+        found: dict[str, dict[str, Any]] = fs.find(folder, detail=True)
+        return {path: info for path, info in found.items() if info.get("type", "file") == "file"}
+    files: dict[str, dict[str, Any]] = {}
+    folders = [folder]
+    while folders:
+        listed = folders.pop()
+        with suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
+            for info in fs.ls(listed, detail=True):
+                if info["type"] == "directory" and info["name"] != listed:
+                    folders.append(info["name"])
+                elif info["type"] == "file":
+                    files[info["name"]] = info
+    return files
+
+
+def remove_empty(fs: FileSystem, folder: str, root: str) -> None:
+    """Remove `folder` if it is empty, then the one above; never `root`."""
+    while folder.startswith(f"{root}/"):
+        with suppress(OSError, NotImplementedError):  # somebody stores something there again, or there are no folders
+            if not fs.ls(folder, detail=False):
+                fs.rmdir(folder)
+                folder = folder.rpartition("/")[0]
+                continue
+        return
+
+
+def _walks(fs: FileSystem) -> bool:
+    """Say whether fsspec's own walk would list `fs`: it leaves a folder out whose listing fails, and tells nobody."""
+    if isinstance(fs, AsyncFileSystem):
+        return type(fs)._find is AsyncFileSystem._find  # noqa: SLF001 - what an asynchronous one overrides instead
+    return type(fs).find is AbstractFileSystem.find
+
+
+def _reads_by_opening(fs: FileSystem) -> bool:
+    """Say whether `fs` has no request of its own for a file's bytes."""
+    return type(fs).cat_file is AbstractFileSystem.cat_file and not isinstance(fs, AsyncFileSystem)
+
+
+def _opened_new(fs: FileSystem, path: str) -> Any:
+    for _ in range(_MANY_OTHERS):
+        make_folder(fs, path.rpartition("/")[0])
+        with suppress(FileNotFoundError):
+            return fs.open(path, "wb")
+    return fs.open(path, "wb")

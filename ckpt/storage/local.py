@@ -1,0 +1,294 @@
+"""A folder of the local filesystem as a storage that survives a power cut."""
+
+import errno
+import io
+import os
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .digest import copy_and_digest, digest_stream, write_all, write_and_digest
+from .keys import check_key, is_temporary, temporary_name
+from .protocol import ObjectInfo, Transfer
+from .root_folder import RootFolder, Way
+
+_MANY_DELETES = 100  # more do not hit one put; where no folder can ever be made, as in /proc, it must end
+
+
+class LocalStorage:
+    """Objects as files below `root`.
+
+    What was put is on the disk when the call returns: written under a temporary name, synced, renamed, and its folder
+    synced (https://lwn.net/Articles/457667/). Works on any filesystem that all ranks mount, NFS among them.
+
+    Nothing outside of `root` is read, written or deleted: where a link below it leads out, every verb raises PermissionError,
+    saying where to; a listing leaves such links out. `root` itself may be a link.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = RootFolder(root)
+        self._rereads = False
+
+    @property
+    def url(self) -> str:
+        """The folder."""
+        return str(self._root.path)
+
+    def put_file(self, key: str, path: Path) -> Transfer:
+        """Copy the file at `path`; durable when this returns.
+
+        Raises:
+            OSError: ENOSPC before anything is written, if there is no space for it.
+
+        """
+        with path.open("rb", buffering=0) as source:
+            self._require_space(os.fstat(source.fileno()).st_size)
+            return self._write(key, lambda target: copy_and_digest(source, target))
+
+    def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
+        """Write `parts` from memory; durable when this returns."""
+        self._require_space(sum(part.nbytes for part in parts))
+        return self._write(key, lambda target: write_and_digest(parts, target))
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Store a small object; a reader sees the old one or the new one, whole."""
+
+        def write(target: io.FileIO) -> Transfer:
+            write_all(target, data)
+            return Transfer(len(data), "")
+
+        self._write(key, write)
+
+    def get_file(self, key: str, path: Path) -> Transfer:
+        """Copy the object to `path`."""
+        with self._open(key) as source, path.open("wb", buffering=0) as target:
+            return copy_and_digest(source, target)
+
+    def digest(self, key: str) -> Transfer:
+        """Return the size and digest of the object."""
+        with self._open(key) as source:
+            return digest_stream(source)
+
+    def get_bytes(self, key: str) -> bytes:
+        """Return a small object."""
+        with self._open(key) as source:
+            return source.readall()
+
+    def get_range(self, key: str, start: int, into: memoryview) -> int:
+        """Read into `into` from `start` on; returns how many bytes there were."""
+        with self._open(key) as source:
+            source.seek(start)
+            done = 0
+            while done < len(into) and (count := source.readinto(into[done:])):
+                done += count
+        return done
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        """Yield the files below `prefix`, ordered by their whole key; a link below it is not followed.
+
+        Raises:
+            PermissionError: If `prefix` itself leads out of the storage through a link; an empty listing would look like a
+                run without checkpoints.
+
+        """
+        try:
+            with self._root.open(_names(prefix)) as way:
+                folder = way.listed()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        yield from _walk(folder, prefix, after)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Yield the names of the folders directly below `prefix`; looks into none of them, and follows no link."""
+        try:
+            with self._root.open(_names(prefix)) as way:
+                folder = way.listed()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        try:
+            with os.scandir(folder) as entries:
+                yield from [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        finally:
+            os.close(folder)
+
+    def size(self, key: str) -> int:
+        """Return an object's size in bytes."""
+        with _objects_only(self._path(key)):
+            way, name = self._root.reach(check_key(key))
+            with way:
+                status = way.status(name)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(f"{self._path(key)} is no file")
+        return status.st_size
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects, and the folders that this empties; a link in the place of one is removed, not what it leads to.
+
+        Raises:
+            PermissionError: If a folder on the way is a link that leads out; all others are removed before.
+
+        """
+        names_in: dict[str, list[str]] = defaultdict(list)
+        for key in keys:
+            folder, _, name = check_key(key).rpartition("/")
+            names_in[folder].append(name)
+        refused: PermissionError | None = None
+        for folder, names in names_in.items():
+            try:
+                with suppress(FileNotFoundError, NotADirectoryError), self._root.open(_names(folder)) as way:
+                    _unlink(way, names)
+            except PermissionError as exc:
+                refused = refused or exc
+        if refused is not None:
+            raise refused
+
+    def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
+        """Remove the temporary files of killed writers, and the folders that this empties."""
+        newest_s = time.time() - older_than_s
+        left_in: dict[str, list[str]] = defaultdict(list)
+        with suppress(FileNotFoundError), self._root.open(_names(prefix)) as top:
+            for folder, _, names, descriptor in os.fwalk(".", dir_fd=top.folder):
+                for name in filter(is_temporary, names):
+                    with suppress(FileNotFoundError):  # its writer lives and has finished
+                        if os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mtime <= newest_s:
+                            left_in[folder].append(name)
+        for folder, names in left_in.items():
+            with suppress(FileNotFoundError), self._root.open([*_names(prefix), *Path(folder).parts]) as way:
+                _unlink(way, names)
+
+    def reopened(self) -> "LocalStorage":
+        """Return this folder, each file of it read from the disk or its server instead of from the page cache."""
+        other = LocalStorage(self._root.path)
+        other._rereads = True
+        return other
+
+    def local_path(self, key: str) -> Path | None:
+        """Return where `key` is.
+
+        Raises:
+            PermissionError: If a link leads out of the storage.
+
+        """
+        path = self._path(key.rstrip("/"))
+        with suppress(FileNotFoundError, NotADirectoryError), self._root.reach(key.rstrip("/"))[0]:
+            pass
+        return path
+
+    def _path(self, key: str) -> Path:
+        return self._root.path / check_key(key)
+
+    def _open(self, key: str) -> io.FileIO:
+        with _objects_only(self._path(key)):
+            way, name = self._root.reach(check_key(key))
+            with way:
+                file = way.open(name, "rb")
+        if self._rereads and hasattr(os, "posix_fadvise"):  # what was read wrong is in the cache as it was read
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return file
+
+    def _write(self, key: str, write: Callable[[io.FileIO], Transfer]) -> Transfer:
+        *folders, name = check_key(key).split("/")
+        temporary = temporary_name()
+        way, file = self._create(folders, temporary)
+        with way:
+            try:
+                with file:
+                    written = write(file)
+                    os.fsync(file.fileno())
+                    _require_whole(file, written, self._path(key))
+                way.replace(temporary, name)
+            except BaseException:
+                with suppress(OSError):  # what went wrong first counts
+                    _unlink(way, [temporary])
+                raise
+            with suppress(FileNotFoundError):  # the object was deleted at once, and its folder with it
+                way.sync()
+        return written
+
+    def _create(self, folders: Sequence[str], name: str) -> tuple[Way, io.FileIO]:
+        """Create a file, and the folders above it: a concurrent delete may remove an empty one meanwhile."""
+        for tries_left in reversed(range(_MANY_DELETES)):
+            try:
+                way = self._root.open(folders, make=True)
+                try:
+                    return way, way.open(name, "xb")
+                except BaseException:
+                    with way, suppress(OSError):
+                        way.remove_if_empty()
+                    raise
+            except (FileNotFoundError, FileExistsError):  # mkdir says the latter of a folder that has just gone
+                if not tries_left:
+                    raise
+        raise AssertionError
+
+    def _require_space(self, needed_bytes: int) -> None:
+        root = self._root.path
+        if not root.exists():  # the first put makes it
+            return
+        filesystem = os.statvfs(root)
+        free_bytes = filesystem.f_bavail * filesystem.f_frsize
+        if needed_bytes > free_bytes:
+            raise OSError(
+                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({needed_bytes} bytes needed, {free_bytes} free)", str(root)
+            )
+
+
+@contextmanager
+def _objects_only(path: Path) -> Iterator[None]:
+    """Call a folder, and what would lie below a file, missing, as an object store does."""
+    try:
+        yield
+    except (IsADirectoryError, NotADirectoryError) as exc:
+        raise FileNotFoundError(f"{path} is no file") from exc
+
+
+def _names(prefix: str) -> list[str]:
+    return check_key(prefix.removesuffix("/")).split("/") if prefix else []
+
+
+def _unlink(way: Way, names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(FileNotFoundError, IsADirectoryError):
+            way.unlink(name)
+    way.remove_if_empty()
+
+
+def _require_whole(file: io.FileIO, written: Transfer, path: Path) -> None:
+    """Raise OSError unless the file is as long as what was written: a rename would make a short one durable."""
+    size = os.fstat(file.fileno()).st_size
+    if size != written.bytes:
+        raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {size} of {written.bytes} bytes are in the file", str(path))
+
+
+def _walk(folder: int, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+    """Yield what is in an open folder, and close it."""
+    try:
+        with os.scandir(folder) as entries:
+            # A folder sorts as its name with the "/" that its keys continue with: "a-b" comes before "a/b".
+            named = sorted(
+                (f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name, entry) for entry in entries
+            )
+        for name, entry in named:
+            key = f"{prefix}{name}"
+            if name.endswith("/"):
+                if after is None or key > after or after.startswith(key):
+                    yield from _walk_below(folder, entry.name, key, after)
+            elif (after is None or key > after) and not is_temporary(name) and entry.is_file(follow_symlinks=False):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # deleted since the scan
+                    continue
+                yield ObjectInfo(key, status.st_size, status.st_mtime)
+    finally:
+        os.close(folder)
+
+
+def _walk_below(folder: int, name: str, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+    try:
+        below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+    except FileNotFoundError:  # deleted since the scan
+        return
+    yield from _walk(below, prefix, after)

@@ -1,0 +1,107 @@
+"""From the text that a person writes to a storage's specification; opens nothing and asks nobody."""
+
+import os
+import re
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from urllib.parse import unquote
+
+from .protocol import StorageSpec
+
+_BUCKETS = {"s3", "s3a", "gs", "gcs"}
+OBJECT_STORES = _BUCKETS | {"az", "azure", "abfs", "abfss", "adl"}  # whose URLs say container@account
+_BLOCK_SLUGS = {
+    "checkpoint-storage",
+    "local-file-system",
+    "remote-file-system",
+    "s3-bucket",
+    "gcs-bucket",
+    "azure-blob-storage-container",
+}
+URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
+_ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(OBJECT_STORES))}|file|memory|sftp|ssh|ftp|hdfs|smb):/", re.IGNORECASE)
+# What begins with a host's port, or an address in brackets, is no user with a password. As a form's JSON schema says it, too.
+URL_WITH_LOGIN = r"[A-Za-z][A-Za-z0-9+.-]*://[^/:@\[]*:(?!\d+(/|$))[^@]*@"
+_PASSWORD = re.compile(URL_WITH_LOGIN)
+
+
+def parse_location(text: "str | PathLike[str]") -> StorageSpec | None:
+    """Return what a local path or a URL specifies; None for "block-type-slug/block-name", which only Prefect can resolve.
+
+    Raises:
+        ValueError: If it is empty, or a URL that cannot be written to or shows a password.
+
+    """
+    path = os.fspath(text)
+    if not path:
+        raise ValueError("storage is empty: give a path, a URL, 'block-type-slug/block-name', or a block")
+    if URL.match(path):
+        return normalized(StorageSpec(path))
+    if isinstance(text, PathLike) or not is_block_slug(path):
+        return StorageSpec(_absolute(path))
+    return None
+
+
+def refuse_password(text: str) -> None:
+    """Raise unless `text`, as a URL, shows no password: it would be shown wherever the URL is.
+
+    Raises:
+        ValueError: With the way to give it, and without the password.
+
+    """
+    if _PASSWORD.match(text):
+        scheme = text.partition("://")[0].lower()
+        way = (
+            f"save a CheckpointStorage block with {scheme}://user@host/folder and the password in its field, or log in by a key"
+        )
+        if scheme in OBJECT_STORES:
+            way = "give them as a block, as environment variables or in a profile"
+        raise ValueError(
+            f"the {scheme}:// URL holds credentials, which Prefect stores and shows with a flow run's parameters: {way}"
+        )
+
+
+def is_block_slug(text: str) -> bool:
+    """Say whether `text` names a saved block."""
+    slug, _, name = text.partition("/")
+    return slug in _BLOCK_SLUGS and bool(name) and "/" not in name
+
+
+def _absolute(path: str) -> str:
+    if _ONE_SLASH.match(path):
+        raise ValueError(
+            f"{path.partition('/')[0]}/… is a URL that lost a slash, as in pathlib.Path('s3://…'): give the URL as a string"
+        )
+    return str(Path(path).expanduser().absolute())
+
+
+def normalized(spec: StorageSpec) -> StorageSpec:
+    """Return `spec` with a lower-case scheme and no last slash."""
+    match = URL.match(spec.url)
+    if match is None:
+        return spec
+    refuse_password(spec.url)
+    scheme, rest = match["scheme"].lower(), match["rest"]
+    if scheme in ("file", "local"):
+        return replace(spec, url=_file_path(rest), options={})
+    if scheme in ("http", "https"):
+        raise ValueError(
+            f"{scheme}:// cannot be written to: give an S3 server's address as the block's endpoint_url, or in "
+            "AWS_ENDPOINT_URL, and the storage as s3://bucket/folder"
+        )
+    if scheme in _BUCKETS and "@" in rest.partition("/")[0]:
+        raise ValueError(
+            f"the {scheme}:// URL holds credentials, which would be shown wherever the URL is: give them as a block, as "
+            "environment variables or in a profile"
+        )
+    if scheme in OBJECT_STORES and ("?" in rest or "#" in rest):
+        raise ValueError(f"{scheme}://{re.split('[?#]', rest)[0]} goes on with '?' or '#': write %3F or %23 in a folder's name")
+    return replace(spec, url=f"{scheme}://{rest.rstrip('/')}")
+
+
+def _file_path(rest: str) -> str:
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise ValueError(f"file://{rest} names no absolute path: write file:///folder, or the path alone")
+    return f"/{unquote(path).strip('/')}"

@@ -1,0 +1,242 @@
+"""S3, Google Cloud Storage and Azure through obstore, the Python binding of Rust's object_store."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import obstore
+import obstore.exceptions
+import xxhash
+from obstore.store import S3Store
+from prefect_torch.ckpt.errors import StorageError
+
+from .digest import split, write_all
+from .keys import check_key
+from .object_store_config import open_object_store, promises_key_order
+from .object_store_errors import first_reason, translate
+from .object_store_listing import LISTED_AT_ONCE, BucketListing
+from .protocol import ObjectInfo, Transfer
+from .ranged_reads import read_in_order
+from .unsaid_range import read_unsaid_range
+
+T = TypeVar("T")
+
+_PART_BYTES = 8 * 2**20
+_MAX_PARTS = 10_000  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+_CONCURRENT_PARTS = 4
+_DELETE_AT_ONCE = 1000
+
+
+class ObstoreStorage:
+    """Objects in a bucket; a put is atomic and durable when it returns, as the service promises.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://…` or `az://…`.
+        options: object_store's configuration keys, such as `aws_endpoint_url`; the environment's AWS_… variables count where
+            they say nothing, then boto3's own search for credentials.
+
+    Raises:
+        ValueError: If the url or an option cannot be one.
+
+    """
+
+    def __init__(self, url: str, options: Mapping[str, str]) -> None:
+        self._url = url.rstrip("/")
+        self._options = dict(options)
+        self._store = open_object_store(self._url, dict(self._options))
+        self._leaves_ranges_unsaid = False
+        is_documented = promises_key_order(self._store)
+        self._listing = BucketListing(self._url, self._pages, self._exists, is_documented=is_documented)
+
+    @property
+    def url(self) -> str:
+        """Where this is, without secrets."""
+        return self._url
+
+    def put_file(self, key: str, path: Path) -> Transfer:
+        """Store the file at `path`: one request up to 8 MiB, else parts, four at a time."""
+        size = path.stat().st_size
+        if size <= _PART_BYTES:
+            data = path.read_bytes()
+            self._call(key, lambda: obstore.put(self._store, check_key(key), data, use_multipart=False))
+            return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
+        with path.open("rb", buffering=0) as file:
+            return self._put_parts(key, size, lambda part_bytes: iter(partial(file.read, part_bytes), b""))
+
+    def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
+        """Store `parts` as one object: one request up to 8 MiB, else parts of it from memory, four at a time."""
+        size = sum(len(part) for part in parts)
+        if size <= _PART_BYTES:
+            data = b"".join(parts)
+            self._call(key, lambda: obstore.put(self._store, check_key(key), data, use_multipart=False))
+            return Transfer(size, xxhash.xxh3_128_hexdigest(data))
+        return self._put_parts(key, size, lambda part_bytes: split(parts, part_bytes))
+
+    def get_file(self, key: str, path: Path) -> Transfer:
+        """Write the object to `path`, in ranges that are on their way at once."""
+        size = self.size(key)
+        with path.open("wb", buffering=0) as target:  # into the page cache: who downloads a file reads it next
+            return self._read(key, size, lambda data: write_all(target, data))
+
+    def digest(self, key: str) -> Transfer:
+        """Return the size and digest of the object, in ranges that are on their way at once."""
+        return self._read(key, self.size(key), lambda _: None)
+
+    def _read(self, key: str, size: int, take: Callable[[memoryview], None]) -> Transfer:
+        digest = xxhash.xxh3_128()
+        total = 0
+
+        def take_digested(data: memoryview) -> None:
+            nonlocal total
+            digest.update(data)
+            take(data)
+            total += len(data)
+
+        read_in_order(size, lambda start, into: self.get_range(key, start, into), take_digested)
+        return Transfer(total, digest.hexdigest())
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Store a small object."""
+        self._call(key, lambda: obstore.put(self._store, check_key(key), data, use_multipart=False))
+
+    def get_bytes(self, key: str) -> bytes:
+        """Return a small object."""
+        return self._call(key, lambda: bytes(obstore.get(self._store, check_key(key)).bytes()))
+
+    def get_range(self, key: str, start: int, into: memoryview) -> int:
+        """Copy the object's bytes from `start` on into `into`, with one request; returns how many there were."""
+        if not into:
+            return 0
+        if self._leaves_ranges_unsaid:
+            return self._get_unsaid_range(key, start, into)
+        try:
+            data = self._call(key, lambda: obstore.get_range(self._store, check_key(key), start=start, length=len(into)))
+        except (OSError, StorageError) as exc:
+            if "non-partial response" in str(exc):
+                self._leaves_ranges_unsaid = True
+                return self._get_unsaid_range(key, start, into)
+            left = max(0, self.size(key) - start)
+            if left >= len(into):
+                raise
+            return self.get_range(key, start, into[:left])  # some servers refuse a range that goes beyond the end
+        view = memoryview(data)
+        into[: len(view)] = view
+        return len(view)
+
+    def _get_unsaid_range(self, key: str, start: int, into: memoryview) -> int:
+        count = read_unsaid_range(self._store, check_key(key), start, into)
+        return self._skim(key, start, into) if count is None else count
+
+    def _skim(self, key: str, start: int, into: memoryview) -> int:
+        """Read a range by reading all that is before it, from a server that gives whole objects only."""
+        chunks = self._call(key, lambda: obstore.get(self._store, check_key(key)).stream(min_chunk_size=2**20))
+        done, position = 0, 0
+        for chunk in chunks:
+            wanted = memoryview(chunk)[max(0, start - position) :][: len(into) - done]
+            into[done : done + len(wanted)] = wanted
+            done, position = done + len(wanted), position + len(memoryview(chunk))
+            if done == len(into):
+                break
+        return done
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        """Yield the objects below `prefix`, a request per thousand.
+
+        Raises:
+            OSError: If the server loses objects between two pages.
+
+        """
+        yield from self._listing.list(prefix, after)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Yield the names of the folders directly below `prefix`, a request per thousand."""
+        below = _below(prefix)
+        found = self._call(prefix, lambda: obstore.list_with_delimiter(self._store, below))
+        yield from (path.rpartition("/")[2] for path in found["common_prefixes"])
+
+    def size(self, key: str) -> int:
+        """Return an object's size in bytes."""
+        return self._call(key, lambda: obstore.head(self._store, check_key(key))["size"])
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects, a thousand with a request."""
+        paths = [check_key(key) for key in keys]
+        for start in range(0, len(paths), _DELETE_AT_ONCE):
+            batch = paths[start : start + _DELETE_AT_ONCE]
+            try:
+                self._call(batch[0], partial(obstore.delete, self._store, batch))
+            except FileNotFoundError:  # S3 does not mind one that is missing; others stop there and leave the rest
+                for path in batch:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._call(path, partial(obstore.delete, self._store, path))
+
+    def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
+        """Abort unfinished multipart uploads to S3; other services forget them by themselves."""
+        if isinstance(self._store, S3Store):
+            from .multipart_uploads import abort_stale_uploads  # noqa: PLC0415 - boto3, for cleaning up only
+
+            abort_stale_uploads(self._store, prefix, older_than_s)
+
+    def reopened(self) -> "ObstoreStorage":
+        """Return this storage by a new connection."""
+        return ObstoreStorage(self._url, self._options)
+
+    def local_path(self, key: str) -> Path | None:
+        """Return None: a bucket is read through its service."""
+        del key
+        return None
+
+    def _pages(self, prefix: str, after: str | None) -> Iterator[tuple[ObjectInfo, ...]]:
+        below = _below(prefix)
+        pages = self._call(prefix, lambda: obstore.list(self._store, below, offset=after, chunk_size=LISTED_AT_ONCE))
+        while page := self._call(prefix, lambda: next(pages, None)):
+            yield tuple(ObjectInfo(info["path"], info["size"], info["last_modified"].timestamp()) for info in page)
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _put_parts(self, key: str, size: int, cut: Callable[[int], Iterator[bytes | memoryview]]) -> Transfer:
+        part_bytes = max(_PART_BYTES, -(-size // _MAX_PARTS))
+        parts = _DigestedParts(cut(part_bytes))
+        self._call(
+            key,
+            lambda: obstore.put(
+                self._store, check_key(key), iter(parts), chunk_size=part_bytes, max_concurrency=_CONCURRENT_PARTS
+            ),
+        )
+        return Transfer(parts.bytes, parts.digest.hexdigest())
+
+    def _call(self, key: str, request: Callable[[], T]) -> T:
+        try:
+            return request()
+        except (obstore.exceptions.BaseError, OSError) as exc:
+            if isinstance(exc, OSError) and exc.errno is not None:
+                raise  # of the local file; obstore's own have no number
+            translated = translate(exc, f"{self._url}/{key}")
+            exc.args = (first_reason(exc),)  # the server's whole answer may quote the request with its session token
+            raise translated from exc
+
+
+def _below(prefix: str) -> str | None:
+    return check_key(prefix.removesuffix("/")) if prefix else None
+
+
+class _DigestedParts:
+    """Parts of an object, digested as they are taken."""
+
+    def __init__(self, parts: Iterator[bytes | memoryview]) -> None:
+        self._parts = parts
+        self.digest = xxhash.xxh3_128()
+        self.bytes = 0
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for part in self._parts:
+            self.digest.update(part)
+            self.bytes += len(part)
+            yield part

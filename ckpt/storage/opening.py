@@ -1,0 +1,52 @@
+"""From whatever a person gives as storage to an open one: a path, a URL, a block's name, a block."""
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from os import PathLike
+from typing import Any, TypeAlias, TypeGuard
+
+from .backends import open_spec
+from .location import normalized, parse_location
+from .protocol import Storage, StorageSpec
+
+StorageLike: TypeAlias = "str | PathLike[str] | StorageSpec | Storage | Any"
+
+
+def parse_storage(storage: StorageLike) -> StorageSpec:
+    """Return what every process needs to open `storage`.
+
+    Args:
+        storage: A local path, a URL, "block-type-slug/block-name", or a block. A folder that is named like a block is
+            written "./s3-bucket/x".
+
+    Raises:
+        ValueError: If it is none of these, or a URL with a password in it.
+
+    """
+    if isinstance(storage, StorageSpec):
+        return normalized(storage)
+    if isinstance(storage, (str, PathLike)) and (spec := parse_location(storage)) is not None:
+        return spec
+    from .blocks import renewal_of, resolve_storage  # noqa: PLC0415 - the one module here that imports prefect
+
+    return replace(normalized(resolve_storage(storage)), renewal=renewal_of(storage))
+
+
+def open_storage(storage: StorageLike) -> Storage:
+    """Open `storage`; asks the storage nothing yet. An open storage is returned as it is.
+
+    Raises:
+        ValueError: If it is nothing that can be opened.
+
+    """
+    return storage if is_open(storage) else open_spec(parse_storage(storage), _fresh_options)
+
+
+def _fresh_options(renewal: bytes) -> Mapping[str, str]:
+    return parse_storage(pickle.loads(renewal)).options  # noqa: S301 - from our own leader
+
+
+def is_open(storage: StorageLike) -> TypeGuard[Storage]:
+    """Say whether `storage` speaks the verbs itself."""
+    return hasattr(storage, "put_file") and hasattr(storage, "list")

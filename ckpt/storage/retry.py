@@ -1,0 +1,277 @@
+"""Which storage errors are worth another try, and how long: the one place that knows."""
+
+import errno
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+from prefect_torch.ckpt.errors import StorageError
+
+from .protocol import ObjectInfo, RetryPolicy, Storage, Transfer
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+ErrorClass: TypeAlias = Literal["transient", "credentials", "final"]
+T = TypeVar("T")
+
+_TRANSIENT_ERRNOS = {
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EINTR,  # a mount with "intr" or "soft"
+    errno.EIO,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
+    errno.ENOLCK,
+    errno.ENOTCONN,  # a FUSE filesystem whose process ended
+    errno.EPIPE,
+    errno.ESHUTDOWN,
+    errno.ESTALE,  # an NFS server that restarted
+    errno.ETIMEDOUT,
+}
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html#ErrorCodeList
+_EXPIRED = (
+    "expiredtoken",
+    "requestexpired",
+    "tokenrefreshrequired",
+    "token has expired",
+    "token included in the request is expired",
+    "sso session associated with this profile has expired",
+)
+# A transfer may outlast the deadline before it first fails, and is still worth one more try.
+_LEAST_TRIES = 2
+_LISTED_AT_ONCE = 1000
+_MOST_DOUBLINGS = 60  # more would overflow, and the longest pause is reached long before
+_jitter = random.Random()  # noqa: S311 - no secret hangs on it
+_retries_end: ContextVar[threading.Event | None] = ContextVar("retries_end", default=None)
+
+
+class CredentialsExpiredError(PermissionError):
+    """The storage refused credentials that were good before: a new client may have fresh ones."""
+
+
+class ClockSkewError(PermissionError):
+    """The storage refused a request that says another time than its own clock: set this machine's clock."""
+
+
+def classify(error: BaseException) -> ErrorClass:
+    """Say what helps: waiting, fresh credentials, or nothing."""
+    if isinstance(error, (FileNotFoundError, ValueError)):  # first: their text quotes keys, which may hold any words
+        return "final"
+    if isinstance(error, CredentialsExpiredError) or any(words in str(error).lower() for words in _EXPIRED):
+        return "credentials"
+    if isinstance(error, (StorageError, ConnectionError, TimeoutError)):
+        return "transient"
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
+        return "transient"
+    return "final"
+
+
+@contextmanager
+def retries_ended_by(event: threading.Event) -> Iterator[None]:
+    """Retry storage operations of this context until `event` is set, and from then on try each once.
+
+    A pause between two tries ends with the event, too; a try that is under way does not.
+    """
+    token = _retries_end.set(event)
+    try:
+        yield
+    finally:
+        _retries_end.reset(token)
+
+
+class RetryingStorage:
+    """A storage that tries again what may work later, and opens itself anew when its credentials have expired.
+
+    Each verb raises StorageError once the deadline has passed, and at once what no retry can help.
+
+    Args:
+        reopen: Opens the storage, reading its credentials anew.
+        policy: How patient to be.
+
+    """
+
+    def __init__(self, reopen: Callable[[], Storage], policy: RetryPolicy) -> None:
+        self._reopen = reopen
+        self._policy = policy
+        self._storage = reopen()
+        self._one_replaces = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """Where this is, without secrets."""
+        return self._storage.url
+
+    def put_file(self, key: str, path: Path) -> Transfer:
+        """Store the file at `path`."""
+        return self._retry("storing", key, lambda storage: storage.put_file(key, path))
+
+    def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
+        """Store `parts` as one object."""
+        return self._retry("storing", key, lambda storage: storage.put_buffers(key, parts))
+
+    def get_file(self, key: str, path: Path) -> Transfer:
+        """Write the object to `path`."""
+        return self._retry("reading", key, lambda storage: storage.get_file(key, path))
+
+    def digest(self, key: str) -> Transfer:
+        """Return the size and digest of the object."""
+        return self._retry("reading", key, lambda storage: storage.digest(key))
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Store a small object."""
+        self._retry("storing", key, lambda storage: storage.put_bytes(key, data))
+
+    def get_bytes(self, key: str) -> bytes:
+        """Return a small object."""
+        return self._retry("reading", key, lambda storage: storage.get_bytes(key))
+
+    def get_range(self, key: str, start: int, into: memoryview) -> int:
+        """Fill `into` from `start` on."""
+        return self._retry("reading", key, lambda storage: storage.get_range(key, start, into))
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        """Yield the objects below `prefix`; after a page that fails, what another listing tells besides, from its beginning.
+
+        Where the one that failed would have gone on is known to nobody: the next may come in another order.
+        """
+        listing: Iterator[ObjectInfo] | None = None
+        seen: set[str] = set()
+
+        def next_page(storage: Storage) -> tuple[ObjectInfo, ...]:
+            nonlocal listing
+            begun, listing = listing or storage.list(prefix, after=after), None
+            page = tuple(islice((info for info in begun if info.key not in seen), _LISTED_AT_ONCE))
+            listing = begun  # only now: one that failed has ended, and the next try begins another
+            seen.update(info.key for info in page)
+            return page
+
+        while page := self._retry("listing", prefix, next_page):
+            yield from page
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Yield the names of the folders directly below `prefix`."""
+        yield from self._retry("listing", prefix, lambda storage: tuple(storage.folders(prefix)))
+
+    def size(self, key: str) -> int:
+        """Return an object's size in bytes."""
+        return self._retry("reading", key, lambda storage: storage.size(key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects."""
+        all_keys = tuple(keys)
+        if all_keys:
+            self._retry("deleting", all_keys[0], lambda storage: storage.delete(all_keys))
+
+    def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
+        """Remove what interrupted puts left behind."""
+        self._retry("cleaning", prefix, lambda storage: storage.remove_interrupted(prefix, older_than_s))
+
+    def reopened(self) -> "RetryingStorage":
+        """Return this storage by a new connection."""
+        return RetryingStorage(self._open_anew, self._policy)
+
+    def local_path(self, key: str) -> Path | None:
+        """Return where `key` can be read in place, if anywhere."""
+        return self._retry("reading", key, lambda storage: storage.local_path(key))
+
+    def _retry(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
+        started_s = time.monotonic()
+        used = self._storage
+        try:
+            return call(used)
+        except Exception as exc:
+            if classify(exc) == "final":
+                raise
+            return self._retry_after(exc, call, _Call(doing, key, used, started_s))
+
+    def _retry_after(self, first: Exception, call: Callable[[Storage], T], asked: "_Call") -> T:
+        """Go on after the first try failed, which is what tenacity is told of as its first."""
+        from tenacity import (  # noqa: PLC0415 - 60 ms, which a storage that fails can spend better than every rank's start
+            Retrying,
+            retry_if_exception,
+            sleep_using_event,
+            stop_after_attempt,
+            stop_after_delay,
+            stop_all,
+            stop_any,
+            stop_when_event_set,
+        )
+
+        failed: Exception | None = first
+        reopened = False
+        left_s = max(0.0, self._policy.deadline_s - (time.monotonic() - asked.started_s))
+
+        def call_newest() -> T:
+            nonlocal failed
+            if failed is not None:
+                error, failed = failed, None
+                raise error
+            asked.used = self._storage
+            return call(asked.used)
+
+        def is_worth_retrying(error: BaseException) -> bool:
+            nonlocal reopened
+            kind = classify(error)
+            if kind == "credentials" and not reopened:
+                reopened = True
+                self._replace(asked.used)
+                return True
+            return kind == "transient"
+
+        def give_up(state: "RetryCallState") -> T:
+            assert state.outcome is not None
+            error = state.outcome.exception()
+            raise StorageError(
+                f"{asked.doing} {self.url}/{asked.key} failed {state.attempt_number} times in "
+                f"{time.monotonic() - asked.started_s:.0f} s; the last error: {error}"
+            ) from error
+
+        end = _retries_end.get() or threading.Event()
+        patient = stop_all(stop_after_delay(left_s), stop_after_attempt(_LEAST_TRIES))
+        retrying = Retrying(
+            retry=retry_if_exception(is_worth_retrying),
+            stop=stop_any(patient, stop_when_event_set(end)),
+            sleep=sleep_using_event(end),
+            wait=lambda state: _draw_wait_s(self._policy, state.attempt_number),
+            retry_error_callback=give_up,
+        )
+        return retrying(call_newest)
+
+    def _open_anew(self) -> Storage:
+        with self._one_replaces:  # credentials come from an iterator, which two threads must not ask at once
+            return self._reopen()
+
+    def _replace(self, expired: Storage) -> None:
+        with self._one_replaces:
+            if self._storage is expired:  # else another thread was first
+                self._storage = self._reopen()
+
+
+def _draw_wait_s(policy: RetryPolicy, num_tries: int) -> float:
+    """Draw a pause; tenacity's own would draw from the process's generator, whose numbers belong to the training."""
+    longest_s = min(policy.longest_wait_s, policy.first_wait_s * 2 ** min(num_tries - 1, _MOST_DOUBLINGS))
+    return _jitter.uniform(0.0, longest_s)
+
+
+@dataclass
+class _Call:
+    """One call of a verb: what it is for a person, the storage that was used last, and when it began."""
+
+    doing: str
+    key: str
+    used: Storage
+    started_s: float

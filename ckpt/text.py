@@ -1,0 +1,36 @@
+"""Sizes, ages, names and times as text, for a terminal, a page, an error or a record."""
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+_SHOWN = 5
+
+
+def show_bytes(number: int) -> str:
+    """Return a size in the unit that suits it."""
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:  # noqa: PLR2004 - what a KiB is
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def show_age(seconds: float) -> str:
+    """Return how long ago something was, in one unit and no more than it is."""
+    for unit, length in _UNITS:
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def show_some(names: Sequence[str]) -> str:
+    """Return the first five of `names`, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def utc_now() -> str:
+    """Return the time by this machine's clock: UTC, ISO 8601."""
+    return datetime.now(timezone.utc).isoformat()

@@ -1,0 +1,18 @@
+"""Transformers trainings that report their checkpoints: a callback for the Trainer, and the way back.
+
+    def train_fn(config):
+        trainer = transformers.Trainer(model, transformers.TrainingArguments("output", ...), train_dataset=data)
+        trainer = prepare_trainer(trainer)
+        with resume_path() as path:
+            trainer.train(resume_from_checkpoint=path)
+
+Needs the extra `transformers`; nothing else of this package imports this module.
+"""
+
+from .callback import ReportCallback, prepare_trainer, resume_path
+
+__all__ = [
+    "ReportCallback",
+    "prepare_trainer",
+    "resume_path",
+]

@@ -1,0 +1,224 @@
+"""The callback that reports a Trainer's checkpoints, and the way back."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, gather_object
+from prefect_torch.ckpt.context import TrainContext, context_or_none
+from prefect_torch.ckpt.errors import CheckpointNotFoundError
+from prefect_torch.ckpt.framework_folders import CHECKPOINT_NAME, check_world_size, part_of_rank, restored_part
+from prefect_torch.ckpt.reporting.api import get_checkpoint, log_metrics, report
+from prefect_torch.ckpt.reporting.arguments import Upload, check_upload
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .weights import load_renamed_weights
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+_LOAD_BY_THEMSELVES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_resumed_from: Path | None = None
+
+
+class ReportCallback(TrainerCallback):
+    """Report every checkpoint that the Trainer saves with the metrics of its step, durable when training goes on.
+
+    The checkpoint holds `checkpoint/`, what the Trainer wrote to `checkpoint-<step>` on any rank; each rank brings what it
+    owns. The Trainer's folder stays where it is and as it is, also with `upload="async"`, which copies it, and
+    `save_total_limit` rotates as ever; the run keeps what its own settings say.
+
+    The metrics are what the Trainer logged at that very step, an evaluation among it, with `epoch` and `step`: nothing of
+    another step is passed off as this one's. So that there is a loss, a step that is saved is logged, too, unless
+    `logging_strategy="no"`. The step is `state.global_step`, so a training function trains once, and gives
+    `resume_from_checkpoint=` from `resume_path` to continue. One step is reported once.
+
+    After each step it asks `get_context().should_checkpoint()`, and has the Trainer save if told to. When the training is about
+    to be ended from outside, it stops the Trainer then.
+
+    Outside of a training function it warns, once per training, and does nothing, so that the same script runs on its own.
+
+    Args:
+        upload: "sync" or "async", as `report` understands it; "async" holds the training up for a copy of the files, and
+            stores them while it goes on.
+        report_logs: Whether all that the Trainer logs is recorded in the run's history, checkpoint or not.
+
+    Attributes:
+        CHECKPOINT_NAME: Under which name the checkpoint holds the Trainer's.
+
+    """
+
+    CHECKPOINT_NAME = CHECKPOINT_NAME
+
+    def __init__(self, *, upload: Upload = "sync", report_logs: bool = True) -> None:
+        check_upload(upload, None, None)
+        self._upload: Upload = upload
+        self._report_logs = report_logs
+        self._context: TrainContext | None = None
+        self._reported_step = 0
+        self._ends = False
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002 - Transformers' signature
+        model: object = None,
+        **_: Any,
+    ) -> None:
+        """Count on from where the Trainer begins.
+
+        Raises:
+            ValueError: If the Trainer is one that `prepare_trainer` refuses, or begins before the checkpoint that this attempt
+                continues.
+
+        """
+        self._context = context_or_none()
+        self._reported_step = state.global_step
+        self._ends = False
+        if self._context is None:
+            if state.is_world_process_zero:
+                warnings.warn(
+                    "ReportCallback reports nothing: this is no training function of prefect_torch.flows.train()", stacklevel=2
+                )
+            return
+        _check_arguments(args, self._context)
+        restored = get_checkpoint()
+        if restored is not None and state.global_step < restored.step:
+            raise ValueError(
+                f"the training continues from {restored.path} at step {restored.step}, but the Trainer begins with step "
+                f"{state.global_step}; give trainer.train() the resume_from_checkpoint that resume_path() yields"
+            )
+        if _resumed_from is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
+            load_renamed_weights(model, _resumed_from)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Have the Trainer save if the training is told to, and stop, without an evaluation, if it is about to be ended."""
+        if self._context is not None and not control.should_training_stop and self._context.should_checkpoint():
+            control.should_training_stop = self._ends = self._context.ends_soon()
+            control.should_evaluate = control.should_evaluate and not self._ends
+            control.should_save = control.should_save or self._ends or not _epoch_end_saves(args, state)
+        self._log_what_is_saved(args, control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - as above
+        """Have the Trainer log if it is about to save; hold nothing up if the training is about to be ended."""
+        if self._ends:  # saved after the step
+            control.should_evaluate = control.should_save = False
+        self._log_what_is_saved(args, control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,  # noqa: ARG002 - as above
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002 - as above
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Record what is logged, also by an evaluation before or after the training."""
+        if self._report_logs and logs and context_or_none() is not None:
+            log_metrics(_numbers_and_texts(logs), step=state.global_step)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - as above
+        """Report what was saved.
+
+        Raises:
+            CheckpointNotFoundError: If it is not where the Trainer saves.
+
+        """
+        if self._context is None or state.global_step == self._reported_step:
+            return
+        self._reported_step = state.global_step
+        folder = _output_dir(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if state.is_world_process_zero and not folder.is_dir():
+            raise CheckpointNotFoundError(f"the Trainer has saved, but there is no folder {folder}")
+        PartialState().wait_for_everyone()  # the Trainer does not: other ranks may be writing
+        progress = min(1.0, state.global_step / state.max_steps)
+        with part_of_rank(folder, self._context) as part:
+            report(_metrics_of_step(state), part, step=state.global_step, progress=progress, upload=self._upload)
+
+    def _log_what_is_saved(self, args: TrainingArguments, control: TrainerControl) -> None:
+        if self._context is None or args.logging_strategy == "no":
+            return
+        may_save = control.should_save or (args.save_strategy == "best" and control.should_evaluate)
+        control.should_log = control.should_log or may_save
+
+
+def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
+    """Return `trainer` with a ReportCallback, its own or a new one; any Trainer as it is outside of a training function.
+
+    Raises:
+        ValueError: If it does not train on exactly the ranks that exist, ranks write to different folders, or it would save by
+            itself on SIGTERM.
+
+    """
+    context = context_or_none()
+    if context is None:
+        return trainer
+    _check_arguments(trainer.args, context)
+    if not any(isinstance(callback, ReportCallback) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(ReportCallback())
+    return trainer
+
+
+@contextmanager
+def resume_path() -> Iterator[str | None]:
+    """Yield the `resume_from_checkpoint` with which `trainer.train` goes on from the latest checkpoint, verified, or None.
+
+    None on a fresh start, and outside of a training function. The folder is there until the block ends, so train within it.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint that this attempt continues is not one of ReportCallback.
+        CheckpointCorruptError: If a file differs from what was committed.
+
+    """
+    global _resumed_from  # noqa: PLW0603 - a rank is a process, and the callback is not told
+    with restored_part(CHECKPOINT_NAME, ReportCallback.__name__) as path:
+        _resumed_from = path
+        try:
+            yield None if path is None else str(path)
+        finally:
+            _resumed_from = None
+
+
+def _epoch_end_saves(args: TrainingArguments, state: TrainerState) -> bool:
+    # With what the evaluation says, if there is one; a step is reported once.
+    return args.save_strategy == "epoch" and state.epoch is not None and state.epoch.is_integer()
+
+
+def _metrics_of_step(state: TrainerState) -> dict[str, Any]:
+    metrics: dict[str, Any] = {"epoch": state.epoch}
+    logged = list(takewhile(lambda entry: entry["step"] == state.global_step, reversed(state.log_history)))
+    for entry in reversed(logged):
+        metrics.update(_numbers_and_texts(entry))
+    return {**metrics, "step": state.global_step}
+
+
+def _numbers_and_texts(logs: dict[Any, Any]) -> dict[str, Any]:
+    # A list or an array, such as a score per class, is a log of Transformers but no metric; it must not end the training.
+    return {
+        str(name): _numbers_and_texts(value) if isinstance(value, dict) else value
+        for name, value in logs.items()
+        if not isinstance(value, (list, tuple)) and getattr(value, "ndim", 0) == 0
+    }
+
+
+def _output_dir(args: TrainingArguments) -> Path:
+    assert args.output_dir is not None  # TrainingArguments has replaced None
+    return Path(args.output_dir)
+
+
+def _check_arguments(args: TrainingArguments, context: TrainContext) -> None:
+    check_world_size("Trainer", args.world_size, context)
+    if args.enable_jit_checkpoint:
+        raise ValueError(
+            "enable_jit_checkpoint would keep a rank that is told to end from ending; leave it out: ReportCallback has the "
+            "Trainer save when the training is about to be ended"
+        )
+    folders: list[str] = gather_object([str(_output_dir(args).resolve())])
+    for rank, folder in enumerate(folders):
+        if folder != folders[0]:
+            raise ValueError(f"rank 0 writes to {folders[0]} but rank {rank} to {folder}; give all ranks the same output_dir")

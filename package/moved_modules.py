@@ -1,0 +1,33 @@
+"""Modules under the names that they had in version 0.1: what was pickled then, or names them in a deployment, still loads."""
+
+import importlib
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+
+# Only modules whose classes and functions are pickled by reference: public ones, and those inside their pickles.
+MOVED = {
+    "prefect_torch.ckpt.history": "prefect_torch.ckpt.runs.history",
+    "prefect_torch.ckpt.manifest": "prefect_torch.ckpt.runs.manifest",
+    "prefect_torch.ckpt.rank_local": "prefect_torch.ckpt.state.rank_local",
+    "prefect_torch.ckpt.retention": "prefect_torch.ckpt.runs.retention",
+    "prefect_torch.ckpt.store": "prefect_torch.ckpt.checkpoint_store",
+}
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finds a module of version 0.1 under its old name; asked only for names that nobody else finds."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the old module's specification; None for any other name."""
+        del path, target
+        return spec_from_loader(fullname, self) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give `module` the attributes of the one that has taken its place."""
+        present = importlib.import_module(MOVED[module.__name__])
+        module.__getattr__ = lambda name: getattr(present, name)  # type: ignore[method-assign]

@@ -1,0 +1,178 @@
+import errno
+import os
+import shutil
+import tempfile
+
+import pytest
+from prefect_torch.ckpt.files.folder import scan_files, take_over
+
+
+def test_files_are_found_at_any_depth_and_metadata_is_not_one(tmp_path):
+    for name in ["b.pt", "a/x/deep.pt", "a/y", ".metadata.json", "a/.metadata.json", ".hidden"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    assert scan_files(tmp_path) == [".hidden", "a/.metadata.json", "a/x/deep.pt", "a/y", "b.pt"]
+
+
+def test_links_are_followed(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/data").write_bytes(b"")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "file").symlink_to(tmp_path / "outside/data")
+    (inside / "folder").symlink_to(tmp_path / "outside")
+    assert scan_files(inside) == ["file", "folder/data"]
+
+
+@pytest.mark.parametrize("end", ["nowhere", "file/below", "x", "y"])
+def test_a_link_to_nothing_is_refused(tmp_path, end):
+    """It may miss its end, lead through a file, or lead to itself, at once or by another link."""
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "x").symlink_to(end)
+    if end == "y":
+        (tmp_path / "y").symlink_to("x")
+    with pytest.raises(ValueError, match="x is a link to nothing"):
+        scan_files(tmp_path)
+
+
+@pytest.mark.parametrize("end", [".", "..", "../.."])
+def test_a_link_to_a_folder_above_is_refused(tmp_path, end):
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/up").symlink_to(end)
+    with pytest.raises(ValueError, match="links back"):
+        scan_files(tmp_path)
+
+
+def test_folders_that_link_to_each_other_are_refused(tmp_path):
+    for name, other in [("a", "b"), ("b", "a")]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "other").symlink_to(f"../{other}")
+    with pytest.raises(ValueError, match="links back"):
+        scan_files(tmp_path)
+
+
+def test_one_folder_by_two_names_is_no_loop(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/x").write_bytes(b"")
+    (tmp_path / "b").symlink_to("a")
+    assert scan_files(tmp_path) == ["a/x", "b/x"]
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
+        scan_files(tmp_path)
+
+
+def test_a_link_to_what_is_no_file_is_refused(tmp_path):
+    (tmp_path / "mine").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "mine/link").symlink_to("../pipe")
+    with pytest.raises(ValueError, match="link is neither a file nor a folder"):
+        scan_files(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("name", ["a\\b", "line\nbreak"])
+def test_a_name_that_no_storage_holds_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match="cannot be stored"):
+        scan_files(tmp_path)
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path):
+    os.close(os.open(os.fsencode(tmp_path) + b"/\xff", os.O_CREAT))
+    with pytest.raises(ValueError, match="not valid text"):
+        scan_files(tmp_path)
+
+
+def test_what_is_taken_over_is_moved(tmp_path):
+    (tmp_path / "mine/a").mkdir(parents=True)
+    (tmp_path / "mine/a/x").write_bytes(b"1")
+    inode = (tmp_path / "mine/a/x").stat().st_ino
+    taken = take_over(tmp_path / "mine", ["a/x"])
+    assert (taken / "a/x").stat().st_ino == inode
+    assert not (tmp_path / "mine/a/x").exists()
+
+
+def test_what_a_link_names_stays_where_it_is(tmp_path):
+    (tmp_path / "data").write_bytes(b"1")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/x").symlink_to(tmp_path / "data")
+    taken = take_over(tmp_path / "mine", ["x"])
+    assert (taken / "x").read_bytes() == b"1"
+    assert (tmp_path / "data").read_bytes() == b"1"
+
+
+def test_what_a_link_to_a_folder_names_outside_is_copied(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/x").write_bytes(b"1")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/folder").symlink_to(tmp_path / "outside")
+    taken = take_over(tmp_path / "mine", scan_files(tmp_path / "mine"))
+    assert not (taken / "folder").is_symlink()
+    assert (taken / "folder/x").read_bytes() == b"1"
+    assert (tmp_path / "outside/x").read_bytes() == b"1"
+
+
+def test_what_a_link_names_inside_is_there_under_both_names(tmp_path):
+    """Such as last.pt -> step-7.pt, which comes after the file that moves, and best.pt, which comes before."""
+    mine = tmp_path / "mine"
+    (mine / "steps").mkdir(parents=True)
+    (mine / "steps/7.pt").write_bytes(b"7")
+    (mine / "best.pt").symlink_to("steps/7.pt")
+    (mine / "zzz.pt").symlink_to("steps/7.pt")
+    (mine / "window").symlink_to("steps")
+    paths = scan_files(mine)
+    taken = take_over(mine, paths)
+    shutil.rmtree(mine)
+    assert paths == ["best.pt", "steps/7.pt", "window/7.pt", "zzz.pt"]
+    assert [(taken / path).read_bytes() for path in paths] == [b"7"] * 4
+
+
+def test_a_directory_that_is_itself_a_link_hands_its_files_over(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/x").write_bytes(b"1")
+    (tmp_path / "name").symlink_to("real")
+    taken = take_over(tmp_path / "name", ["x"])
+    assert (taken / "x").read_bytes() == b"1"
+    assert not (tmp_path / "real/x").exists()
+
+
+def test_taken_files_lie_beside_the_directory_they_came_from(tmp_path):
+    (tmp_path / "mine").mkdir()
+    assert take_over(tmp_path / "mine", []).parent == tmp_path
+
+
+def test_where_nothing_can_be_made_beside_the_directory_taken_files_lie_in_the_temporary_one(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/x").write_bytes(b"1")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root, who may run this, can write everywhere
+    taken = take_over(tmp_path / "mine", ["x"])
+    assert taken.parent == tmp_path / "temporary"
+    assert (taken / "x").read_bytes() == b"1"
+
+
+def test_across_filesystems_what_is_taken_over_is_copied_and_removed(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/x").write_bytes(b"1")
+    refused = []
+
+    def refuse(source, target):
+        refused.append(source)
+        raise OSError(errno.EXDEV, "another filesystem")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    taken = take_over(tmp_path / "mine", ["x"])
+    assert len(refused) == 1
+    assert (taken / "x").read_bytes() == b"1"
+    assert not (tmp_path / "mine/x").exists()
+
+
+def test_a_name_that_storages_use_for_unfinished_files_is_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/.tmp-0123456789abcdef").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"a/\.tmp-0123456789abcdef.*rename it"):
+        scan_files(tmp_path)

@@ -1,0 +1,123 @@
+"""What a leader reads from a bucket to prove a checkpoint whole, its node's ranks find, so that it is read once."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_storage import FaultyStorage
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.files.node_copy import NodeCopy
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.protocol import StorageSpec
+from ranks import Attempt, folder, read_files
+
+DATA = ("get_file", "get_range", "digest")
+
+
+def open_run(storage) -> CheckpointStore:
+    return CheckpointStore(storage, Layout("run"), StorageSpec(storage.url))
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """The node's folder for temporary files."""
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
+    return tmp_path / "node"
+
+
+@pytest.fixture
+def bucket(tmp_path, node):
+    """A storage that no rank reads in place, and counts what is asked of it."""
+    return FaultyStorage(FsspecStorage(f"memory://{tmp_path}", {}))
+
+
+def report(storage, tmp_path, kind):
+    session = Attempt(open_run(storage)).session()
+    if kind == "state":
+        session.report({}, state={"w": torch.arange(10_000.0), "epoch": 3}, upload="sync")
+    else:
+        session.report({}, folder(tmp_path / "c", a="1", b="2"))
+    return open_run(storage).list()[-1]
+
+
+def use(store, manifest, kind):
+    checkpoint = store.checkpoint(manifest)
+    if kind == "state":
+        state = {"w": torch.zeros(10_000), "epoch": 0}
+        checkpoint.load_state(state)
+        assert torch.equal(state["w"], torch.arange(10_000.0))
+        assert state["epoch"] == 3
+    else:
+        assert read_files(checkpoint) == {"a": b"1", "b": b"2"}
+
+
+def cached(node):
+    return [path for path in node.rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "state"])
+def test_a_start_reads_the_manifest_and_every_byte_once(bucket, node, tmp_path, kind):
+    manifest = report(bucket, tmp_path, kind)
+    store = open_run(bucket)
+    bucket.operations.clear()
+    copy = NodeCopy()
+    chosen = choose_checkpoint(store, lineage=1, verify="digest", prove=copy.verify)
+    for _ in range(2):  # ranks
+        use(store, chosen, kind)
+    reads = [key for verb, key in bucket.operations if verb in (*DATA, "get_bytes")]
+    assert reads.count(store.layout.manifest(manifest.id)) == 1
+    assert sorted(key for key in reads if "/checkpoints/" in key) == sorted(
+        store.layout.data(manifest.id, entry.path) for entry in manifest.files
+    )
+    copy.release()
+    assert cached(node) == []
+    use(store, chosen, kind)  # who comes later reads for itself
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_nothing_of_it_is_kept(bucket, node, tmp_path):
+    first = report(bucket, tmp_path, "folder")
+    second = report(bucket, tmp_path, "folder")
+    bucket.put_bytes(open_run(bucket).layout.data(second.id, "b"), b"?")
+    copy = NodeCopy()
+    assert choose_checkpoint(open_run(bucket), lineage=1, verify="digest", prove=copy.verify) == first
+    assert [path.name for path in sorted(cached(node))] == ["a", "b"]
+    copy.release()
+    assert cached(node) == []
+
+
+def test_a_copy_that_was_changed_is_read_from_where_it_was_committed(bucket, node, tmp_path, caplog):
+    report(bucket, tmp_path, "state")
+    copy = NodeCopy()
+    chosen = choose_checkpoint(open_run(bucket), lineage=1, verify="digest", prove=copy.verify)
+    for path in cached(node):
+        path.write_bytes(bytes(path.stat().st_size))
+    use(open_run(bucket), chosen, "state")
+    assert "reading it from where it was committed" in caplog.text
+    copy.release()
+
+
+@pytest.mark.parametrize("why", ["no room", "nobody's folder", "size only"])
+def test_where_nothing_can_be_kept_it_is_verified_all_the_same(bucket, node, tmp_path, monkeypatch, why):
+    manifest = report(bucket, tmp_path, "folder")
+    if why == "no room":
+        monkeypatch.setattr("prefect_torch.ckpt.files.node_copy._ROOM", 2**60)
+    elif why == "nobody's folder":
+        monkeypatch.setattr("prefect_torch.ckpt.files.cache._cache_root", lambda: Path("/proc/nothing"))
+    copy = NodeCopy()
+    bucket.operations.clear()
+    copy.verify(open_run(bucket), manifest, "size" if why == "size only" else "digest")
+    assert bucket.counts()["digest"] == (0 if why == "size only" else 2)
+    assert cached(node) == []
+
+
+def test_a_folder_is_read_in_place_and_copied_nowhere(node, tmp_path):
+    storage = LocalStorage(tmp_path / "store")
+    manifest = report(storage, tmp_path, "folder")
+    copy = NodeCopy()
+    copy.verify(open_run(storage), manifest, "digest")
+    assert cached(node) == []

@@ -1,0 +1,376 @@
+"""Lightning's own Trainer with the callback, one rank in this process."""
+
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import pytorch_lightning.demos.boring_classes
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning_models import BATCHES, Regression, make_trainer
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, ReportLogger, prepare_trainer, resume_path
+from prefect_torch.ckpt.runs.history import newest_metrics
+from ranks import Attempt, as_rank, folder, in_training, read_files
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+# Lightning's advice about workers, intervals and dataloaders that cannot resume.
+pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def fit(attempt, callback=None, model=None, **arguments):
+    """Train as a rank's function would, and return the model and the Trainer."""
+    model = model or Regression()
+    trainer = make_trainer(callbacks=[callback or ReportCallback()], **arguments)
+    with in_training(attempt.session()), resume_path() as path:
+        trainer.fit(model, ckpt_path=path)
+    return model, trainer
+
+
+def committed(store):
+    return [(manifest.step, manifest.metrics["epoch"]) for manifest in store.list()]
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"every_n_epochs": 1, "every_n_train_steps": 5},
+        {"every_n_epochs": 1, "on_validation_end": True},
+        {"every_n_train_steps": 5, "on_validation_end": True},
+        {"every_n_epochs": 0},
+        {"every_n_train_steps": -1},
+        {"every_n_epochs": True},
+        {"upload": "later"},
+    ],
+)
+def test_arguments_that_contradict_are_refused(arguments):
+    with pytest.raises(ValueError, match=r"contradict each other|give a whole number|give 'sync' or 'async'"):
+        ReportCallback(**arguments)
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_a_training_that_raised_continues_to_the_very_weights_of_an_undisturbed_one(store, tmp_path, upload):
+    undisturbed, _ = fit(Attempt(CheckpointStore.open(tmp_path / "other", "run")))
+    with pytest.raises(ValueError, match="boom from the training"):
+        fit(Attempt(store), ReportCallback(upload=upload), Regression(raise_at=2))
+    resumed, trainer = fit(Attempt(store), ReportCallback(upload=upload))
+    assert torch.equal(weights(resumed), weights(undisturbed))
+    assert trainer.current_epoch == 4
+    assert committed(store) == [(BATCHES * (epoch + 1), epoch) for epoch in range(4)]
+    assert [manifest.attempt for manifest in store.list()] == [1, 1, 2, 2]
+
+
+class Drawing(Regression):
+    """Draws in every way that trainings do: dropout, an order, and what a dataset or a transform draws."""
+
+    def __init__(self, loader_of=DataLoader, **ends):
+        super().__init__(dropout=0.5, **ends)
+        self.loader_of = loader_of
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        shift = random.random() + np.random.random()  # noqa: NPY002 - the process's
+        return super().training_step((inputs + shift, targets), batch_idx)
+
+    def train_dataloader(self):
+        return self.loader_of(super().train_dataloader().dataset, batch_size=8, shuffle=True)
+
+
+def ended_with(model, trainer):
+    """Return what a training ended with, and what it would draw next."""
+    moments = [state[name] for state in trainer.optimizers[0].state.values() for name in ("exp_avg", "exp_avg_sq")]
+    drawn = [torch.rand(()).item(), random.random(), np.random.random()]  # noqa: NPY002 - the process's
+    return [
+        weights(model).tolist(),
+        [moment.tolist() for moment in moments],
+        trainer.callback_metrics["val_loss"].item(),
+        drawn,
+    ]
+
+
+def seed(number):
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002 - the process's
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize(
+    ("chosen", "ends_at"),
+    [({}, 9), ({"on_validation_end": True}, 9), ({"every_n_train_steps": BATCHES}, 9), ({"every_n_train_steps": 3}, 6)],
+)
+def test_a_resumed_training_with_early_stopping_ends_as_an_undisturbed_one_bit_for_bit(store, tmp_path, chosen, ends_at):
+    """From the end of an epoch; from within one with a loader that goes on there."""
+
+    def end():
+        raise ValueError("boom from the training")
+
+    def train(attempt, **ends):
+        seed(attempt.number)
+        model = Drawing(loader_of, **ends)
+        callbacks = [EarlyStopping("val_loss", patience=9), ReportCallback(**chosen)]
+        trainer = make_trainer(callbacks=callbacks, max_epochs=3)
+        with in_training(attempt.session()), resume_path() as path:
+            seed(attempt.number)
+            trainer.fit(model, ckpt_path=path)
+        return ended_with(model, trainer)
+
+    loader_of = StatefulDataLoader if ends_at == 6 else DataLoader
+    undisturbed = train(Attempt(CheckpointStore.open(tmp_path / "other", "run")))
+    with pytest.raises(ValueError, match="boom from the training"):
+        train(Attempt(store), at_step=ends_at, then=end)
+    assert store.latest().step == (6 if ends_at == 6 else 8)
+    assert train(Attempt(store)) == undisturbed
+
+
+def test_a_checkpoint_of_before_random_states_were_stored_resumes(store):
+    fit(Attempt(store), max_epochs=1)
+    (manifest,) = store.list()
+    without = replace(manifest, files=tuple(entry for entry in manifest.files if entry.path == "checkpoint.ckpt"))
+    store.storage.delete([store.layout.data(manifest.id, "rng_state_0.pth")])
+    store.storage.put_bytes(store.layout.manifest(manifest.id), without.encode())
+    _, trainer = fit(Attempt(store), max_epochs=2)
+    assert trainer.current_epoch == 2
+
+
+def test_what_was_logged_is_reported_as_numbers_with_epoch_and_step(store):
+    _, trainer = fit(Attempt(store), max_epochs=2)
+    metrics = store.latest().metrics
+    assert metrics["step"] == 2 * BATCHES
+    assert metrics["late"] == metrics["epoch"] == 1  # "late" is logged in the module's own on_train_epoch_end
+    assert {"train/loss", "train/loss_epoch", "train/loss_step", "val_loss"} <= metrics.keys()
+    assert metrics["train/loss"] == pytest.approx(trainer.callback_metrics["train/loss"].item())
+    assert {type(value) for value in metrics.values()} == {int, float}
+
+
+def test_the_checkpoint_is_lightnings_own_and_nothing_is_said_of_it(store, caplog):
+    model, _ = fit(Attempt(store), max_epochs=1)
+    assert "weights_only" not in caplog.text
+    files = read_files(store.checkpoint(store.latest()))
+    assert sorted(files) == ["checkpoint.ckpt", "rng_state_0.pth"]
+    with store.checkpoint(store.latest()).as_directory() as directory:
+        loaded = Regression.load_from_checkpoint(f"{directory}/checkpoint.ckpt")
+    assert torch.equal(weights(loaded), weights(model))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({"every_n_epochs": 2}, [(8, 1), (16, 3)]),
+        ({"every_n_train_steps": 3}, [(3, 0), (6, 1), (9, 2), (12, 2), (15, 3)]),
+        ({"on_validation_end": True}, [(8, 1), (16, 3)]),
+    ],
+)
+def test_reports_come_at_the_chosen_moments_and_never_in_a_sanity_check(store, chosen, expected):
+    fit(Attempt(store), ReportCallback(**chosen), check_val_every_n_epoch=2, num_sanity_val_steps=2)
+    assert committed(store) == expected
+
+
+def test_several_callbacks_report_a_step_once(store):
+    attempt = Attempt(store)
+    with in_training(attempt.session()):
+        make_trainer(callbacks=[ReportCallback(), ReportCallback(every_n_train_steps=3)]).fit(Regression())
+    assert committed(store) == [(3, 0), (4, 0), (6, 1), (8, 1), (9, 2), (12, 2), (15, 3), (16, 3)]
+
+
+def test_the_sanity_check_of_a_second_fit_reports_nothing(store):
+    attempt, model = Attempt(store), Regression()
+    trainer = make_trainer(callbacks=[ReportCallback(on_validation_end=True)], check_val_every_n_epoch=2, max_epochs=3)
+    with as_rank(attempt.session()):
+        trainer.fit(model)
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(model)
+    assert committed(store) == [(8, 1), (16, 3)]
+
+
+def test_batches_without_an_optimizer_step_report_nothing_twice(store):
+    fit(Attempt(store), ReportCallback(every_n_train_steps=1), accumulate_grad_batches=2, max_epochs=2)
+    assert committed(store) == [(1, 0), (2, 0), (3, 1), (4, 1)]
+
+
+def test_validating_alone_reports_nothing(store):
+    attempt = Attempt(store)
+    with as_rank(attempt.session()):
+        make_trainer(callbacks=[ReportCallback(on_validation_end=True)]).validate(Regression(), verbose=False)
+    assert attempt.events() == []
+
+
+def test_a_fast_dev_run_reports_metrics_alone(store):
+    attempt = Attempt(store)
+    fit(attempt, fast_dev_run=True)
+    assert [event.record.metrics["step"] for event in attempt.events()] == [1]
+    assert store.list() == []
+
+
+def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store):
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    _, trainer = fit(attempt, model=Regression(at_step=BATCHES + 1, then=end_soon))
+    assert trainer.should_stop
+    assert committed(store) == [(BATCHES, 0), (BATCHES + 2, 1)]  # the batch after which it heard of it
+    _, trainer = fit(Attempt(store))
+    assert trainer.current_epoch == 4
+    assert committed(store)[-1] == (4 * BATCHES, 3)
+
+
+def test_a_pace_asks_for_checkpoints_and_stops_nothing(store):
+    _, trainer = fit(Attempt(store, target_overhead=0.5), ReportCallback(every_n_epochs=9))
+    assert trainer.global_step == 4 * BATCHES
+    assert committed(store)[0] == (1, 0)  # the first is due at once
+
+
+def test_a_pace_leaves_the_end_of_an_epoch_to_the_report_that_knows_the_validation(store):
+    fit(Attempt(store, target_overhead=1e9), max_epochs=2)  # due after each batch
+    assert [it.metrics.get("late") for it in store.list() if it.step % BATCHES == 0] == [0, 1]
+
+
+def test_a_score_per_class_is_left_out_of_the_metrics(store):
+    class PerClass(Regression):
+        def __init__(self):
+            super().__init__()
+            self.per_class = MulticlassAccuracy(3, average=None)
+
+        def validation_step(self, batch, batch_idx):
+            self.per_class.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+            self.log("per_class", self.per_class)
+
+    _, trainer = fit(Attempt(store), model=PerClass(), max_epochs=1)
+    assert trainer.callback_metrics["per_class"].tolist() == [1.0, 0.5, 0.0]
+    assert "per_class" not in store.latest().metrics
+
+
+def test_other_callbacks_are_stored_as_they_are_at_the_end_of_the_epoch(store):
+    stopping = EarlyStopping("late", mode="max", patience=9)
+    attempt = Attempt(store)
+    with as_rank(attempt.session()):
+        make_trainer(callbacks=[ReportCallback(), stopping], max_epochs=2, limit_val_batches=0).fit(Regression())
+    with store.checkpoint(store.latest()).as_directory() as directory:
+        stored = torch.load(f"{directory}/checkpoint.ckpt", weights_only=False)
+    assert [state["best_score"] for key, state in stored["callbacks"].items() if "EarlyStopping" in key] == [1.0]
+
+
+def test_a_sigterm_is_left_to_end_the_process(store):
+    """Lightning's handler turns it into a SystemExit without a code, which looks like a finished training."""
+    handlers = []
+    fit(Attempt(store), model=Regression(at_step=1, then=lambda: handlers.append(signal.getsignal(signal.SIGTERM))))
+    assert handlers == [signal.getsignal(signal.SIGTERM)] == [signal.SIG_DFL]
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_a_sigterm_is_left_to_end_what_only_looks_at_a_model(store, function):
+    class Looked(Regression):
+        def validation_step(self, batch):
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+        test_step = predict_step = validation_step
+
+    with as_rank(Attempt(store).session()):
+        model, trainer = Looked(), make_trainer(callbacks=[ReportCallback()])
+        getattr(trainer, function)(model, model.val_dataloader())
+
+
+def test_outside_of_a_training_the_callback_only_warns():
+    with pytest.warns(UserWarning, match="ReportCallback reports nothing"), resume_path() as path:
+        make_trainer(callbacks=[ReportCallback()], max_epochs=1).fit(Regression(), ckpt_path=path)
+    assert path is None
+    assert not PrefectEnvironment.detect()
+
+
+def test_a_resume_that_was_forgotten_is_refused(store):
+    fit(Attempt(store), max_epochs=1)
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(ValueError, match=r"begins with step 0; give trainer\.fit\(\) the ckpt_path"),
+    ):
+        make_trainer(callbacks=[ReportCallback()]).fit(Regression())
+
+
+def test_a_checkpoint_of_another_kind_is_refused(store, tmp_path):
+    attempt = Attempt(store)
+    attempt.run(lambda session, rank: session.report({}, folder(tmp_path / "folder", model=b"x")))
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(CheckpointNotFoundError, match="ReportCallback did not report it"),
+        resume_path(),
+    ):
+        pass
+
+
+def test_a_trainer_that_does_not_use_the_ranks_is_refused(store):
+    with as_rank(Attempt(store, world_size=2).session()):
+        with pytest.raises(ValueError, match="counts 1 ranks but the training has 2; give it strategy=PrefectDDP"):
+            make_trainer(callbacks=[ReportCallback()]).fit(Regression())
+        with pytest.raises(ValueError, match="counts 3 ranks"):
+            PrefectEnvironment().validate_settings(num_devices=3, num_nodes=1)
+
+
+def test_a_trainer_that_writes_in_the_background_by_itself_is_refused(store):
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(ValueError, match=r'AsyncCheckpointIO would have half a file reported; .* upload="async"'),
+    ):
+        make_trainer(callbacks=[ReportCallback()], plugins=[AsyncCheckpointIO()]).fit(Regression())
+
+
+def test_a_trainer_of_the_other_package_is_refused(tmp_path):
+    quiet = {"logger": False, "accelerator": "cpu", "max_epochs": 1, "default_root_dir": tmp_path}
+    trainer = pytorch_lightning.Trainer(callbacks=[ReportCallback()], **quiet)
+    with pytest.raises(TypeError, match=r"one of pytorch_lightning\.trainer\.trainer: take it from lightning\.pytorch"):
+        trainer.fit(pytorch_lightning.demos.boring_classes.BoringModel())
+
+
+def test_what_is_logged_is_recorded_without_a_callback_and_without_a_report(store):
+    attempt = Attempt(store)
+    with as_rank(attempt.session()) as session:
+        trainer = make_trainer(logger=ReportLogger(), log_every_n_steps=2, max_epochs=1, enable_checkpointing=False)
+        trainer.fit(Regression())
+        session.finish()
+    records = [event.record for event in attempt.events()]
+    assert [record.step for record in records if "train/loss_step" in record.metrics] == [1, 3]
+    assert "val_loss" in newest_metrics(records)
+    assert all(record.is_logged and record.checkpoint is None for record in records)
+    assert (trainer.logger.name, trainer.logger.version) == ("run", 1)
+
+
+def test_outside_of_a_training_the_logger_only_warns():
+    with pytest.warns(UserWarning, match="ReportLogger records nothing"):
+        logger = ReportLogger()
+    logger.log_metrics({"loss": 1.0}, step=1)
+    assert (logger.name, logger.version) == (None, None)
+
+
+def test_outside_of_a_training_any_trainer_is_right():
+    trainer = make_trainer()
+    assert prepare_trainer(trainer) is trainer
+
+
+def test_a_trainer_that_would_start_ranks_of_its_own_is_refused(store):
+    with (
+        as_rank(Attempt(store, world_size=2).session()),
+        pytest.raises(ValueError, match=r"environment is LightningEnvironment; give it plugins=\[PrefectEnvironment"),
+    ):
+        prepare_trainer(make_trainer(strategy="ddp", devices=2))
+
+
+def test_importing_ckpt_does_not_import_lightning():
+    program = "import sys, prefect_torch.ckpt; assert 'lightning' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,564 @@
+"""What a report promises, with ranks as threads."""
+
+import errno
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from prefect_torch.ckpt import (
+    Checkpoint,
+    CheckpointStore,
+    CommitFailedError,
+    PeerGoneError,
+    ReportMismatchError,
+    get_checkpoint,
+    get_context,
+    report,
+)
+from prefect_torch.ckpt.errors import FencedError, StorageFullError
+from prefect_torch.ckpt.reporting.events import CommitEvent
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.storage.local import LocalStorage
+from ranks import Attempt, folder, read_files
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def test_files_of_all_ranks_become_one_checkpoint(store, tmp_path):
+    def train(session, rank):
+        session.report({"loss": float(rank)}, folder(tmp_path / str(rank), **{f"model-{rank}.pt": f"of {rank}"}))
+
+    assert Attempt(store, 3).run(train) == [None] * 3
+    (manifest,) = store.list()
+    assert read_files(store.checkpoint(manifest)) == {f"model-{rank}.pt": f"of {rank}".encode() for rank in range(3)}
+    assert [(entry.path, entry.rank) for entry in manifest.files] == [(f"model-{rank}.pt", rank) for rank in range(3)]
+    assert manifest.metrics == {"loss": 0.0}
+    assert (manifest.world_size, manifest.attempt, manifest.step) == (3, 1, 0)
+
+
+@pytest.mark.parametrize("reporter", [0, 1])
+def test_one_rank_may_bring_all_files(store, tmp_path, reporter):
+    def train(session, rank):
+        session.report({}, folder(tmp_path / "c", model="x") if rank == reporter else None)
+        assert store.latest() is not None  # durable for every rank when its report has returned
+
+    assert Attempt(store, 2).run(train) == [None, None]
+
+
+def test_steps_count_reports_from_zero_and_on_from_the_restored_checkpoint(store, tmp_path):
+    def train(session, rank):
+        session.report({})
+        session.report({}, folder(tmp_path / "c", model="x"))
+
+    Attempt(store).run(train)
+    Attempt(store).run(train)
+    assert [(manifest.attempt, manifest.step) for manifest in store.list()] == [(1, 1), (2, 3)]
+    assert store.list()[1].parent == store.list()[0].id
+
+
+@pytest.mark.parametrize("step", [True, -1, 1.5, "3", 10**8])
+def test_a_step_that_is_no_step_is_refused_before_anything_happens(store, step):
+    session = Attempt(store).session()
+    with pytest.raises(ValueError, match="step"):
+        session.report({}, step=step)
+    session.report({}, step=4)
+
+
+def test_steps_of_checkpoints_grow(store, tmp_path):
+    session = Attempt(store).session()
+    checkpoint = folder(tmp_path / "c", model="x")
+    session.report({}, checkpoint, step=5)
+    with pytest.raises(ValueError, match="step=4 comes before the last checkpoint's step 5"):
+        session.report({}, checkpoint, step=4)
+    session.report({}, checkpoint, step=6)
+    assert [manifest.step for manifest in store.list()] == [5, 6]
+
+
+@pytest.mark.parametrize("first", ["sync", "async"])
+@pytest.mark.parametrize("again", ["metrics", "checkpoint", "state", "one rank"])
+def test_the_same_step_once_more_is_recorded_and_leaves_its_checkpoint_as_it_is(store, tmp_path, caplog, first, again):
+    def train(session, rank):
+        session.report({"loss": 2.0}, folder(tmp_path / f"{rank}", **{f"model-{rank}": "x"}), step=5, upload=first)
+        other = folder(tmp_path / f"other-{rank}", **{f"model-{rank}": "y"})
+        brought = {
+            "metrics": {},
+            "checkpoint": {"checkpoint": other},
+            "state": {"state": {"value": 1}, "upload": "sync"},
+            "one rank": {"checkpoint": other} if rank == 1 else {},
+        }[again]
+        session.report({"final": 1.0}, **brought, step=5)
+
+    for _ in range(2):  # a resume begins with the checkpoint of step 5
+        attempt = Attempt(store, 2)
+        assert attempt.run(train) == [None, None]
+        records = [event.record for event in attempt.events() if hasattr(event, "record")]
+        assert [(record.step, record.metrics) for record in records] == [(5, {"loss": 2.0}), (5, {"final": 1.0})]
+        assert records[1].checkpoint is None
+        (manifest,) = store.list()
+        assert (manifest.step, manifest.metrics) == (5, {"loss": 2.0})
+        assert read_files(store.checkpoint(manifest)) == {"model-0": b"x", "model-1": b"x"}
+        said = {record.getMessage() for record in caplog.records if "whose checkpoint is stored already" in record.getMessage()}
+        assert bool(said) == (again != "metrics" or attempt.restored is not None)
+        caplog.clear()
+
+
+@pytest.mark.parametrize("value", ["high", True, {"mean": 1.0}])
+@pytest.mark.parametrize("reporting", ["every rank", "rank 0"])
+def test_a_score_that_is_no_number_is_refused_on_every_rank_before_anything_happens(store, tmp_path, value, reporting):
+    def train(session, rank):
+        metrics = {"eval": {"score": value}} if reporting == "every rank" or rank == 0 else {}
+        session.report(metrics, folder(tmp_path / f"{rank}", model="x"), step=1)
+
+    errors = Attempt(store, 2, checkpoint_score_attribute="eval/score").run(train)
+    assert isinstance(errors[0], ValueError)
+    assert isinstance(errors[1], ValueError if reporting == "every rank" else CommitFailedError)
+    for error in errors:
+        assert f"metric 'eval/score' is {value!r}, a {type(value).__name__}" in str(error)
+    assert store.list() == []
+
+
+def test_a_score_that_is_missing_or_no_number_yet_is_taken_and_so_is_text_under_other_names(store, tmp_path):
+    session = Attempt(store, checkpoint_score_attribute="score").session()
+    for step, metrics in enumerate([{}, {"score": None}, {"score": float("nan")}, {"score": 1, "note": "high", "done": True}]):
+        session.report(metrics, folder(tmp_path / str(step), model="x"), step=step)
+    assert len(store.list()) == 4
+
+
+def test_ranks_that_disagree_on_the_step_all_raise(store, tmp_path):
+    errors = Attempt(store, 2).run(lambda session, rank: session.report({}, folder(tmp_path / "c", m="x"), step=rank))
+    assert [type(error) for error in errors] == [ReportMismatchError] * 2
+    assert "rank 1 reported step 1 but rank 0 reported step 0" in str(errors[0])
+    assert store.list() == []
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_that_reports_less_often_is_named_on_every_rank_within_seconds(store, early):
+    def train(session, rank):
+        for _ in range(2 if rank == early else 3):
+            session.report({})
+
+    started = time.monotonic()
+    errors = Attempt(store, 2).run(train)
+    assert time.monotonic() - started < 5
+    assert isinstance(errors[1 - early], ReportMismatchError)
+    assert f"rank {early} returned after 2 reports" in str(errors[1 - early])
+    assert isinstance(errors[early], (ReportMismatchError, PeerGoneError))
+
+
+def test_a_rank_that_fails_is_named_on_every_rank(store, tmp_path):
+    def train(session, rank):
+        if rank == 1:
+            raise ZeroDivisionError("by zero")
+        session.report({}, folder(tmp_path / "c", model="x"))
+
+    errors = Attempt(store, 3).run(train)
+    assert isinstance(errors[1], ZeroDivisionError)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], PeerGoneError)
+        assert "rank 1 failed after 0 reports (ZeroDivisionError: by zero)" in str(errors[rank])
+    assert store.list() == []
+
+
+def test_equal_files_of_two_ranks_are_stored_once(store, tmp_path):
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), config="same", **{f"m{rank}": "x"}))
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [(entry.path, entry.rank) for entry in store.list()[0].files] == [("config", 0), ("m0", 0), ("m1", 1)]
+
+
+def test_different_files_of_one_name_fail_on_every_rank_and_name_both(store, tmp_path):
+    errors = Attempt(store, 3).run(lambda session, rank: session.report({}, folder(tmp_path / str(rank), m=str(rank))))
+    assert [type(error) for error in errors] == [ReportMismatchError] * 3
+    assert "rank 0 and rank 1 both reported a file 'm'" in str(errors[2])
+    assert store.list() == []
+
+
+def test_bad_metrics_are_refused_before_anything_is_stored(store, tmp_path):
+    session = Attempt(store).session()
+    with pytest.raises(ValueError, match="metric 'history'"):
+        session.report({"history": [1]}, folder(tmp_path / "c", model="x"))
+    session.report({"loss": 1})
+    assert store.list() == []
+
+
+def test_a_folder_that_does_not_exist_is_not_found(store, tmp_path):
+    session = Attempt(store).session()
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        session.report({}, Checkpoint.from_directory(tmp_path / "missing"))
+
+
+def test_an_empty_folder_is_a_checkpoint(store, tmp_path):
+    Attempt(store).session().report({"loss": 1}, folder(tmp_path / "c"))
+    assert store.list()[0].files == ()
+    assert read_files(store.checkpoint(store.list()[0])) == {}
+
+
+def test_a_sync_report_leaves_the_folder_as_it_was(store, tmp_path):
+    Attempt(store).session().report({}, folder(tmp_path / "c", model="x"))
+    (tmp_path / "c/model").write_bytes(b"y")
+    assert read_files(store.checkpoint(store.list()[0])) == {"model": b"x"}
+
+
+def test_an_async_report_takes_the_files_over_and_is_durable_at_the_end(store, tmp_path):
+    def train(session, rank):
+        for epoch in range(3):
+            session.report({"epoch": epoch}, folder(tmp_path / str(rank), **{f"m{rank}": str(epoch)}), upload="async")
+            assert not (tmp_path / str(rank) / f"m{rank}").exists()
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [read_files(store.checkpoint(manifest))["m1"] for manifest in store.list()] == [b"0", b"1", b"2"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".prefect-torch-")]
+
+
+def test_a_failed_async_commit_is_raised_once_by_the_next_report_on_every_rank(store, tmp_path):
+    raised = []
+
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")  # different files of one name
+        try:
+            session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), upload="async")
+        except ReportMismatchError as exc:
+            raised.append((rank, str(exc)))
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "y"}), upload="async", step=0)
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert sorted(rank for rank, _ in raised) == [0, 1]
+    (manifest,) = store.list()
+    assert (manifest.step, manifest.parent) == (0, None)  # as if the failed one had never been
+
+
+def test_a_failed_async_commit_is_raised_at_the_end_on_every_rank(store, tmp_path):
+    errors = Attempt(store, 2).run(
+        lambda session, rank: session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")
+    )
+    assert [type(error) for error in errors] == [ReportMismatchError] * 2
+
+
+def test_a_background_commit_survives_an_exception_of_the_training(store, tmp_path):
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), upload="async")
+        raise ZeroDivisionError
+
+    Attempt(store, 2).run(train)
+    assert len(store.list()) == 1
+
+
+def test_a_rank_that_cannot_store_its_part_fails_the_commit_on_every_rank(store, tmp_path, monkeypatch):
+    put_file = type(store.storage).put_file
+
+    def full(self, key, path):
+        if key.endswith("m1"):
+            raise OSError(28, "No space left on device")
+        return put_file(self, key, path)
+
+    monkeypatch.setattr(type(store.storage), "put_file", full)
+
+    def train(session, rank):
+        checkpoint = folder(tmp_path / str(rank), **{f"m{rank}": "x"})
+        with pytest.raises(CommitFailedError, match=r"rank 1 could not store its part: .*No space left"):
+            session.report({}, checkpoint, step=3)
+        monkeypatch.setattr(type(store.storage), "put_file", put_file)
+        session.report({}, checkpoint, step=3)  # the same step again is harmless
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [manifest.step for manifest in store.list()] == [3]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem of 1 MiB."""
+    (tmp_path / "disk").mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "disk"], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small filesystem is not permitted here")
+    yield tmp_path / "disk"
+    subprocess.run(["umount", tmp_path / "disk"], check=True)
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_a_full_disk_fails_that_report_only_leaves_nothing_of_it_and_the_checkpoints_before_stay_good(
+    small_disk, tmp_path, upload
+):
+    store = CheckpointStore.open(small_disk, "run")
+
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"x" * 100_000}), upload=upload)
+        with pytest.raises(StorageFullError, match="No space left on device"):  # noqa: PT012 - an async one fails later
+            session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"y" * 600_000}), upload=upload)
+            session.report({})
+            session._commits.wait()
+            session.report({})
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"z" * 300_000}), upload=upload)
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [len(read_files(store.checkpoint(manifest))["m0"]) for manifest in store.list()] == [100_000, 300_000]
+    assert len(list((small_disk / "run/checkpoints").iterdir())) == 2
+
+
+def test_a_full_disk_is_rid_of_garbage_and_the_report_succeeds(small_disk, tmp_path):
+    store = CheckpointStore.open(small_disk, "run")
+    given_up = f"000001-00000000-{'0' * 8}"
+    store.storage.put_bytes(store.layout.data(given_up, "m"), b"g" * 700_000)
+
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"x" * 1000}))
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"y" * 200_000}))
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [manifest.total_bytes for manifest in store.list()] == [2000, 400_000]
+    assert not store.storage.local_path(store.layout.data(given_up)).exists()
+
+
+def test_a_file_that_cannot_fit_is_refused_before_a_byte_of_it_is_written(small_disk, tmp_path):
+    (tmp_path / "big").write_bytes(b"x" * 2_000_000)
+    free = shutil.disk_usage(small_disk).free
+    with pytest.raises(OSError, match=r"2000000 bytes needed, \d+ free") as raised:
+        LocalStorage(small_disk).put_file("run/big", tmp_path / "big")
+    assert raised.value.errno == errno.ENOSPC
+    assert shutil.disk_usage(small_disk).free == free
+
+
+def test_an_overtaken_attempt_cannot_commit(store, tmp_path):
+    zombie = Attempt(store, 2)
+    claim_attempt(store, Owner.current(), world_size=2)
+    errors = zombie.run(lambda session, rank: session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"})))
+    assert [type(error) for error in errors] == [FencedError] * 2
+    assert "attempt 1 of run 'run' was overtaken by attempt 2" in str(errors[0])
+    assert store.list() == []
+
+
+def test_metadata_is_committed_with_the_files_and_can_change_afterwards(store, tmp_path):
+    checkpoint = folder(tmp_path / "c", model="x")
+    checkpoint.set_metadata({"author": "me"})
+    Attempt(store).session().report({}, checkpoint)
+    stored = store.checkpoint(store.list()[0])
+    assert stored.get_metadata() == {"author": "me"}
+    assert read_files(stored) == {"model": b"x"}
+    stored.update_metadata({"note": "good"})
+    assert store.checkpoint(store.list()[0]).get_metadata() == {"author": "me", "note": "good"}
+
+
+def test_a_committed_checkpoint_can_be_reported_again_and_stays(store, tmp_path, monkeypatch):
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
+    session = Attempt(store).session()
+    session.report({}, folder(tmp_path / "c", model="x"))
+    session.report({}, store.checkpoint(store.list()[0]), upload="async")
+    session.finish()
+    assert [read_files(store.checkpoint(manifest)) for manifest in store.list()] == [{"model": b"x"}] * 2
+    assert not list(Path(tempfile.gettempdir()).glob(".prefect-torch-*"))
+
+
+def test_events_tell_reports_and_commits_in_order(store, tmp_path):
+    def train(session, rank):
+        session.report({"a": float("nan")}, progress=0.5)
+        session.report({"a": 2}, folder(tmp_path / str(rank), **{f"m{rank}": "xyz"}))
+
+    attempt = Attempt(store, 2)
+    attempt.run(train)
+    first, commit, second = attempt.events()
+    assert first.progress == 0.5
+    assert repr(first.record.metrics) == "{'a': nan}"
+    assert isinstance(commit, CommitEvent)
+    assert (commit.id, commit.bytes) == (second.record.checkpoint, 6)
+
+
+@pytest.mark.parametrize("progress", [-0.1, 1.1, "half", float("nan")])
+def test_progress_is_a_share(store, progress):
+    with pytest.raises(ValueError, match="progress"):
+        Attempt(store).session().report({}, progress=progress)
+
+
+def test_an_unknown_way_to_upload_is_refused(store):
+    with pytest.raises(ValueError, match="'sync' or 'async'"):
+        Attempt(store).session().report({}, upload="later")
+
+
+@pytest.mark.parametrize("upload", [None, "sync", "async"])
+def test_exchanges_leave_nothing_behind(store, tmp_path, upload):
+    attempt = Attempt(store, 2)
+
+    def work(session, rank):
+        for step in range(30):
+            checkpoint = folder(tmp_path / f"{rank}-{step}", **{f"rank{rank}": b"x"}) if upload else None
+            session.report({"step": step}, checkpoint, upload=upload)
+
+    assert attempt.run(work) == [None, None]
+    attempt.events()
+    left = [key for key in attempt.key_value._values if not key.startswith(("end", "left/", "all ended"))]
+    assert len(left) <= 3, left  # the last round's, and the decision on the last commit
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [("report", lambda: report({})), ("get_checkpoint", get_checkpoint), ("get_context", get_context)]
+)
+def test_outside_of_a_training_it_says_where_it_may_be_called(name, call):
+    with pytest.raises(RuntimeError, match=rf"{name}\(\) may be called only inside"):
+        call()
+
+
+def bad_arguments(tmp_path):
+    return {
+        "a metric": lambda: {"metrics": {"history": [1]}},
+        "a step": lambda: {"metrics": {}, "step": "x"},
+        "a checkpoint's step": lambda: {"metrics": {}, "step": 0, "checkpoint": folder(tmp_path / "again", model="x")},
+        "progress": lambda: {"metrics": {}, "progress": 2},
+        "a folder": lambda: {"metrics": {}, "checkpoint": Checkpoint.from_directory(tmp_path / "missing")},
+        "no checkpoint": lambda: {"metrics": {}, "checkpoint": "/tmp"},
+    }
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("what", list(bad_arguments(Path())))
+def test_a_report_that_one_rank_got_wrong_is_none_on_every_rank_and_the_next_ones_still_pair(
+    store, tmp_path, what, wrong, upload
+):
+    make_bad = bad_arguments(tmp_path)[what]
+
+    def bring(rank, epoch):
+        return folder(tmp_path / str(rank), **{f"m{rank}": str(epoch)})
+
+    def train(session, rank):
+        session.report({"epoch": 0}, bring(rank, 0), upload=upload)
+        for epoch in range(1, 4):
+            if epoch == 2 and rank == wrong:
+                with pytest.raises((ValueError, FileNotFoundError)):
+                    session.report(**make_bad())
+            elif epoch == 2:
+                with pytest.raises(CommitFailedError, match=f"rank {wrong} could not report, so no rank did"):
+                    session.report({"epoch": epoch}, bring(rank, epoch))
+            else:
+                session.report({"epoch": epoch}, bring(rank, epoch), upload=upload)
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [manifest.metrics["epoch"] for manifest in store.list()] == [0, 1, 3]
+    for manifest in store.list():
+        stored = read_files(store.checkpoint(manifest))
+        assert stored == {f"m{rank}": str(manifest.metrics["epoch"]).encode() for rank in range(2)}
+
+
+def test_a_background_failure_is_told_though_the_report_that_learns_of_it_is_wrong_itself(store, tmp_path):
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")  # different files of one name
+        session._commits.wait()
+        with pytest.raises(ReportMismatchError, match="rank 0 and rank 1 both reported a file 'm'"):
+            session.report({"bad": []})
+
+    assert Attempt(store, 2).run(train) == [None, None]
+
+
+def test_a_mismatch_does_not_hide_how_the_commit_in_the_background_ends(store, tmp_path, uploads_may_go_on):
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")  # different files of one name
+        with pytest.raises(ReportMismatchError, match="reported step 1"):
+            session.report({}, step=rank)
+        uploads_may_go_on.set()
+
+    errors = Attempt(store, 2).run(train)
+    assert ["both reported a file 'm'" in str(error) for error in errors] == [True, True]
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_ranks_that_part_fail_at_the_end_though_the_error_was_swallowed(store, early):
+    def train(session, rank):
+        session.report({})
+        if rank != early:
+            with pytest.raises(ReportMismatchError):
+                session.report({})
+
+    errors = Attempt(store, 2).run(train)
+    assert isinstance(errors[1 - early], ReportMismatchError)
+    assert f"rank {early} returned after 1 reports" in str(errors[1 - early])
+
+
+def test_a_run_that_was_deleted_under_the_training_is_noticed_at_the_next_report(store, tmp_path):
+    attempt = Attempt(store)
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
+        attempt.session().report({}, folder(tmp_path / "c", model="x"))
+    assert store.list() == []
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3"])
+def test_metadata_that_is_none_is_named(store, tmp_path, content):
+    checkpoint = folder(tmp_path / "c", **{".metadata.json": content})
+    with pytest.raises(ValueError, match=r"c/\.metadata\.json .*set_metadata"):
+        Attempt(store).session().report({}, checkpoint)
+
+
+def test_so_many_commits_may_be_under_way_and_a_further_report_waits(store, tmp_path, uploads_may_go_on):
+    returned = []
+
+    def train(session, rank):
+        for epoch in range(3):
+            session.report({"epoch": epoch}, folder(tmp_path / str(rank), **{f"m{rank}": str(epoch)}), upload="async")
+            returned.append(epoch)
+
+    def release_when_two_wait():
+        while returned.count(1) < 2:
+            time.sleep(0.01)
+        assert 2 not in returned
+        uploads_may_go_on.set()
+
+    releaser = threading.Thread(target=release_when_two_wait)
+    releaser.start()
+    assert Attempt(store, 2, max_in_flight=2).run(train) == [None, None]
+    releaser.join()
+    manifests = store.list()
+    assert [manifest.metrics["epoch"] for manifest in manifests] == [0, 1, 2]
+    assert [manifest.parent for manifest in manifests] == [None, manifests[0].id, manifests[1].id]
+
+
+@pytest.mark.parametrize("reports", [2, 5])
+def test_each_of_several_commits_under_way_that_fail_is_raised_once_on_every_rank(store, tmp_path, reports):
+    def train(session, rank):
+        told = []
+        for epoch in range(reports):  # different files of one name, every second time
+            name = "m" if epoch % 2 == 0 else f"m{rank}"
+            made = folder(tmp_path / f"{rank}-{epoch}", **{name: str(rank)})  # of its own: a refused report leaves its files
+            try:
+                session.report({"epoch": epoch}, made, upload="async")
+            except ReportMismatchError:
+                told.append(epoch)
+        for _ in range(reports):
+            session._commits.wait()
+            try:
+                session.report({})
+            except ReportMismatchError:
+                told.append(reports)
+        return told
+
+    attempt = Attempt(store, 2, max_in_flight=3)
+    told = {}
+    assert attempt.run(lambda session, rank: told.update({rank: train(session, rank)})) == [None, None]
+    assert told[0] == told[1]
+    accepted = [epoch for epoch in range(reports) if epoch not in told[0]]
+    assert [manifest.metrics["epoch"] for manifest in store.list()] == [epoch for epoch in accepted if epoch % 2]
+    assert len(told[0]) == len([epoch for epoch in accepted if epoch % 2 == 0])
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_a_folder_that_holds_the_run_is_refused(store, tmp_path, upload):
+    session = Attempt(store).session()
+    session.report({}, folder(tmp_path / "c", model="x"))
+    with pytest.raises(ValueError, match="holds the run itself"):
+        session.report({}, Checkpoint.from_directory(tmp_path), upload=upload)
+    store.verify(store.latest())
+
+
+def test_the_folder_of_a_committed_checkpoint_is_never_taken_apart(store, tmp_path):
+    def train_fn(session, rank):
+        session.report({}, folder(tmp_path / "c", model="x"))
+        session.report({}, Checkpoint.from_directory(store.checkpoint(store.latest()).path), upload="async")
+
+    assert Attempt(store).run(train_fn) == [None]
+    assert [read_files(store.checkpoint(manifest)) for manifest in store.list()] == [{"model": b"x"}] * 2

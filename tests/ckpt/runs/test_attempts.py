@@ -1,0 +1,154 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError
+from prefect_torch.ckpt.runs.attempts import (
+    Outcome,
+    Owner,
+    check_fence,
+    claim_attempt,
+    claim_unless_led,
+    list_attempts,
+    newest_attempt,
+    read_outcomes,
+    write_outcome,
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path, "run")
+
+
+def test_attempts_count_from_one(store):
+    assert newest_attempt(store) is None
+    assert [claim_attempt(store, Owner.current(), world_size=2).number for _ in range(3)] == [1, 2, 3]
+    assert newest_attempt(store).number == 3
+
+
+def test_claims_at_the_same_moment_end_with_different_numbers(store):
+    numbers = []
+    barrier = threading.Barrier(6)
+
+    def claim():
+        barrier.wait()
+        numbers.extend(claim_attempt(store, Owner.current(), world_size=1).number for _ in range(5))
+
+    threads = [threading.Thread(target=claim) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(numbers)) == 30
+    assert sorted(attempt.number for attempt in list_attempts(store)) == sorted(numbers)
+
+
+def test_an_attempt_passes_the_fence_until_a_newer_one_is_claimed(store):
+    first = claim_attempt(store, Owner.current(), world_size=1)
+    check_fence(store, first.number)
+    second = claim_attempt(store, Owner.current(), world_size=1)
+    with pytest.raises(FencedError, match="attempt 1 of run 'run' was overtaken by attempt 2"):
+        check_fence(store, first.number)
+    check_fence(store, second.number)
+
+
+def test_a_new_lineage_begins_only_where_it_is_not_given(store):
+    assert claim_attempt(store, Owner.current(), world_size=1).lineage == 1
+    assert claim_attempt(store, Owner.current(), world_size=1, lineage=1).lineage == 1
+    assert claim_attempt(store, Owner.current(), world_size=1).lineage == 3
+
+
+def test_this_process_is_alive_and_an_ended_one_is_dead():
+    assert Owner.current().is_dead() is False
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        owner = replace(Owner.current(), pid=child.pid, started=0)
+        assert owner.is_dead() is True  # a reused pid is another process
+    assert replace(Owner.current(), pid=child.pid).is_dead() is True
+
+
+def test_a_process_of_another_machine_may_be_alive():
+    assert replace(Owner.current(), host="elsewhere/boot", pid=os.getpid()).is_dead() is None
+
+
+UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc"]
+TELL_OWNER = """
+import json
+from dataclasses import asdict
+from prefect_torch.ckpt.runs.attempts import Owner
+print(json.dumps(asdict(Owner.current())), flush=True)
+input()
+"""
+
+
+def test_a_process_of_another_container_with_our_name_and_boot_may_be_alive():
+    if shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this machine makes no pid namespaces: it takes root, and unshare")
+    with subprocess.Popen(
+        [*UNSHARE, sys.executable, "-c", TELL_OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as container:
+        there, here = Owner(**json.loads(container.stdout.readline())), Owner.current()
+        assert there.machine == here.machine
+        assert there.host != here.host
+        assert there.is_dead() is None
+        assert here.is_dead() is False
+        container.communicate("\n")
+
+
+def test_an_owner_that_version_0_1_wrote_is_judged_by_its_machine():
+    """It named no pid namespace."""
+    owner = Owner.current()
+    if owner.host.count("/") < 2:
+        pytest.skip("no pid namespaces outside of Linux")
+    before = replace(owner, host=owner.host.rpartition("/")[0])
+    assert before.is_dead() is False
+    assert replace(before, started=0).is_dead() is True
+
+
+def test_of_simultaneous_starts_one_claims_and_all_others_are_refused(store):
+    """As six processes do it that start together, each of which takes every other for alive."""
+    barrier = threading.Barrier(6)
+    claimed, refused = [], []
+
+    def start(name):
+        def refuse(attempt):
+            raise RunBusyError(f"led by {attempt.owner.flow_run_id}")
+
+        barrier.wait()
+        try:
+            claimed.append(claim_unless_led(store, refuse, lambda _: claim_attempt(store, Owner.current(name), world_size=1)))
+        except RunBusyError as exc:
+            refused.append(str(exc))
+
+    threads = [threading.Thread(target=start, args=(f"flow-{number}",)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = claimed
+    assert len(refused) == 5
+    assert [attempt.token for attempt in list_attempts(store)] == [winner.token]
+    check_fence(store, winner.number)
+
+
+def test_a_run_whose_owner_has_ended_is_claimed_with_what_it_left(store):
+    ended = claim_attempt(store, Owner.current("old"), world_size=1)
+    previous = []
+
+    def claim(attempt):
+        previous.append(attempt)
+        return claim_attempt(store, Owner.current("new"), world_size=1)
+
+    assert claim_unless_led(store, lambda _: None, claim).number == 2
+    assert previous == [ended]
+
+
+def test_outcomes_come_back(store):
+    outcome = Outcome(2, "failed", "flow", "user", "boom", {"1": "boom"}, {"loss": float("inf")})
+    write_outcome(store, outcome)
+    assert read_outcomes(store) == [outcome]

@@ -1,0 +1,246 @@
+"""Whatever lies in a run: each entry works or raises a CheckpointError, and the good checkpoints are found."""
+
+import copy
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts, newest_attempt, read_outcomes
+from prefect_torch.ckpt.runs.history import lost_records, newest_recorded, read_history
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.records import seal
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.deployments.command_line.program import run
+from prefect_torch.flows import Result
+
+STORED = Path(__file__).parents[2] / "support/stored_run_of_0_1"
+FIRST, SECOND, THIRD = COMMITTED = GOOD = ("000001-00000000-08df6443", "000001-00000001-fd76df3f", "000002-00000002-3daffd56")
+QUARANTINED = "000001-00000002-44ca13ab"
+NEWER = "000002-00000009-00000000"
+
+DEEP = 100_000
+BLOBS = {
+    "nothing": b"",
+    "a blank": b"\n",
+    "null": b"null",
+    "true": b"true",
+    "a number": b"3",
+    "a text": b'"text"',
+    "a list": b"[]",
+    "objects": b"[{}]",
+    "an empty object": b"{}",
+    "no JSON": b"not JSON",
+    "binary": bytes(range(256)),
+    "zeros": b"\0" * 1000,
+    "deep lists": b"[" * DEEP + b"]" * DEEP,
+    "deep objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP,
+    "deep lists, cut": b"[" * DEEP,
+    "a deep body": b'{"body": {"format":1,"metrics":' + b'{"a":' * DEEP,
+    "a body, no digest": b'{"body":{"format":1}}',
+    "a digest that is a number": b'{"body":{"format":1},"digest":3}',
+    "a body that is a list": b'{"body":[],"digest":"0"}',
+    "a huge integer": b'{"a":1' + b"0" * 5000 + b"}",
+    "a large integer": b'{"id":1' + b"0" * 4000 + b"}",
+    "a huge float": b'{"body":{"a":1e999},"digest":""}',
+    "NaN": b'{"body":NaN,"digest":Infinity}',
+    "an escaped surrogate": b'{"id":"\\ud800","reason":"\\ud800","host":"\\ud800"}',
+    "a surrogate": b'{"id":"\xed\xa0\x80"}',
+    "UTF-16": '{"id":"x"}'.encode("utf-16"),
+    "a mark of UTF-8": b"\xef\xbb\xbf{}",
+    "an enormous text": b'{"reason":"' + b"x" * 10**6 + b'"}',
+    "an enormous name": b'{"' + b"x" * 10**6 + b'":1}',
+    "a tag of nothing": b'{"__float__":[]}',
+    "a format that is text": b'{"format":"9"}',
+    "a format that is huge": b'{"format":1' + b"0" * 4000 + b"}",
+    "a page": b"<!DOCTYPE html><title>404</title>",
+}
+PLACES = {
+    "run.json": "run/run.json",
+    "the hint": "run/latest.json",
+    "a newer claim": "run/attempts/000003-00000000.json",
+    "the newest claim": "run/attempts/000002-660f4c06.json",
+    "an outcome": "run/outcomes/000002.json",
+    "an outcome of nobody": "run/outcomes/x.json",
+    "a newer manifest": f"run/manifests/{NEWER}.json",
+    "an older manifest": "run/manifests/000001-00000000-00000000.json",
+    "an evaluation": f"run/manifests/{FIRST}/eval.json",
+    "metadata": f"run/metadata/{SECOND}.json",
+    "a chunk": "run/metrics/000002-000000.jsonl",
+    "a new chunk": "run/metrics/000002-000000000-0001.jsonl",
+    "a pin": f"run/pins/{FIRST}.json",
+    "a quarantine": f"run/quarantine/{QUARANTINED}.json",
+    "somebody's files": "run/{}/notes.json",
+    "somebody's files named oddly": "run/{}/\u0669\u0669-\ud7ff.x.json",
+}
+FOLDERS = ("attempts", "outcomes", "manifests", "metadata", "metrics", "pins", "quarantine", "checkpoints")
+
+ODD = [
+    *(None, True, -1, 0.5, 10**30, 2**63, "", "x", "\ud800", "9" * 5000, [], {}, [[]], [None], {"x": []}),
+    *({"__float__": []}, {"__float__": "x"}, {"__float__": None}, {"a": {"b": {"c": [1, {"d": None}]}}}),
+]
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = CheckpointStore.open(f"memory://{tmp_path}", "run")
+    for path in STORED.rglob("*"):
+        if path.is_file():
+            opened.storage.put_bytes(path.relative_to(STORED).as_posix(), path.read_bytes())
+    return opened
+
+
+def objects(store):
+    return {info.key: store.storage.get_bytes(info.key) for info in store.storage.list("run/")}
+
+
+def look(store):
+    """Use every entry that reads a run: it works or raises a CheckpointError, and the good checkpoints are found."""
+    assert {it.id for it in store.list()} >= set(GOOD)
+    assert store.latest().id == THIRD
+    assert {it.id for it in store.best(5, "loss", "min")} >= set(GOOD)
+    assert {it.id for it in store.prune(RetentionPolicy(1, "loss", "min"), dry_run=True).drop} <= set(COMMITTED)
+    entries = (
+        lambda: choose_checkpoint(store, lineage=1, verify="size"),
+        lambda: choose_checkpoint(store, lineage=2, verify="none"),
+        lambda: newest_attempt(store),
+        lambda: list(list_attempts(store)),
+        lambda: read_outcomes(store),
+        lambda: read_history(store),
+        lambda: newest_recorded(store),
+        lambda: lost_records(store, list(store.listed()), attempt=3),
+        lambda: [store.checkpoint(it).get_metadata() for it in store.list()],
+        lambda: Result.from_storage(store.storage.url, "run"),
+    )
+    for entry in entries:
+        with suppress(CheckpointError):
+            entry()
+
+
+def look_from_a_terminal(store):
+    """Run the commands; what they refuse is one line."""
+    url = store.storage.url
+    for command in (
+        ["ls", url],
+        ["ls", url, "run"],
+        ["show", url, "run"],
+        ["show", url, "run", SECOND],
+        ["verify", url, "run"],
+    ):
+        assert run(command) in (0, 1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_junk_in_any_place_ends_nothing(store, place, capsys, caplog):
+    before = objects(store)
+    for name, blob in BLOBS.items():
+        keys = [PLACES[place].format(folder) for folder in FOLDERS] if "{}" in PLACES[place] else [PLACES[place]]
+        for key in keys:
+            store.storage.put_bytes(key, blob)
+        look(store)
+        if name in ("deep objects", "an escaped surrogate", "an enormous text", "a format that is huge"):
+            look_from_a_terminal(store)
+        collect_garbage(store, grace_s=10**9)
+        assert {key: data for key, data in objects(store).items() if key not in keys} == {
+            key: data for key, data in before.items() if key not in keys
+        }, name
+        assert all(store.storage.get_bytes(key) == blob for key in keys), name
+        store.storage.delete([key for key in keys if key not in before])
+        for key in keys:
+            if key in before:
+                store.storage.put_bytes(key, before[key])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_junk_everywhere_at_once_is_left_where_it_is(store, capsys):
+    keys = [key for key in PLACES.values() if "{}" not in key] + ["run/attempts/000009-x", "run/manifests/x/y/z"]
+    for number, key in enumerate(keys):
+        store.storage.put_bytes(key, list(BLOBS.values())[number])
+    before = objects(store)
+    look(store)
+    look_from_a_terminal(store)
+    dropped = {it.id for it in store.prune(RetentionPolicy(1, "loss", "min")).drop}
+    collect_garbage(store, grace_s=-(10**9))
+    with suppress(CheckpointError):
+        claim_attempt(store, Owner.current(), world_size=1)
+    gone = before.keys() - objects(store).keys()
+    assert not [key for key in gone if not any(it in key for it in (*dropped, QUARANTINED))]
+    assert NEWER not in dropped
+    assert store.latest().id == THIRD
+
+
+def fields_of(value, path=()):
+    """Yield the path of every field of a record, and of the first of each list in it."""
+    if isinstance(value, dict):
+        for name in value:
+            yield (*path, name)
+            yield from fields_of(value[name], (*path, name))
+    elif isinstance(value, list) and value:
+        yield (*path, 0)
+        yield from fields_of(value[0], (*path, 0))
+
+
+def changed(record, path, value):
+    other = at = copy.deepcopy(record)
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    return other
+
+
+RECORDS = {
+    "a claim": "run/attempts/000002-660f4c06.json",
+    "an outcome": "run/outcomes/000002.json",
+    "a manifest": f"run/manifests/{FIRST}.json",
+    "an evaluation": f"run/manifests/{FIRST}/eval.json",
+    "a chunk": "run/metrics/000002-000000.jsonl",
+    "a quarantine": f"run/quarantine/{QUARANTINED}.json",
+    "the hint": "run/latest.json",
+}
+
+
+@pytest.mark.parametrize("what", RECORDS)
+def test_any_field_may_be_of_any_type(store, what, monkeypatch):
+    """Each is sealed anew, as whoever can write to the storage could: a digest says nothing of the types behind it."""
+    monkeypatch.setattr(f"{__name__}.GOOD", (SECOND, THIRD))
+    key = RECORDS[what]
+    record = json.loads(store.storage.get_bytes(key))
+    body, tried = record.get("body", record), 0
+    for path in fields_of(body):
+        for value in ODD:
+            other = changed(body, path, value)
+            store.storage.put_bytes(key, seal(other) if "body" in record else json.dumps(other).encode())
+            look(store)
+            tried += 1
+            if tried % 50 == 1:
+                look_from_a_terminal(store)
+    assert tried >= len(ODD)
+
+
+@pytest.mark.parametrize("path", ["../../x", "/etc/passwd", "a//b", "", "a\\b", "a\nb"])
+def test_a_path_that_leads_elsewhere_is_no_path_of_a_file(store, path):
+    key = RECORDS["a manifest"]
+    body = json.loads(store.storage.get_bytes(key))["body"]
+    body["files"][0]["path"] = path
+    store.storage.put_bytes(key, seal(body))
+    assert [it.id for it in store.list()] == [SECOND, THIRD]
+    assert FIRST not in {it.id for it in store.prune(RetentionPolicy(1)).drop}
+
+
+def test_claims_that_no_number_can_follow_are_refused_by_name(store):
+    store.storage.put_bytes("run/attempts/1000000-x.json", b"{}")
+    assert claim_attempt(store, Owner.current(), world_size=1).number == 3
+    store.storage.put_bytes("run/attempts/999999-x.json", b"{}")
+    with pytest.raises(CheckpointError, match=r"run 'run' in memory:.* has attempt 999999, and 999999 at most"):
+        claim_attempt(store, Owner.current(), world_size=1)
+
+
+def test_a_run_that_holds_nothing_but_what_cannot_be_read_is_not_begun_anew(tmp_path):
+    store = CheckpointStore.open(f"memory://{tmp_path}", "run")
+    store.storage.put_bytes(f"run/manifests/{NEWER}.json", b"\x82")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=rf"(?s)does not start from zero unasked .*{NEWER}: .* is not a manifest"):
+            choose_checkpoint(store, lineage=1, verify="digest")
+    assert objects(store).keys() == {f"run/manifests/{NEWER}.json"}
+    assert choose_checkpoint(store, lineage=3, verify="digest") is None

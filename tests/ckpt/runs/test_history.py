@@ -1,0 +1,261 @@
+"""The metric history: objects written once, few of them, and no record lost or doubled whatever is killed or torn."""
+
+import logging
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from counting_storage import CountingStorage
+from crash_points import crash_points, open_run
+from faulty_storage import Crash, FaultyStorage
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import CheckpointStore, StorageError
+from prefect_torch.ckpt.runs import history as history_module
+from prefect_torch.ckpt.runs import metric_chunks as chunks_module
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
+from prefect_torch.deployments.command_line.program import run
+from prefect_torch.flows import Result
+from ranks import Attempt, folder
+
+AT = "2026-11-21T00:00:00+00:00"
+
+
+@pytest.fixture
+def store():
+    return CheckpointStore.open(MemoryStorage(), "run")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of six records, and three parts at most."""
+    for module in (history_module, chunks_module):
+        monkeypatch.setattr(module, "CHUNK_RECORDS", 6)
+    monkeypatch.setattr(history_module, "MOST_PARTS", 3)
+
+
+def record(step: int) -> MetricRecord:
+    return MetricRecord(1, step, {"loss": step / 2}, f"000001-{step:08d}-00000000", AT)
+
+
+def steps(store) -> list[int]:
+    return [it.step for it in read_history(store)]
+
+
+def chunks(store) -> list[str]:
+    return sorted(info.key for info in store.storage.list(store.layout.metrics))
+
+
+def write(store, count: int, per_flush: int = 1) -> HistoryWriter:
+    writer = HistoryWriter(store, 1)
+    for step in range(count):
+        writer.append(record(step))
+        if step % per_flush == per_flush - 1:
+            writer.flush()
+    return writer
+
+
+def test_a_crash_at_any_operation_loses_and_doubles_no_record(small_chunks):
+    stored: dict[int, HistoryWriter] = {}
+
+    def run_writer(faulty):
+        writer = stored[id(faulty.inner)] = HistoryWriter(open_run(faulty), 1)
+        for step in range(15):
+            writer.append(record(step))
+            if step % 2 == 0:
+                writer.flush()
+        writer.close()
+
+    fired = 0
+    for faulty in crash_points(lambda *_: MemoryStorage(), run_writer):
+        fired += faulty.fired
+        store, recorded = open_run(faulty.inner), stored[id(faulty.inner)].recorded
+        found = steps(store)
+        assert found == list(range(len(found)))
+        assert recorded is None or record(len(found) - 1).checkpoint >= recorded
+        assert newest_recorded(store) >= (recorded or "")
+    assert fired > 40
+
+
+@pytest.mark.parametrize("way", [{}, {"after": True}, {"torn": True}], ids=["before", "after", "torn"])
+def test_an_error_at_any_operation_is_made_up_for(small_chunks, way):
+    verbs: Counter[str] = Counter()
+    for number in range(1, 200):
+        faulty = FaultyStorage(MemoryStorage(), number, error=StorageError("no answer"), **way)
+        store = CheckpointStore.open(faulty, "run")
+        writer = HistoryWriter(store, 1)
+        for step in range(15):
+            writer.append(record(step))
+            try:
+                writer.flush()
+            except StorageError:
+                verbs[faulty.operations[-1][0]] += 1
+        for _ in range(2):
+            try:
+                writer.close()
+            except StorageError:
+                verbs[faulty.operations[-1][0]] += 1
+        if not faulty.fired:
+            break
+        assert steps(store) == list(range(15))
+        assert len(chunks(store)) == 3  # what an error left is gone
+    else:
+        pytest.fail("it never ends")
+    assert verbs.keys() == {"put_bytes", "get_bytes", "delete"}
+
+
+def test_weeks_of_reports_are_an_object_per_thousand_and_few_others(store):
+    writer, most = HistoryWriter(store, 1), 0
+    for step in range(4321):
+        writer.append(record(step))
+        writer.flush()
+        most = max(most, len(chunks(store)) - step // 1000)
+    assert most <= history_module.MOST_PARTS + 1
+    writer.close()
+    assert len(chunks(store)) == 5
+    assert steps(store) == list(range(4321))
+
+
+def test_no_object_of_the_history_is_written_twice(store, small_chunks):
+    written: Counter[str] = Counter()
+    put = store.storage.put_bytes
+    store.storage.put_bytes = lambda key, data: (written.update([key]), put(key, data))
+    write(store, 40).close()
+    assert set(written.values()) == {1}
+
+
+def test_a_flush_costs_one_request_and_a_merge_three_more():
+    counting = CountingStorage(MemoryStorage())
+    writer = write(CheckpointStore.open(counting, "run"), history_module.MOST_PARTS - 1)
+    assert counting.taken() == {"put_bytes": history_module.MOST_PARTS - 1}
+    writer.append(record(31))
+    writer.flush()
+    assert counting.taken() == {"put_bytes": 2, "get_bytes": 1, "delete": 1}
+
+
+def test_parts_stay_until_what_takes_their_place_is_read_back_whole(store, small_chunks):
+    writer = write(store, 2)
+    put = store.storage.put_bytes
+    store.storage.put_bytes = lambda key, data: put(key, data if key.endswith("-0001.jsonl") else data[:-9])
+    writer.append(record(2))
+    with pytest.raises(StorageError, match=r"000001-000000002-0003.jsonl holds something else than was stored just now"):
+        writer.flush()
+    assert steps(store) == [0, 1, 2]
+    store.storage.put_bytes = put
+    writer.close()
+    assert [key.rpartition("/")[2] for key in chunks(store)] == ["000001-000000002-0003.jsonl"]
+    assert steps(store) == [0, 1, 2]
+
+
+class Merging(FaultyStorage):
+    """Its history is merged as soon as it has been listed."""
+
+    writer: HistoryWriter
+
+    def list(self, prefix, *, after=None):
+        listed = list(self.inner.list(prefix, after=after))
+        if prefix == "run/metrics/" and not self.operations:
+            self.operations.append(("list", prefix))
+            self.writer.close()
+        return iter(listed)
+
+
+def test_whoever_reads_while_parts_are_merged_misses_none(store):
+    merging = Merging(store.storage)
+    merging.writer = write(store, 20)
+    assert steps(CheckpointStore.open(merging, "run")) == list(range(20))
+    assert merging.operations
+    assert len(chunks(store)) == 1
+
+
+def test_a_chunk_that_is_listed_and_not_there_ends_somewhere(store, caplog):
+    write(store, 3)
+
+    class Gone(FaultyStorage):
+        def get_bytes(self, key):
+            if key.endswith("000000001-0001.jsonl"):
+                self.operations.append(("get_bytes", key))
+                raise FileNotFoundError(key)
+            return self.inner.get_bytes(key)
+
+    gone = Gone(store.storage)
+    assert steps(CheckpointStore.open(gone, "run")) == [0, 2]
+    assert gone.counts()["get_bytes"] == 2
+
+
+def test_a_torn_chunk_is_left_out_wherever_it_is_torn_and_everything_starts(tmp_path, caplog, capsys):
+    """On a storage whose puts are not atomic; what came with a checkpoint is known from its manifest."""
+    store = CheckpointStore.open(f"memory://{tmp_path}", "run")
+    attempt = Attempt(store)
+    for score in (1, 2):
+        attempt.session().report({"score": score}, folder(tmp_path / "c", model="x"), step=score)
+    ids = list(store.ids())
+    writer = HistoryWriter(store, 1)
+    for it, step in (("", 0), (ids[0], 1), (ids[1], 2)):
+        writer.append(MetricRecord(1, step, {"score": step}, it or None, AT))
+    writer.flush()
+    (key,) = chunks(store)
+    data = store.storage.get_bytes(key)
+    whole = [index for index in range(len(data)) if data[index : index + 1] == b"\n"]
+    assert len(whole) == 2
+    for length in range(len(data)):
+        store.storage.put_bytes(key, data[:length])
+        caplog.clear()
+        first = [0] if length >= whole[0] else []
+        assert [it.step for it in read_history(store)] == [*first, 1, 2]
+        assert key in caplog.text
+        assert [it.checkpoint for it in lost_records(store, list(store.listed()), 2)] in (ids, ids[1:], [])
+        assert newest_recorded(store) == (ids[0] if length >= whole[1] else "")
+    assert Result.from_storage(f"memory://{tmp_path}", "run").metrics == {"score": 2}
+    assert run(["show", f"memory://{tmp_path}", "run"]) == 0
+    assert "3 reports" in capsys.readouterr().out
+    assert "line 3 of " in caplog.text
+    claim_attempt(store, Owner.current(), world_size=1)
+
+
+def test_a_flipped_bit_in_a_line_leaves_out_that_line_alone_and_names_it(store, caplog):
+    write(store, 3, per_flush=3)
+    (key,) = chunks(store)
+    data = store.storage.get_bytes(key)
+    place = data.index(b'"loss":0.5')
+    store.storage.put_bytes(key, data[: place + 9] + b"7" + data[place + 10 :])
+    with caplog.at_level(logging.WARNING):
+        assert steps(store) == [0, 2]
+    assert f"line 2 of memory/{key} does not match its own digest" in caplog.text
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xff\x00\n\n", b"null", b"[" * 100_000, b'{"body":{"format":2}}', b"{}\n" * 5000])
+def test_junk_in_the_place_of_chunks_is_one_warning_each(store, caplog, junk):
+    write(store, 3)
+    for name in ("000001-000000003-0001.jsonl", "000001-000000.jsonl", "notes.txt", "1-2.jsonl"):
+        store.storage.put_bytes(f"{store.layout.metrics}{name}", junk)
+    with caplog.at_level(logging.WARNING):
+        assert steps(store) == [0, 1, 2]
+    assert len(caplog.records) == 4
+    assert newest_recorded(store) == record(2).checkpoint
+
+
+def test_a_history_of_version_0_1_goes_on_in_new_attempts(store):
+    metrics = b'"metrics": {"loss": {"__float__": "nan"}}, "checkpoint": null, "reported_at": "x", "is_logged": false'
+    line = b'{"attempt": 1, "step": %d, ' + metrics + b"}"
+    for chunk, count in ((0, 1000), (1, 3)):
+        lines = b"\n".join(line % (1000 * chunk + step) for step in range(count))
+        store.storage.put_bytes(f"{store.layout.metrics}000001-{chunk:06d}.jsonl", lines)
+    writer = HistoryWriter(store, 2)
+    for step in range(1003, 1010):
+        writer.append(replace(record(step), attempt=2))
+        writer.flush()
+    assert steps(store) == list(range(1010))
+
+
+def test_a_dead_process_writes_no_more(small_chunks):
+    """The crash of a merge is one in the middle of the run: the next attempt begins with numbers of its own."""
+    faulty = FaultyStorage(MemoryStorage(), 4, torn=True)
+    with pytest.raises(Crash):
+        write(open_run(faulty), 5)
+    assert faulty.fired == 1
+    store = open_run(faulty.inner)
+    after = HistoryWriter(store, 2)
+    after.append(replace(record(5), attempt=2))
+    after.close()
+    assert steps(store) == [0, 1, 2, 5]

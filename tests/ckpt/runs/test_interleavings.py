@@ -1,0 +1,322 @@
+"""Two leaders of one run, interleaved at every storage operation: an old one that does not know, and the one after it."""
+
+import threading
+from collections import Counter
+from datetime import datetime, timezone
+from functools import partial
+from itertools import islice
+
+import xxhash
+from faulty_storage import VERBS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    FencedError,
+    RetentionPolicy,
+    RunBusyError,
+    StorageSpec,
+)
+from prefect_torch.ckpt.runs.attempts import Owner, check_fence, claim_attempt, claim_unless_led, list_attempts
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.quarantine import quarantine
+from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
+from ranks import Attempt, folder
+
+POLICY = RetentionPolicy(num_to_keep=1)
+NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
+DIGEST_OF_X = xxhash.xxh3_128_hexdigest(b"x")
+
+
+class Turns:
+    """Lets one of several threads do one storage operation at a time."""
+
+    def __init__(self):
+        self._lock = threading.Condition()
+        self._waiting: set[str] = set()
+        self._running = 0
+        self._next: str | None = None
+
+    def start(self, name, function):
+        def work():
+            try:
+                function()
+            finally:
+                with self._lock:
+                    self._running -= 1
+                    self._lock.notify_all()
+
+        with self._lock:
+            self._running += 1
+        threading.Thread(target=work, name=name, daemon=True).start()
+
+    def take(self, name):
+        """Wait until it is `name`'s turn."""
+        with self._lock:
+            self._waiting.add(name)
+            self._lock.notify_all()
+            assert self._lock.wait_for(lambda: self._next == name, 30), "nobody gives it a turn"
+            self._next = None
+            self._waiting.remove(name)
+
+    def waiting(self):
+        """Return who wants to go on, once everybody stands still."""
+        with self._lock:
+            assert self._lock.wait_for(lambda: self._next is None and len(self._waiting) == self._running, 30)
+            return sorted(self._waiting)
+
+    def give(self, name):
+        with self._lock:
+            self._next = name
+            self._lock.notify_all()
+
+
+class OneAtATime:
+    """A leader's own view of the storage."""
+
+    def __init__(self, inner, turns, name):
+        self.inner, self.turns, self.name = inner, turns, name
+        self.url = inner.url
+        self.has_claimed = False
+
+    def local_path(self, key):
+        return None
+
+    def reopened(self):
+        return self
+
+    def _do(self, verb, *args, **kwargs):
+        self.turns.take(self.name)
+        self.has_claimed |= verb == "put_bytes" and args[0].startswith("run/attempts/")
+        result = getattr(self.inner, verb)(*args, **kwargs)
+        return iter(list(result)) if verb == "list" else result
+
+
+for _verb in VERBS:
+    setattr(OneAtATime, _verb, lambda self, *args, _verb=_verb, **kwargs: self._do(_verb, *args, **kwargs))
+
+
+class Leader:
+    """Claims, resumes, and reports; with retention after each report, as the task beside a training does."""
+
+    def __init__(self, storage, tmp_path, name, reports):
+        self.store = CheckpointStore(storage, Layout("run"), StorageSpec(storage.url))
+        self.tmp_path, self.name, self.reports = tmp_path, name, reports
+        self.attempt = None
+        self.committed = []
+        self.fenced = False
+
+    def __call__(self):
+        self.attempt = Attempt(self.store)
+        session = self.attempt.session()
+        for number in range(self.reports):
+            try:
+                session.report({"by": self.name}, folder(self.tmp_path / self.name, model=f"{self.name}{number}"))
+            except FencedError:
+                self.fenced = True
+                return
+            self.committed.append(session._last_step)
+            self.store.prune(POLICY, in_use=() if self.attempt.restored is None else (self.attempt.restored.id,))
+            collect_garbage(self.store)
+
+
+@settings(max_examples=50)
+@given(head_start=st.integers(0, 25), schedule=st.lists(st.booleans(), max_size=60))
+def test_whoever_claims_last_owns_the_run_and_what_was_reported_before_is_not_lost(tmp_path_factory, head_start, schedule):
+    tmp_path = tmp_path_factory.mktemp("run")
+    plain = FsspecStorage(f"memory://{tmp_path}", {})
+    store = CheckpointStore(plain, Layout("run"), StorageSpec(plain.url))
+    turns = Turns()
+    leaders = {name: Leader(OneAtATime(plain, turns, name), tmp_path, name, reports=3) for name in "ab"}
+    for name, leader in leaders.items():
+        turns.start(name, leader)
+    reported_before = {}  # by leader: the other's newest step when it began to claim
+    choices = iter([True] * head_start + schedule)
+    while waiting := turns.waiting():
+        for name, other in ("ab", "ba"):
+            if not leaders[name].store.storage.has_claimed:
+                reported_before[name] = max(leaders[other].committed, default=-1)
+        for manifest in store.list():
+            store.verify(manifest)
+        turns.give(waiting[0] if len(waiting) == 1 or next(choices, True) else waiting[1])
+
+    first, second = sorted(leaders.values(), key=lambda leader: leader.attempt.number)
+    assert first.attempt.number < second.attempt.number
+    assert not second.fenced
+    assert len(second.committed) == 3
+    assert store.latest().attempt == second.attempt.number
+    restored = -1 if second.attempt.restored is None else second.attempt.restored.step
+    assert restored >= reported_before[second.name]
+    assert second.committed[0] == restored + 1
+    assert first.fenced == (len(first.committed) < 3)
+    assert len(store.list()) <= 2  # the newest, and what is restored
+
+
+class Starter:
+    """Claims the run unless another leads it, which everybody does who was not refused."""
+
+    def __init__(self, storage, name, everybody):
+        self.store = CheckpointStore(storage, Layout("run"), StorageSpec(storage.url))
+        self.name, self.everybody = name, everybody
+        self.claimed = None
+        self.is_refused = False
+
+    def __call__(self):
+        try:
+            self.claimed = claim_unless_led(
+                self.store,
+                self._refuse_if_led,
+                lambda _: claim_attempt(self.store, Owner.current(self.name), world_size=1),
+            )
+        except RunBusyError:
+            self.is_refused = True
+
+    def _refuse_if_led(self, attempt):
+        if not self.everybody[attempt.owner.flow_run_id].is_refused:
+            raise RunBusyError(attempt.owner.flow_run_id)
+
+
+@settings(max_examples=100)
+@given(schedule=st.lists(st.integers(0, 2), max_size=60))
+def test_of_simultaneous_starts_exactly_one_owns_the_run_however_they_interleave(tmp_path_factory, schedule):
+    plain = FsspecStorage(f"memory://{tmp_path_factory.mktemp('run')}", {})
+    store = CheckpointStore(plain, Layout("run"), StorageSpec(plain.url))
+    turns = Turns()
+    starters: dict[str, Starter] = {}
+    for name in "abc":
+        starters[name] = Starter(OneAtATime(plain, turns, name), name, starters)
+    for name, starter in starters.items():
+        turns.start(name, starter)
+    choices = iter(schedule)
+    while waiting := turns.waiting():
+        turns.give(waiting[next(choices, 0) % len(waiting)])
+    (winner,) = (starter for starter in starters.values() if starter.claimed is not None)
+    assert [attempt.token for attempt in list_attempts(store)] == [winner.claimed.token]
+    check_fence(store, winner.claimed.number)
+    assert sum(starter.is_refused for starter in starters.values()) == 2
+
+
+def commit(store, step):
+    manifest = Manifest(new_id(1, step), step, 1, {}, (FileEntry("m", 1, DIGEST_OF_X, 0),), 1, None, NOW)
+    store.storage.put_bytes(store.layout.data(manifest.id, "m"), b"x")
+    store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())
+    return manifest
+
+
+def note_end(results, name, function, *args):
+    try:
+        results[name] = function(*args)
+    except CheckpointError as exc:
+        results[name] = exc
+
+
+def every_order(one, other, before=lambda store, manifests: None, most_switches=100):
+    """Run `one` and `other` in every order of their storage operations, each time on a fresh run of three checkpoints.
+
+    Yields the run's plain store, its checkpoints as they were, and what the two returned or raised. With `most_switches`, only
+    orders in which the turn passes so often from one that could go on to the other.
+    """
+    schedule: list[bool] = []
+    while True:
+        plain = MemoryStorage()
+        store = CheckpointStore(plain, Layout("run"), StorageSpec(plain.url))
+        manifests = [commit(store, step) for step in range(3)]
+        before(store, manifests)
+        turns, results, taken = Turns(), {}, []
+        for name, function in (("one", one), ("other", other)):
+            view = CheckpointStore(OneAtATime(plain, turns, name), Layout("run"), StorageSpec(plain.url))
+            turns.start(name, partial(note_end, results, name, function, view, manifests))
+        current = "one"
+        while waiting := turns.waiting():
+            if len(waiting) == 2:
+                taken.append(schedule[len(taken)] if len(taken) < len(schedule) else False)
+                current = waiting[(waiting[0] == current) == taken[-1]]
+            turns.give(current if len(waiting) == 2 else waiting[0])
+        yield store, manifests, results["one"], results["other"]
+        while taken and (taken[-1] or sum(taken) == most_switches):
+            taken.pop()
+        if not taken:
+            return
+        schedule = [*taken[:-1], True]
+
+
+def is_whole(store, manifest):
+    try:
+        store.verify(store.committed(manifest.id))
+    except CheckpointError:
+        return False
+    return True
+
+
+def test_a_pin_that_returned_holds_whoever_prunes():
+    ends = Counter()
+    for store, manifests, pinned, pruned in every_order(
+        lambda store, manifests: store.pin(manifests[0].id), lambda store, _: store.prune(POLICY)
+    ):
+        was_pinned = pinned is None
+        assert was_pinned or isinstance(pinned, CheckpointNotFoundError)
+        assert not was_pinned or is_whole(store, manifests[0])
+        assert store.pinned() == ({manifests[0].id} if was_pinned else set())
+        assert (manifests[0] in pruned.drop) == (manifests[0].id not in store.ids())
+        assert (manifests[0].id in pruned.keep) == is_whole(store, manifests[0])
+        assert is_whole(store, manifests[2])
+        assert not any(store.storage.list(store.layout.deletions))
+        ends[was_pinned] += 1
+    assert min(ends[True], ends[False]) > 5
+
+
+def test_a_pin_that_gives_way_takes_nobody_elses_along():
+    for store, manifests, one, other in every_order(
+        lambda store, manifests: store.pin(manifests[0].id), lambda store, manifests: store.pin(manifests[0].id)
+    ):
+        assert (one, other) == (None, None)
+        store.prune(POLICY)
+        assert is_whole(store, manifests[0])
+        store.unpin(manifests[0].id)
+        assert store.pinned() == frozenset()
+
+
+def set_aside(store, manifests):
+    quarantine(store, manifests[0].id, "a bit flipped")
+
+
+def test_a_restore_and_the_end_of_its_time_leave_a_whole_checkpoint_or_none():
+    ends = Counter()
+
+    def restore(store, manifests):
+        store.restore(manifests[0].id)
+
+    def collect(store, _):
+        return collect_garbage(store, keep_quarantined_days=0)
+
+    for store, manifests, restored, removed in every_order(restore, collect, before=set_aside, most_switches=4):
+        was_restored = restored is None
+        assert was_restored or isinstance(restored, CheckpointCorruptError)
+        assert was_restored == is_whole(store, manifests[0])
+        assert was_restored == (manifests[0].id in store.ids())
+        assert not (was_restored and removed)
+        ends[was_restored] += 1
+    assert min(ends[True], ends[False]) > 5
+
+
+def test_the_latest_is_never_none_while_checkpoints_are_pruned_and_committed():
+    def look(store, _):
+        return store.latest()
+
+    def train_on(store, _):
+        for step in (3, 4):
+            commit(store, step)
+            store.prune(POLICY)
+
+    num = 0
+    for _, _, latest, _ in islice(every_order(look, train_on), 500):
+        assert latest is not None
+        assert latest.step >= 2
+        num += 1
+    assert num > 100

@@ -1,0 +1,152 @@
+import enum
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect_torch.ckpt.runs.metrics import clean_metrics, find_metric, flatten_metrics, from_json, to_json
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+nested = st.recursive(
+    st.dictionaries(st.text(), leaves, max_size=4), lambda inner: st.dictionaries(st.text(), leaves | inner, max_size=4)
+)
+
+
+class Phase(str, enum.Enum):
+    TRAIN = "train"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Ratio(float):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "cleaned"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.array(2.0), 2.0),
+        (np.str_("x"), "x"),
+        (torch.tensor(1.5), 1.5),
+        (torch.tensor(7), 7),
+        (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5),
+        (torch.tensor(True), True),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (np.float16(0.5), 0.5),
+        (np.float64(0.5), 0.5),
+        (Phase.TRAIN, "train"),
+        (Level.HIGH, 3),
+        (Ratio(0.5), 0.5),
+        (True, True),
+        (10**400, 10**400),
+        (None, None),
+    ],
+)
+def test_a_scalar_becomes_a_plain_python_value(value, cleaned):
+    result = clean_metrics({"m": value})["m"]
+    assert result == cleaned
+    assert type(result) is type(cleaned)
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), torch.zeros(1), [1], (1,), {1, 2}, object(), 1j, b"x", np.complex64(1)])
+def test_anything_else_is_refused_by_name(value):
+    with pytest.raises(ValueError, match="metric 'eval/loss' is a"):
+        clean_metrics({"eval": {"loss": value}})
+
+
+def test_what_contains_itself_is_refused_by_name():
+    metrics: dict = {}
+    metrics["again"] = metrics
+    with pytest.raises(ValueError, match=r"metric 'again/again/.*contain itself"):
+        clean_metrics(metrics)
+
+
+def test_two_dicts_that_contain_each_other_are_refused_by_name():
+    one: dict = {}
+    one["two"] = {"one": one}
+    with pytest.raises(ValueError, match=r"metric 'two/one/.*contain itself"):
+        clean_metrics(one)
+
+
+def test_one_dict_under_two_names_is_no_cycle():
+    shared = {"loss": 1.0}
+    assert clean_metrics({"a": shared, "b": shared}) == {"a": shared, "b": shared}
+
+
+@pytest.mark.parametrize("metrics", [None, 3, [("loss", 1)], "loss"])
+def test_metrics_are_a_dict(metrics):
+    with pytest.raises(ValueError, match="must be a dict"):
+        clean_metrics(metrics)
+
+
+def test_a_name_is_a_string():
+    with pytest.raises(ValueError, match="metric name 1 under 'eval'"):
+        clean_metrics({"eval": {1: 2.0}})
+
+
+@pytest.mark.parametrize("name", [Phase.TRAIN, np.str_("train")])
+def test_a_name_becomes_plain_text(name):
+    [(cleaned, _)] = clean_metrics({name: 1}).items()
+    assert cleaned == "train"
+    assert type(cleaned) is str
+
+
+@pytest.mark.parametrize("metrics", [{"__float__": 1}, {"eval": {"__float__": "nan"}}])
+def test_the_tag_of_what_json_cannot_hold_is_no_name(metrics):
+    with pytest.raises(ValueError, match="'__float__' is reserved"):
+        clean_metrics(metrics)
+
+
+def test_cleaned_metrics_do_not_change_with_the_callers():
+    callers = {"eval": {"loss": 1.0}}
+    cleaned = clean_metrics(callers)
+    callers["eval"]["loss"] = 2.0
+    assert cleaned == {"eval": {"loss": 1.0}}
+
+
+@given(nested.filter(lambda metrics: "__float__" not in repr(metrics)))
+def test_plain_metrics_are_cleaned_to_themselves(metrics):
+    assert repr(clean_metrics(metrics)) == repr(metrics)
+
+
+@given(nested)
+def test_strict_json_holds_every_metric(metrics):
+    text = json.dumps(to_json(metrics), allow_nan=False)
+    assert repr(from_json(json.loads(text))) == repr(metrics)
+
+
+def test_an_infinity_survives_json():
+    assert from_json(json.loads(json.dumps(to_json({"a": math.inf, "b": -math.inf}), allow_nan=False))) == {
+        "a": math.inf,
+        "b": -math.inf,
+    }
+
+
+def test_a_metric_is_found_by_name_first_and_by_path_then():
+    assert find_metric({"a/b": 1, "a": {"b": 2}}, "a/b") == 1
+    assert find_metric({"a": {"b": 2}}, "a/b") == 2
+    assert find_metric({"a": 1}, "a/b") is None
+    assert find_metric({}, "a") is None
+
+
+def test_nested_metrics_flatten_to_paths():
+    assert dict(flatten_metrics({"loss": 1, "eval": {"top": {"k": 2}}})) == {"loss": 1, "eval/top/k": 2}
+
+
+@given(st.recursive(leaves, lambda inner: st.dictionaries(st.text("ab"), inner, min_size=1, max_size=3), max_leaves=8))
+def test_every_flattened_name_finds_its_metric(value):
+    metrics = {"m": value}
+    assert all(repr(find_metric(metrics, name)) == repr(leaf) for name, leaf in flatten_metrics(metrics))
+
+
+@given(st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.just("__float__"), inner), max_leaves=8))
+def test_what_looks_like_the_tag_survives_json(value):
+    assert repr(from_json(json.loads(json.dumps(to_json(value), allow_nan=False)))) == repr(value)

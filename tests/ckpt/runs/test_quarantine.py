@@ -1,0 +1,122 @@
+"""What was found damaged stays until somebody removes it or its time is over, and comes back when it is whole."""
+
+import os
+import time
+
+import pytest
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.tasks import CheckpointConfig
+from ranks import Attempt, folder, read_files
+
+DAY_S = 24 * 3600
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def fill(store, tmp_path, *scores):
+    session = Attempt(store).session()
+    for score in scores:
+        session.report({"score": score}, folder(tmp_path / "c", model=str(score)))
+    return store.list()
+
+
+def damage_newest(store):
+    """Damage the newest checkpoint, have it set aside, and return it with what mends it."""
+    newest = store.list()[-1]
+    path = store.storage.local_path(store.layout.data(newest.id, "model"))
+    content = path.read_bytes()
+    path.write_bytes(b"?")
+    try:
+        choose_checkpoint(store, lineage=1, verify="digest")
+    except CheckpointCorruptError:
+        assert len(store.list()) == 0
+    return newest, lambda: path.write_bytes(content)
+
+
+def set_back(store, checkpoint_id, days):
+    """Have the checkpoint be in quarantine for `days` by the storage's clock."""
+    note = store.storage.local_path(store.layout.quarantine(checkpoint_id))
+    since_s = time.time() - days * DAY_S
+    os.utime(note, (since_s, since_s))
+
+
+@pytest.mark.parametrize(("days", "keeps", "is_kept"), [(6, 7, True), (8, 7, False), (3650, None, True), (0.5, 0.25, False)])
+def test_data_in_quarantine_stay_for_the_days_of_the_policy(store, tmp_path, days, keeps, is_kept):
+    fill(store, tmp_path, 1, 2)
+    damaged, _ = damage_newest(store)
+    fill(store, tmp_path, 3)
+    set_back(store, damaged.id, days)
+    assert collect_garbage(store, grace_s=0, keep_quarantined_days=keeps) == ([] if is_kept else [damaged.id])
+    assert any(store.storage.list(store.layout.data(damaged.id))) == is_kept
+    assert store.get_json(store.layout.quarantine(damaged.id))["reason"]
+    assert list(store.storage.list(store.layout.deletions)) == []
+
+
+def test_a_policy_keeps_them_for_a_week_and_the_form_says_so():
+    assert RetentionPolicy().keep_quarantined_days == CheckpointConfig().policy().keep_quarantined_days == 7
+    for wrong in (-1, True, "7", float("nan")):
+        with pytest.raises(ValueError, match="keep_quarantined_days"):
+            RetentionPolicy(keep_quarantined_days=wrong)
+
+
+def test_what_is_pinned_stays_in_quarantine_for_good(store, tmp_path):
+    newest = fill(store, tmp_path, 1, 2)[-1]
+    store.pin(newest.id)
+    damaged, _ = damage_newest(store)
+    assert damaged == newest
+    fill(store, tmp_path, 3)
+    set_back(store, damaged.id, 100)
+    assert collect_garbage(store, grace_s=0, keep_quarantined_days=7) == []
+
+
+def test_what_is_whole_comes_back_into_its_place(store, tmp_path):
+    fill(store, tmp_path, 1, 2)
+    damaged, mend = damage_newest(store)
+    fill(store, tmp_path, 3)
+    mend()
+    assert store.restore(damaged.id) == damaged
+    assert [manifest.metrics["score"] for manifest in store.list()] == [1, 2, 3]
+    assert read_files(store.checkpoint(damaged)) == {"model": b"2"}
+    assert store.get_json(store.layout.quarantine(damaged.id)) is None
+
+
+def test_what_is_damaged_stays_where_it_is(store, tmp_path):
+    first, _ = fill(store, tmp_path, 1, 2)
+    damaged, _ = damage_newest(store)
+    with pytest.raises(CheckpointCorruptError, match=r"stays in quarantine, since it is damaged: .*/model differs from"):
+        store.restore(damaged.id)
+    store.storage.delete([store.layout.data(damaged.id, "model")])
+    with pytest.raises(CheckpointCorruptError, match=r"stays in quarantine, since it is damaged: .*/model is missing"):
+        store.restore(damaged.id)
+    assert store.list() == [first]
+    assert store.get_json(store.layout.quarantine(damaged.id)) is not None
+
+
+def test_a_manifest_that_is_damaged_itself_stays_where_it_is(store, tmp_path):
+    _, second = fill(store, tmp_path, 1, 2)
+    store.storage.put_bytes(store.layout.manifest(second.id), second.encode()[:-20])
+    choose_checkpoint(store, lineage=1, verify="digest")
+    with pytest.raises(CheckpointCorruptError, match=r"stays in quarantine.*the manifest in its quarantine note"):
+        store.restore(second.id)
+    assert store.get_json(store.layout.quarantine(second.id)) is not None
+
+
+def test_what_is_not_in_quarantine_is_not_found(store, tmp_path):
+    (manifest,) = fill(store, tmp_path, 1)
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint .* in quarantine; prefect-torch show"):
+        store.restore(manifest.id)
+
+
+def test_a_run_whose_only_checkpoint_is_in_quarantine_says_how_it_comes_back(store, tmp_path):
+    fill(store, tmp_path, 1)
+    damaged, mend = damage_newest(store)
+    with pytest.raises(CheckpointCorruptError, match=f"`prefect-torch restore {store.storage.url} run {damaged.id}`"):
+        choose_checkpoint(store, lineage=1, verify="digest")
+    mend()
+    store.restore(damaged.id)
+    assert choose_checkpoint(store, lineage=1, verify="digest") == damaged

@@ -1,0 +1,274 @@
+"""Odd things to store, targets that want more than bytes in their memory, and torch's modes."""
+
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from faulty_storage import FaultyStorage
+from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.state import read
+from prefect_torch.ckpt.storage import parallel
+from ranks import Attempt
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def stored(store, state, ranks=1):
+    """Report what `state(rank)` returns, or `state`, and return the checkpoint."""
+
+    def train(session, rank):
+        session.report({}, state=state(rank) if callable(state) else state, upload="sync")
+
+    assert Attempt(store, ranks).run(train) == [None] * ranks
+    return store.checkpoint(store.latest())
+
+
+def test_containers_are_filled_and_not_replaced_since_their_owner_may_hold_them_elsewhere(store):
+    checkpoint = stored(store, {"losses": [1, 2], "seen": {7}, "extra": {"x": [3]}, "own": RankLocal([4])})
+    losses, seen, extra, own = [], set(), {}, []
+    state = {"losses": losses, "seen": seen, "extra": extra, "own": RankLocal(own)}
+    checkpoint.load_state(state)
+    assert (losses, seen, extra, own) == ([1, 2], {7}, {"x": [3]}, [4])
+    assert state["losses"] is losses
+    assert state["own"].value is own
+
+
+@pytest.mark.parametrize("target", [torch.nn.Linear(2, 2), [1], None])
+def test_what_gives_nothing_a_name_is_told_how(store, target):
+    checkpoint = stored(store, {"model": torch.nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match=r"state must be a dict of names, such as {'model': model}, not a"):
+        checkpoint.load_state(target)
+
+
+def test_an_optimizer_without_its_module_is_told_to_come_with_it(store):
+    model = torch.nn.Linear(2, 2)
+    checkpoint = stored(store, {"model": model, "optimizer": torch.optim.SGD(model.parameters())})
+    with pytest.raises(StateMismatchError, match="they have their names from their module: load that, too"):
+        checkpoint.load_state({"optimizer": torch.optim.SGD(model.parameters())})
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another, whose state is its own."""
+
+    def __init__(self, inner, steps):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.steps = inner, steps
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict["inner"])
+        self.steps = state_dict["steps"]
+
+
+def test_an_optimizer_that_keeps_its_state_in_a_way_of_its_own_gets_it_back(store):
+    def make(lr, steps):
+        model = torch.nn.Linear(2, 2)
+        return {"model": model, "optimizer": Lookahead(torch.optim.SGD(model.parameters(), lr=lr), steps)}
+
+    checkpoint = stored(store, make(0.1, 7))
+    state = make(0.2, 0)
+    checkpoint.load_state(state)
+    assert (state["optimizer"].steps, state["optimizer"].inner.param_groups[0]["lr"]) == (7, 0.1)
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, "a NoneType"), (torch.ones(7), r"a tensor of shape \[7\]")])
+def test_what_rank_local_returns_must_fit(store, given, told):
+    checkpoint = stored(store, lambda rank: {"t": torch.full((3,), float(rank))}, ranks=2)
+    with pytest.raises(StateMismatchError, match=rf"rank_local returned {told} for 't', a tensor of shape \[3\]"):
+        checkpoint.load_state({"t": torch.zeros(3)}, rank_local=lambda *_: given)
+
+
+def test_a_module_gets_its_part_of_a_larger_one_by_its_state_dict(store):
+    large, small = (torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(number))) for number in (2, 1))
+    checkpoint = stored(store, {"m": large})
+    with pytest.raises(StateMismatchError, match=r"in the module: give its state_dict\(\) to load what it has"):
+        checkpoint.load_state({"m": small})
+    checkpoint.load_state({"m": small.state_dict()})
+    assert torch.equal(small[0].weight, large[0].weight)
+
+
+def test_a_folder_is_no_file_to_write_a_model_to(store, tmp_path):
+    checkpoint = stored(store, {"model": torch.nn.Linear(2, 2)})
+    with pytest.raises(IsADirectoryError, match="is a folder: give the path of a file in it"):
+        checkpoint.to_safetensors(tmp_path)
+
+
+class Doubling(torch.nn.Linear):
+    """A module that derives something when it is loaded."""
+
+    twice = None
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        loaded = super().load_state_dict(state_dict, *args, **kwargs)
+        self.twice = 2 * self.weight.detach()
+        return loaded
+
+
+class DoublingInside(torch.nn.Linear):
+    twice = None
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        self.twice = 2 * self.weight.detach()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kind"), [(lambda it: it, Doubling), (torch.nn.Sequential, DoublingInside), (torch.nn.Sequential, torch.nn.Linear)]
+)
+def test_a_module_with_code_of_its_own_for_loading_has_it_called(store, wrap, kind):
+    checkpoint = stored(store, {"m": wrap(torch.nn.Linear(2, 2))})
+    module = kind(2, 2)
+    checkpoint.load_state({"m": wrap(module)})
+    assert kind is torch.nn.Linear or torch.equal(module.twice, 2 * module.weight)
+
+
+def test_tensors_of_a_dict_are_loaded_into_the_parts_of_sharded_ones(store):
+    whole = {"small": torch.arange(6.0), "large": torch.arange(40_000.0)}
+    checkpoint = stored(store, {"m": whole})
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", [0, 1])
+        parts = {name: torch.zeros(len(tensor) // 2) for name, tensor in whole.items()}
+        sharded = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in parts.items()}
+        checkpoint.load_state({"m": sharded}, rank=1, world_size=2)
+    finally:
+        dist.destroy_process_group()
+    for name, part in parts.items():
+        assert torch.equal(part, whole[name][len(part) :])
+
+
+def test_the_groups_of_an_optimizer_are_read_at_once(store):
+    def make():
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
+        return {"model": model, "optimizer": torch.optim.SGD([{"params": layer.parameters()} for layer in model], lr=0.1)}
+
+    manifest = stored(store, make()).manifest
+    counting = FaultyStorage(store.storage)
+    CheckpointStore(counting, Layout("run"), store.spec).checkpoint(manifest).load_state(make())
+    assert counting.counts()["get_range"] <= 4
+
+
+def test_what_cannot_be_read_into_place_waits_for_it_in_little_memory(store, monkeypatch):
+    """As for tensors on a GPU: all of a state at once would not fit into the memory of the host."""
+    tensors = {str(number): torch.full((300, 1000), float(number)) for number in range(20)}
+    checkpoint = stored(store, {"it": tensors})
+    living, most, memory_of = [], [], read.memory_of
+
+    def count(tensor):
+        living.append(weakref.ref(tensor if tensor._base is None else tensor._base))
+        most.append(len({id(it()) for it in living if it() is not None}))
+        return memory_of(tensor)
+
+    monkeypatch.setattr(read, "memory_of", count)
+    monkeypatch.setattr(parallel, "_LARGE_AT_ONCE", 1)
+    targets = {name: torch.zeros(1000, 300).t() for name in tensors}
+    checkpoint.load_state({"it": targets})
+    assert all(torch.equal(targets[name], tensor) for name, tensor in tensors.items())
+    assert 0 < max(most) < 10
+
+
+def test_a_default_device_of_torch_moves_neither_the_copy_nor_what_is_read(store):
+    state = {"large": torch.ones(300, 200), "small": torch.ones(3), "list": [torch.ones(20_000)]}
+    with torch.device("meta"):
+        Attempt(store).session().report({}, state=state, upload="sync")
+    target = {"large": torch.zeros(200, 300).t(), "small": torch.zeros(3), "list": []}
+    with torch.device("meta"):
+        store.checkpoint(store.latest()).load_state(target)
+    for name in ("large", "small"):
+        assert torch.equal(target[name], state[name])
+    assert torch.equal(target["list"][0], state["list"][0])
+
+
+def test_reports_in_inference_mode_and_out_of_it_may_alternate(store):
+    def train(session, rank):
+        tensor = torch.zeros(30_000)
+        for number in range(4):
+            tensor.fill_(number)
+            with torch.inference_mode(number % 2 == 0):
+                session.report({}, state={"t": tensor}, upload="sync")
+
+    assert Attempt(store).run(train) == [None]
+    for manifest in store.list():
+        state = {"t": torch.zeros(30_000)}
+        store.checkpoint(manifest).load_state(state)
+        assert state["t"].unique().tolist() == [manifest.step]
+
+
+def test_an_integer_is_stored_as_long_as_it_can_be_read(store):
+    for number in (2**2039, {1: 2**3000}):
+        with pytest.raises(ValueError, match=r"'it' in the state is a (int|dict) that .* cannot read"):
+            Attempt(store).session().report({}, state={"it": number})
+    state = {"it": 0}
+    for number in (2**2039 - 1, 1 - 2**2039):
+        stored(store, {"it": number}).load_state(state)
+        assert state["it"] == number
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="marshal wrote a set in the order that it has")
+def test_sets_that_are_equal_are_one_value_however_they_were_filled(store):
+    numbers = [8 * number for number in range(20)]  # they collide, so that a set keeps them in the order of their arrival
+    checkpoint = stored(store, lambda rank: {"seen": set(numbers if rank else reversed(numbers))}, ranks=2)
+    state = {"seen": set()}
+    checkpoint.load_state(state, rank=0, world_size=1)
+    assert state["seen"] == set(numbers)
+
+
+def odd_tensors():
+    ones, circle = torch.ones(3), []
+    circle.append(circle)
+    return {
+        "masked": (torch.masked.masked_tensor(ones, ones.bool()), "is a MaskedTensor, which wraps others"),
+        "nested": (torch.nested.nested_tensor([ones, ones[:2]]), "is nested, which cannot be stored"),
+        "lazy": (torch.nn.LazyLinear(3), r"'it\.weight' is not initialized \(lazy\)"),
+        "frozen": (frozenset({1}), "Unsupported global: GLOBAL frozenset"),
+        "a circle": (circle, "the state holds itself, or is nested too deeply"),
+        "without a name": ({"": 1}, "must be a string or an int, and not empty"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("what", ["masked", "nested", "lazy", "frozen", "a circle", "without a name"])
+def test_what_could_not_be_read_back_is_refused_by_name(store, what):
+    value, message = odd_tensors()[what]
+    with pytest.raises(ValueError, match=message):
+        Attempt(store).session().report({}, state={"it": value})
+
+
+class Named(torch.Tensor):
+    """A tensor of a class that torch.load(weights_only=True) does not know."""
+
+
+@pytest.mark.parametrize("size", [3, 30_000])
+def test_a_tensor_of_a_class_of_its_own_is_stored_as_a_tensor(store, size):
+    state = {"t": torch.zeros(size)}
+    stored(store, {"t": torch.arange(float(size)).as_subclass(Named)}).load_state(state)
+    assert torch.equal(state["t"], torch.arange(float(size)))
+
+
+def test_a_target_whose_elements_share_memory_is_refused_before_anything_changes(store):
+    checkpoint = stored(store, {"a": torch.ones(3), "t": torch.ones(3)})
+    state = {"a": torch.zeros(3), "t": torch.zeros(1).expand(3)}
+    with pytest.raises(StateMismatchError, match="'t' is to be loaded into a tensor that is expanded"):
+        checkpoint.load_state(state)
+    assert not state["a"].any()
+
+
+def test_a_conjugated_view_on_one_rank_is_another_tensor_than_what_it_shows_on_another(store):
+    tensor = torch.full((30_000,), 1j)
+    checkpoint = stored(store, lambda rank: {"t": tensor.conj() if rank else tensor}, ranks=2)
+    for rank, expected in enumerate((tensor, tensor.conj())):
+        state = {"t": torch.zeros_like(tensor)}
+        checkpoint.load_state(state, rank=rank, world_size=2)
+        assert torch.equal(state["t"], expected)

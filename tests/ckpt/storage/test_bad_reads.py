@@ -1,0 +1,178 @@
+"""A bit that flips on the way is no damage: what differs is read once more, by a new connection."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+import torch
+from flipping_storage import FlippingStorage
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.protocol import StorageSpec
+from prefect_torch.ckpt.storage.retry import RetryingStorage
+from ranks import Attempt, folder, read_files
+
+LARGE = 100_000  # bytes, more than everything small together
+FILES = {"a": b"first", "b": b"second" * 1000, "c/d": b"third"}
+
+
+def open_run(storage) -> CheckpointStore:
+    return CheckpointStore(storage, Layout("run"), StorageSpec(storage.url))
+
+
+def state_of(score):
+    return {"w": torch.full((700, 500), float(score)), "t": torch.full((3, 9000), float(score)).t(), "score": score}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A run whose newest checkpoint is a folder's, after one of a state's."""
+    store = open_run(LocalStorage(tmp_path / "store"))
+    session = Attempt(store).session()
+    session.report({}, state=state_of(1), upload="sync")
+    session.report({}, folder(tmp_path / "c", a=FILES["a"], b=FILES["b"]))
+    return store
+
+
+def resume(store, manifests):
+    assert choose_checkpoint(store, lineage=1, verify="digest") == manifests[-1]
+
+
+def download(store, manifests):
+    assert read_files(store.checkpoint(manifests[-1])) == {"a": FILES["a"], "b": FILES["b"]}
+
+
+def copy(store, manifests, tmp_path):
+    store.checkpoint(manifests[-1]).to_directory(tmp_path / "copy")
+    assert (tmp_path / "copy/b").read_bytes() == FILES["b"]
+
+
+def load(store, manifests):
+    state = state_of(0)
+    store.checkpoint(manifests[0]).load_state(state)
+    assert torch.equal(state["w"], state_of(1)["w"])
+    assert torch.equal(state["t"], state_of(1)["t"])
+    assert state["score"] == 1
+
+
+@pytest.mark.parametrize(
+    ("use", "least"),
+    [
+        (resume, 3),
+        (download, 2),
+        (load, 3),
+        (lambda store, manifests: store.committed(manifests[0].id), 1),
+        (lambda store, manifests: store.list(), 2),
+        (lambda store, manifests: store.verify(manifests[0]), 3),
+    ],
+    ids=["resume", "download", "load", "committed", "list", "verify"],
+)
+def test_a_bit_that_flips_in_any_one_read_is_not_noticed(store, use, least):
+    manifests = store.list()
+    fired = 0
+    for number in range(1, 100):
+        flipping = FlippingStorage(store.storage, number)
+        use(open_run(flipping), manifests)
+        fired += flipping.fired
+        assert list(store.storage.list(store.layout.quarantined)) == []
+        if not flipping.fired:
+            break
+    assert fired >= least
+
+
+def test_what_was_attached_is_not_overlooked_for_a_bad_read(store):
+    (manifest, _) = store.list()
+    store.attach_metrics(manifest.id, {"accuracy": 1.0})
+    flipping = FlippingStorage(store.storage, None)
+    assert open_run(flipping).get(manifest.id).metrics == {"eval": {"accuracy": 1.0}}
+    assert flipping.fired == 2
+
+
+def test_a_connection_that_flips_a_bit_in_every_read_harms_nothing(store, tmp_path):
+    manifests = store.list()
+    flipping = FlippingStorage(store.storage, None)
+    resume(open_run(flipping), manifests)
+    load(open_run(flipping), manifests)
+    copy(open_run(flipping), manifests, tmp_path)
+    assert flipping.reopened_times == flipping.fired > 6
+    assert open_run(store.storage).list() == manifests
+
+
+def test_what_is_damaged_indeed_is_read_twice_and_no_more(store):
+    (_, newest) = store.list()
+    store.storage.put_bytes(store.layout.data(newest.id, "a"), b"other")
+    watched = FlippingStorage(store.storage, 0)
+    with pytest.raises(CheckpointCorruptError, match="a differs from what rank 0 committed"):
+        open_run(watched).verify(newest)
+    assert watched.reopened_times == 1
+
+
+def test_a_local_file_is_read_again_past_the_page_cache(store, monkeypatch):
+    dropped = []
+    monkeypatch.setattr("os.posix_fadvise", lambda *args: dropped.append(args))
+    (manifest, _) = store.list()
+    store.verify(manifest)
+    assert dropped == []
+    store.storage.reopened().digest(store.layout.data(manifest.id, manifest.files[0].path))
+    assert len(dropped) == 1
+
+
+class FlippingProxy:
+    """Passes TCP connections on to a server, and flips one bit of the first large answer once it is told to."""
+
+    def __init__(self, port: int):
+        self._server_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.connections = 0
+        self.flips_at: int | None = None  # after how many connections it did
+        self.is_armed = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self.connections += 1
+                server = socket.create_connection(("127.0.0.1", self._server_port))
+                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+
+    def _pump(self, source, target, is_answer):
+        passed = 0
+        with contextlib.suppress(OSError), source, target:
+            while data := source.recv(1 << 16):
+                passed += len(data) if self.is_armed else 0
+                if is_answer and self.is_armed and passed > LARGE:
+                    self.is_armed = False
+                    self.flips_at = self.connections
+                    data = data[:-1] + bytes([data[-1] ^ 1])
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        self._listener.close()
+
+
+@pytest.mark.parametrize("use", [resume, download], ids=["resume", "download"])
+def test_a_bucket_is_read_again_by_another_connection(rclone, tmp_path, use):
+    proxy = FlippingProxy(int(rclone.endpoint.rpartition(":")[2]))
+    with contextlib.closing(proxy):
+        options = {**rclone.options(), "aws_endpoint_url": f"http://127.0.0.1:{proxy.port}"}
+        storage = open_storage(StorageSpec(f"s3://{rclone.new_bucket()}", options))
+        assert isinstance(storage, RetryingStorage)
+        store = open_run(storage)
+        Attempt(store).session().report({}, folder(tmp_path / "c", a=FILES["a"], b=(big := bytes(10**6))))
+        manifests = store.list()
+        proxy.is_armed = True
+        if use is resume:
+            resume(store, manifests)
+        else:
+            assert read_files(store.checkpoint(manifests[0])) == {"a": FILES["a"], "b": big}
+        assert proxy.flips_at is not None
+        assert proxy.connections > proxy.flips_at
+        assert list(storage.list(store.layout.quarantined)) == []

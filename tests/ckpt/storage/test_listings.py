@@ -1,0 +1,245 @@
+"""Nothing depends on the order of listings, and one that lags behind never deletes, hides or ends in a riddle."""
+
+from dataclasses import replace
+
+import pytest
+from commits import commit
+from memory_storage import MemoryStorage
+from odd_listings import FailingListings, Server, Shuffled, Stale
+from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
+from prefect_torch.ckpt.runs.attempts import (
+    Outcome,
+    Owner,
+    check_fence,
+    claim_attempt,
+    list_attempts,
+    newest_attempt,
+    read_outcomes,
+    write_outcome,
+)
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
+from prefect_torch.ckpt.runs.listing import list_runs
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage.object_store import ObstoreStorage
+from prefect_torch.ckpt.storage.object_store_listing import BucketListing
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.retry import RetryingStorage
+from prefect_torch.deployments.command_line.run_summaries import summarize_runs
+
+BY_ACCURACY = RetentionPolicy(2, "eval/accuracy")
+NOW = "2026-11-21T00:00:00+00:00"
+
+
+def fill(storage):
+    """Fill a run with two attempts of five checkpoints, one of them evaluated best of all, and return the checkpoints."""
+    store = CheckpointStore.open(storage, "run")
+    manifests = []
+    for number in (1, 2):
+        assert claim_attempt(store, Owner.current(), world_size=1).number == number
+        history = HistoryWriter(store, number)
+        for step in range(5 * number - 5, 5 * number):
+            manifests.append(commit(store, step, attempt=number))
+            history.append(MetricRecord(number, step, {"loss": 0.0}, manifests[-1].id, NOW))
+            history.flush()
+        write_outcome(store, Outcome(number, "failed"))
+    for manifest in manifests:
+        accuracy = 1.0 if manifest is manifests[3] else manifest.step / 100
+        store.attach_metrics(manifest.id, {"accuracy": accuracy})
+    store.hint_latest(manifests[6].id)
+    return manifests
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_run_reads_alike_in_whatever_order_it_is_listed(seed):
+    inner = MemoryStorage()
+    manifests = fill(inner)
+    ids = [it.id for it in manifests]
+    store = CheckpointStore.open(Shuffled(inner, seed), "run")
+    assert list(store.ids()) == [it.id for it in store.list()] == ids
+    assert list(store.ids(after=ids[3])) == ids[4:]
+    assert [it.id for it in store.newest_first()] == ids[::-1]
+    assert {it.evaluations for it in store.listed()} == {("eval",)}
+    assert store.latest().id == choose_checkpoint(store, lineage=1, verify="size").id == ids[-1]
+    assert [it.id for it in store.best(2, "eval/accuracy")] == [ids[3], ids[9]]
+    assert [it.number for it in list_attempts(store)] == [it.attempt for it in read_outcomes(store)] == [1, 2]
+    assert newest_attempt(store).number == 2
+    check_fence(store, 2)
+    with pytest.raises(FencedError, match="overtaken by attempt 2"):
+        check_fence(store, 1)
+    assert [record.checkpoint for record in read_history(store)] == ids
+    assert newest_recorded(store) == newest_recorded(store, 2) == ids[-1]
+    assert newest_recorded(store, 1) == ids[4]
+    assert lost_records(store, store.listed(), attempt=3) == []
+    (summary,) = summarize_runs(store.storage)
+    assert (summary.attempts, summary.latest_step, summary.checkpoints, summary.bytes) == (2, 9, 10, 10)
+    assert claim_attempt(store, Owner.current(), world_size=1).number == 3
+    assert set(store.prune(BY_ACCURACY).keep) == {ids[3], ids[9]}
+    assert collect_garbage(store) == []
+    assert [it.id for it in store.list()] == [ids[3], ids[9]]
+    assert len(list(inner.list("run/manifests/"))) == 4
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damage_is_told_and_older_ones_are_tried_in_whatever_order_they_are_listed(seed):
+    inner = MemoryStorage()
+    ids = [it.id for it in fill(inner)]
+    store = CheckpointStore.open(Shuffled(inner, seed), "run")
+    for checkpoint_id in ids[-3:]:
+        inner.delete([store.layout.data(checkpoint_id, "m")])
+    told = []
+    chosen = choose_checkpoint(store, lineage=1, verify="size", on_quarantine=lambda *it: told.append(it[0]))
+    assert (chosen.id, told) == (ids[-4], ids[:-4:-1])
+
+
+@pytest.mark.parametrize("kind", ["seaweedfs", "s3rver"])
+def test_evaluations_count_on_servers_that_list_them_before_their_manifests(kind, request):
+    server = request.getfixturevalue(kind)
+    store = CheckpointStore.open(ObstoreStorage(f"s3://{server.new_bucket()}/below", server.options()), "run")
+    ids = [it.id for it in fill(store.storage)]
+    assert [it.metrics["eval"]["accuracy"] for it in store.list()] == [0.0, 0.01, 0.02, 1.0, *(n / 100 for n in range(4, 10))]
+    assert store.latest().id == choose_checkpoint(store, lineage=1, verify="size").id == ids[-1]
+    assert [it.id for it in store.best(2, "eval/accuracy")] == [ids[3], ids[9]]
+    assert list(store.ids(after=ids[6])) == ids[7:]
+    assert list(list_runs(store.storage)) == ["run"]
+    store.prune(BY_ACCURACY)
+    assert [it.id for it in store.list()] == [ids[3], ids[9]]
+
+
+KEYS = [f"m/{number:05d}{rest}" for number in range(2500) for rest in (".json", "/eval.json")]
+
+
+def behind(number):
+    return KEYS[2 * number :]
+
+
+def listing_of(server, *, is_documented=False):
+    return BucketListing("s3://bucket", server.pages, lambda _: True, is_documented=is_documented)
+
+
+def listed(listing, after=None):
+    return sorted({info.key for info in listing.list("m/", after)})
+
+
+@pytest.mark.parametrize("kind", ["keys", "folders"])
+def test_where_the_order_shows_what_is_not_wanted_is_asked_for_once_at_most(kind):
+    server = Server(KEYS, kind)
+    listing = listing_of(server)
+    for requests in (2, 1, 1):
+        server.requests = 0
+        assert listed(listing, "m/0240") == behind(2400)
+        assert server.requests == requests
+    assert listed(listing) == KEYS
+
+
+def test_where_the_service_promises_an_order_nothing_is_asked_for_twice():
+    server = Server(KEYS, "keys")
+    assert listed(listing_of(server, is_documented=True), "m/0240") == behind(2400)
+    assert server.requests == 1
+
+
+def test_a_listing_of_a_page_is_one_request_in_any_order():
+    for kind in ("keys", "folders", "shuffled"):
+        server = Server(KEYS[:1000], kind)
+        assert listed(listing_of(server), "m/0040") == KEYS[800:1000]
+        assert server.requests == 1
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "shuffled, ignores after"])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_server_without_an_order_hides_nothing_behind_a_key(kind, seed):
+    listing = listing_of(Server(KEYS, kind, seed))
+    for _ in range(3):
+        assert listed(listing, "m/0240") == behind(2400)
+        assert listed(listing) == KEYS
+
+
+@pytest.mark.parametrize("is_documented", [False, True])
+def test_an_order_that_turns_out_to_be_none_is_not_relied_on_any_more(is_documented):
+    server = Server(KEYS, "keys")
+    listing = listing_of(server, is_documented=is_documented)
+    assert listed(listing, "m/0240") == behind(2400)
+    server.become("shuffled, ignores after")
+    assert listed(listing, "m/0240") == behind(2400)
+    server.become("shuffled")
+    assert listed(listing, "m/0240") == behind(2400)
+
+
+def test_a_listing_that_breaks_off_is_begun_anew_and_tells_all():
+    inner = MemoryStorage()
+    keys = {f"m/{number}" for number in range(3500)}
+    for key in keys:
+        inner.put_bytes(key, b"")
+    failing = FailingListings(inner, StorageError("503"), whole=2500, times=2)
+    storage = RetryingStorage(lambda: failing, RetryPolicy(60.0, 0.001, 0.001))
+    assert {info.key for info in storage.list("m/")} == keys
+    assert failing.fired == 2
+
+
+def test_a_listing_that_breaks_off_at_the_same_place_for_ever_ends():
+    inner = MemoryStorage()
+    for number in range(2500):
+        inner.put_bytes(f"m/{number}", b"")
+    failing = FailingListings(inner, StorageError("503"), whole=1500, times=-1)
+    storage = RetryingStorage(lambda: failing, RetryPolicy(0.0, 0.001, 0.001))
+    with pytest.raises(StorageError, match="listing memory/m/ failed 2 times"):
+        list(storage.list("m/"))
+    assert failing.fired == 2
+
+
+def test_a_claim_that_is_not_listed_is_no_claim():
+    inner = MemoryStorage()
+    fill(inner)
+    stale = Stale(inner)
+    before = set(inner._keys)
+    with pytest.raises(StorageError, match=r"memory does not list run/attempts/000003-.*, which was stored just before"):
+        claim_attempt(CheckpointStore.open(stale, "run"), Owner.current(), world_size=1)
+    assert set(inner._keys) == before
+    with pytest.raises(StorageError, match="does not list new/attempts/000001-"):
+        claim_attempt(CheckpointStore.open(stale, "new"), Owner.current(), world_size=1)
+
+
+def test_the_latest_is_never_older_than_the_hint_to_it():
+    inner = MemoryStorage()
+    manifests = fill(inner)
+    stale = CheckpointStore.open(Stale(inner), "run")
+    newest = commit(CheckpointStore.open(inner, "run"), 50, attempt=2)
+    assert stale.latest().id == manifests[-1].id
+    stale.hint_latest(newest.id)
+    assert stale.latest().id == choose_checkpoint(stale, lineage=1, verify="none").id == newest.id
+    assert [it.id for it in stale.newest_first()] == [it.id for it in (newest, *manifests[::-1])]
+
+
+def test_what_is_deleted_and_still_listed_is_passed_over():
+    inner = MemoryStorage()
+    manifests = fill(inner)
+    stale = CheckpointStore.open(Stale(inner), "run")
+    assert len(CheckpointStore.open(inner, "run").prune(RetentionPolicy(1)).drop) == 9
+    assert [it.id for it in stale.list()] == [manifests[-1].id]
+    inner.delete(list(inner._keys))
+    assert (stale.latest(), stale.list(), choose_checkpoint(stale, lineage=1, verify="size")) == (None, [], None)
+    assert newest_attempt(stale) is None
+    assert read_outcomes(stale) == []
+    assert stale.prune(BY_ACCURACY).keep == {}
+
+
+def test_a_training_does_not_count_what_it_has_deleted_among_the_best():
+    inner = MemoryStorage()
+    for step in range(4):
+        commit(CheckpointStore.open(inner, "run"), step, loss=step)
+    store = replace(CheckpointStore.open(Stale(inner), "run"), memory=ManifestMemory())
+    *deleted, kept = store.list()
+    store.prune(RetentionPolicy(1))
+    assert [store.memory.recall(it.id) for it in deleted] == [None] * 3
+    assert list(store.prune(RetentionPolicy(2, "loss", "min")).keep) == [kept.id]
+
+
+def test_data_whose_manifest_a_listing_misses_are_no_garbage():
+    inner = MemoryStorage()
+    manifests = fill(inner)
+    stale = Stale(inner)
+    missed = f"run/manifests/{manifests[2].id}"
+    stale.snapshot = [info for info in stale.snapshot if not info.key.startswith(missed)]
+    assert collect_garbage(CheckpointStore.open(stale, "run"), grace_s=-10) == []
+    CheckpointStore.open(inner, "run").verify(manifests[2], "size")

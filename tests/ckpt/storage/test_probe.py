@@ -1,0 +1,144 @@
+"""A storage that trainings cannot use is told in words: what fails, why, and what to do."""
+
+import pickle
+from itertools import islice
+
+import pytest
+from odd_listings import Shuffled
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.blocks import CheckpointStorage
+from prefect_torch.ckpt.storage import probe
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from servers import S3Server, free_port
+
+
+def at(server, bucket, deadline_s=0.0):
+    return open_storage(StorageSpec(f"s3://{bucket}/below", server.options(), RetryPolicy(deadline_s, 0.01, 0.01)))
+
+
+@pytest.fixture(params=["local", "memory", "moto", "rclone", "seaweedfs", "s3rver"])
+def storage(request, tmp_path):
+    if request.param == "local":
+        return open_storage(tmp_path)
+    if request.param == "memory":
+        return open_storage(f"memory://{tmp_path}")
+    server = request.getfixturevalue(request.param)
+    return at(server, server.new_bucket())
+
+
+def test_a_good_storage_is_tried_in_five_steps_and_keeps_nothing(storage):
+    tried = probe_storage(storage)
+    assert list(tried.took_s) == ["write", "list", "read", "delete", "forget"]
+    assert tried.url == storage.url
+    assert 0 < tried.total_s == sum(tried.took_s.values())
+    assert list(storage.list("")) == []
+
+
+@pytest.mark.parametrize("server", ["moto", "seaweedfs", "s3rver"])
+def test_how_a_server_lists_is_told(server, request):
+    server, order = request.getfixturevalue(server), "keys" if server == "moto" else "folders"
+    assert probe_storage(at(server, server.new_bucket())).order == order
+
+
+def test_a_storage_that_lists_in_no_order_will_do(tmp_path):
+    inner = LocalStorage(tmp_path)
+    assert {probe_storage(Shuffled(inner, seed)).order for seed in range(5)} == {"none"}
+    assert list(inner.list("")) == []
+
+
+def test_a_block_checks_its_place_and_leaves_no_folder_behind(tmp_path):
+    assert CheckpointStorage(location=str(tmp_path / "new/place")).check().url == f"{tmp_path}/new/place"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_block_without_a_place_says_what_to_give():
+    with pytest.raises(ValueError, match="storage is empty: give a path, a URL"):
+        CheckpointStorage().check()
+
+
+def test_refused_access_names_the_step_and_the_right(rclone):
+    options = {**rclone.options(), "aws_secret_access_key": "wrong-secret"}
+    with pytest.raises(StorageUnfitError) as caught:
+        probe_storage(open_storage(StorageSpec(f"s3://{rclone.new_bucket()}/below", options)))
+    assert "/below does not write: access to s3://" in caught.value.found
+    assert "is refused: check the credentials and their policy" in caught.value.found
+    assert caught.value.advice == (
+        "let this user write there: the right to write (s3:PutObject) is missing, or give other credentials"
+    )
+    assert "wrong-secret" not in str(caught.value)
+
+
+def test_a_missing_bucket_is_named(moto):
+    with pytest.raises(StorageUnfitError, match=r"the bucket of s3://no-such-bucket/below/.* does not exist") as caught:
+        probe_storage(at(moto, "no-such-bucket"))
+    assert caught.value.advice == "create the bucket, or fix its name in the URL or the block"
+
+
+def test_an_endpoint_that_nobody_listens_at_is_told():
+    with pytest.raises(StorageUnfitError, match="does not write") as caught:
+        probe_storage(at(S3Server(f"http://127.0.0.1:{free_port()}"), "bucket"))
+    assert caught.value.advice == "check the endpoint's address and the network, or try again later"
+
+
+def test_a_place_that_cannot_be_written_to_is_told():
+    with pytest.raises(StorageUnfitError, match="/sys/prefect-torch does not write: ") as caught:
+        CheckpointStorage(location="/sys/prefect-torch").check()
+    assert caught.value.advice.startswith(("let this user write there", "mount it writable"))
+
+
+class Forgetful(LocalStorage):
+    """Does one thing wrong."""
+
+    def __init__(self, root, wrong):
+        super().__init__(root)
+        self._wrong = wrong
+        self._first = []
+
+    def list(self, prefix, *, after=None):
+        if self._wrong == "fresh":
+            self._first = self._first or list(super().list(prefix))
+            return iter(self._first)
+        if self._wrong == "after" and after is not None:
+            return islice(super().list(prefix, after=after), 1)
+        return iter(()) if self._wrong == "list" else super().list(prefix, after=after)
+
+    def get_bytes(self, key):
+        return b"something else" if self._wrong == "read" else super().get_bytes(key)
+
+    def delete(self, keys):
+        if self._wrong == "delete":
+            raise PermissionError("who are you")
+        if self._wrong != "forget":
+            super().delete(keys)
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        ("list", "does not list: it lists [] instead of"),
+        ("fresh", "/c'], which were stored just before; switch off what answers listings from a cache, or give another place"),
+        ("after", "/b, it leaves out ['prefect-torch-probe-"),
+        ("read", "does not read: it gives back b'something else' instead of"),
+        ("delete", "does not delete: who are you"),
+        ("forget", "does not forget: it still lists"),
+    ],
+)
+def test_the_step_that_fails_is_named_and_the_probe_removed_if_it_can_be(step, found, tmp_path):
+    with pytest.raises(StorageUnfitError) as caught:
+        probe_storage(Forgetful(tmp_path, step))
+    assert found in str(caught.value)
+    assert len(list(tmp_path.iterdir())) == (step in {"delete", "forget"})
+    assert caught.value.advice
+
+
+def test_an_unfit_storage_pickles():
+    error = StorageUnfitError("it does not write", "mount it")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.found, again.advice) == ("it does not write; mount it", "it does not write", "mount it")
+
+
+def test_a_probe_gives_up_sooner_than_a_training():
+    assert probe.PATIENCE.deadline_s < RetryPolicy().deadline_s

@@ -1,0 +1,54 @@
+"""Objects read in ranges: in order, whole, in bounded memory."""
+
+import threading
+
+import pytest
+from prefect_torch.ckpt.storage.ranged_reads import RANGE_BYTES, read_in_order
+
+
+def read_from(data):
+    def read(start, into):
+        part = data[start : start + len(into)]
+        into[: len(part)] = part
+        return len(part)
+
+    return read
+
+
+@pytest.mark.parametrize("size", [0, 1, RANGE_BYTES, RANGE_BYTES + 1, 16 * RANGE_BYTES, 17 * RANGE_BYTES + 3, 40 * RANGE_BYTES])
+def test_all_bytes_come_once_and_in_order(size):
+    data = (bytes(range(251)) * (size // 251 + 1))[:size]
+    taken = bytearray()
+    read_in_order(size, read_from(data), taken.extend)
+    assert taken == data
+
+
+@pytest.mark.parametrize("size", [3 * RANGE_BYTES, 40 * RANGE_BYTES])
+def test_an_object_that_ends_early_gives_what_it_has(size):
+    data = bytes(size - RANGE_BYTES - 5)
+    taken = bytearray()
+    read_in_order(size, read_from(data), taken.extend)
+    assert taken == data
+
+
+@pytest.mark.parametrize("size", [3 * RANGE_BYTES, 40 * RANGE_BYTES])
+def test_an_error_of_any_range_is_raised(size):
+    def read(start, into):
+        if start == 2 * RANGE_BYTES:
+            raise ConnectionResetError
+        return len(into)
+
+    with pytest.raises(ConnectionResetError):
+        read_in_order(size, read, lambda _: None)
+
+
+def test_eight_ranges_of_a_large_object_are_on_their_way_at_once_in_as_much_memory():
+    together, buffers = threading.Barrier(8), set()
+
+    def read(_, into):
+        together.wait(30)
+        buffers.add(id(into.obj))
+        return len(into)
+
+    read_in_order(24 * RANGE_BYTES, read, lambda _: None)
+    assert len(buffers) == 8

@@ -1,0 +1,78 @@
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from prefect_torch.ckpt.storage import host, scratch
+from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
+
+MAKE = """
+import sys
+from pathlib import Path
+from prefect_torch.ckpt.storage.scratch import make_scratch
+print(make_scratch(Path(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def scratch_of_another_process(parent):
+    command = [sys.executable, "-c", MAKE, str(parent)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            folder = Path(process.stdout.readline().strip())
+            (folder / "a/b").mkdir(parents=True)
+            yield folder
+        finally:
+            process.kill()
+
+
+def test_the_next_process_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
+    with scratch_of_another_process(tmp_path) as alive:
+        with scratch_of_another_process(tmp_path) as killed:
+            pass
+        assert killed.exists()
+        (tmp_path / "own").mkdir()
+        with scratch_of_another_process(tmp_path) as third:
+            assert sorted(tmp_path.iterdir()) == sorted([alive, third, tmp_path / "own"])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_where_machines_share_a_filesystem_each_removes_its_own_alone(tmp_path, monkeypatch, shared):
+    """The other machine's folder has another kernel's mark, and a lock that is not seen here."""
+    monkeypatch.setattr(scratch, "is_local", lambda _: not shared)
+    with scratch_of_another_process(tmp_path) as killed:
+        pass
+    (there := tmp_path / f".prefect-torch-scratch-{'0' * 16}-there").mkdir()
+    here = make_scratch(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([here, *([there] if shared else [])])
+    assert not killed.exists()
+
+
+def test_what_one_kernel_serves_alone_is_known_and_what_is_unknown_is_taken_as_shared(monkeypatch, tmp_path):
+    assert host.is_local(Path("/dev/shm"))
+    assert not host.is_local(Path("/proc"))
+    monkeypatch.setattr(host, "_MOUNTS", tmp_path / "none")  # as on macOS
+    assert not host.is_local(Path("/dev/shm"))
+
+
+def test_a_scratch_folder_goes_with_its_block(tmp_path):
+    with scratch_folder(tmp_path) as folder:
+        (folder / "x").touch()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_another_machines_name_is_held(tmp_path):
+    (folder := tmp_path / ".prefect-torch-scratch-there").mkdir()
+    hold_scratch(folder)
+    hold_scratch(folder)
+    with scratch_of_another_process(tmp_path):
+        assert folder.exists()
+    remove_scratch(folder)
+    assert not folder.exists()
+
+
+def test_a_folder_that_somebody_has_deleted_can_be_removed(tmp_path):
+    (folder := make_scratch(tmp_path)).rmdir()
+    remove_scratch(folder)

@@ -1,0 +1,746 @@
+"""Every backend against the contract, and what is peculiar to each."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import obstore
+import paramiko
+import pytest
+from fsspec.implementations import memory
+from obstore.store import LocalStore
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError
+from prefect_torch.ckpt.storage import object_store, object_store_config
+from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.object_store import ObstoreStorage
+from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
+from prefect_torch.ckpt.storage.retry import RetryingStorage, RetryPolicy, classify
+from ranks import Attempt, folder, read_files
+from servers import ACCESS_KEY, SECRET_KEY, S3Server, ScriptedServer, free_port
+from storage_contract import PartialWrites, StorageContract, WholeWritesContract
+
+VERBS = {
+    "put_file": lambda storage, key, folder: storage.put_file(key, folder / "in"),
+    "put_bytes": lambda storage, key, folder: storage.put_bytes(key, b"ours"),
+    "put_buffers": lambda storage, key, folder: storage.put_buffers(key, [memoryview(b"ours")]),
+    "get_file": lambda storage, key, folder: storage.get_file(key, folder / "out"),
+    "get_bytes": lambda storage, key, folder: storage.get_bytes(key),
+    "get_range": lambda storage, key, folder: storage.get_range(key, 0, memoryview(bytearray(1))),
+    "list": lambda storage, key, folder: list(storage.list(f"{key.rpartition('/')[0]}/")),
+    "size": lambda storage, key, folder: storage.size(key),
+    "delete": lambda storage, key, folder: storage.delete([key]),
+    "remove_interrupted": lambda storage, key, folder: storage.remove_interrupted(f"{key.rpartition('/')[0]}/", 0),
+    "local_path": lambda storage, key, folder: storage.local_path(key),
+}
+
+
+def seen_in(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class TestLocalStorage(StorageContract, WholeWritesContract):
+    @pytest.fixture
+    def storage(self, tmp_path):
+        return LocalStorage(tmp_path / "store")
+
+    @pytest.fixture
+    def partial_writes(self, monkeypatch):
+        return PartialWrites(monkeypatch, io, "FileIO")
+
+    @pytest.fixture
+    def raw_keys(self, tmp_path):
+        root = tmp_path / "store"
+        return lambda: {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+    def test_an_interrupted_put_leaves_nothing(self, storage, tmp_path, monkeypatch):
+        (tmp_path / "in").write_bytes(b"x")
+
+        def full(_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            storage.put_file("run/x", tmp_path / "in")
+        assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+
+    def test_writers_that_make_the_folder_at_the_same_moment_all_write(self, tmp_path, monkeypatch):
+        threads, looked, is_dir = 8, threading.Barrier(8), Path.is_dir
+
+        def together(path):  # nobody makes the folder before everybody has seen that there is none
+            found = is_dir(path)
+            if path == tmp_path / "new" / "store" and not found and not looked.broken:
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    looked.wait(10)
+                looked.abort()
+            return found
+
+        monkeypatch.setattr(Path, "is_dir", together)
+        storage = LocalStorage(tmp_path / "new" / "store")
+        keys = [f"run/{number}" for number in range(threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda key: storage.put_bytes(key, b"x"), keys))
+        assert sorted(info.key for info in storage.list("")) == keys
+
+    def test_what_the_system_cuts_short_is_an_error_and_leaves_nothing(self, storage, tmp_path):
+        program = """if True:
+            import resource, sys
+            from pathlib import Path
+            from prefect_torch.ckpt.storage.local import LocalStorage
+            storage, source = LocalStorage(Path(sys.argv[1])), Path(sys.argv[2])
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+            puts = (
+                lambda: storage.put_bytes("run/x", bytes(200)),
+                lambda: storage.put_file("run/x", source),
+                lambda: storage.put_buffers("run/x", [memoryview(bytes(200))]),
+            )
+            for put in puts:
+                try:
+                    put()
+                except OSError as exc:
+                    print(exc.strerror)
+            storage.put_bytes("run/small", bytes(100))
+        """
+        (tmp_path / "in").write_bytes(bytes(200))
+        command = [sys.executable, "-c", program, str(tmp_path / "store"), str(tmp_path / "in")]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert shown == "File too large\n" * 3
+        assert [path.name for path in (tmp_path / "store").rglob("*") if path.is_file()] == ["small"]
+
+    def test_a_listing_shows_neither_temporary_files_nor_what_links_lead_to(self, storage, tmp_path):
+        storage.put_bytes("run/x", b"1")
+        (tmp_path / "store/run/.tmp-0123456789abcdef").write_bytes(b"half")
+        (tmp_path / "outside").mkdir()
+        (tmp_path / "outside/secret").write_bytes(b"1")
+        (tmp_path / "store/run/link").symlink_to(tmp_path / "outside")
+        assert [info.key for info in storage.list("run/")] == ["run/x"]
+
+    @pytest.fixture
+    def outside(self, tmp_path):
+        """A folder with a file, elsewhere, that nothing may change or read."""
+        (tmp_path / "outside/below").mkdir(parents=True)
+        (tmp_path / "outside/below/x").write_bytes(b"theirs")
+        (tmp_path / "outside/below/.tmp-0123456789abcdef").write_bytes(b"theirs")
+        before = seen_in(tmp_path / "outside")
+        yield tmp_path / "outside"
+        assert seen_in(tmp_path / "outside") == before
+
+    @pytest.mark.parametrize("verb", VERBS, ids=VERBS)
+    @pytest.mark.parametrize("place", ["run", "run/checkpoints/id/sub"])
+    def test_no_verb_follows_a_link_out_of_the_store(self, storage, outside, tmp_path, verb, place):
+        storage.put_bytes("first", b"1")
+        link = tmp_path / "store" / place
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(outside)
+        (tmp_path / "in").write_bytes(b"ours")
+        with pytest.raises(PermissionError, match=rf"store/{place} leads out of the storage .* to .*/outside: give that"):
+            VERBS[verb](storage, f"{place}/below/x", tmp_path)
+        assert link.is_symlink()
+        assert storage.get_bytes("first") == b"1"
+
+    def test_what_else_is_to_be_deleted_goes_although_a_link_leads_out(self, storage, raw_keys, outside, tmp_path):
+        for key in ("run/id/a", "run/id/z"):
+            storage.put_bytes(key, b"1")
+        (tmp_path / "store/run/id/sub").symlink_to(outside / "below")
+        with pytest.raises(PermissionError, match="run/id/sub leads out of the storage"):
+            storage.delete(["run/id/a", "run/id/sub/x", "run/id/z"])
+        assert raw_keys() == set()
+
+    def test_a_link_in_the_place_of_an_object_is_replaced_or_removed_itself(self, storage, outside, tmp_path):
+        storage.put_bytes("run/y", b"1")
+        for name in ("x", "y"):
+            (tmp_path / "store/run" / name).unlink(missing_ok=True)
+            (tmp_path / "store/run" / name).symlink_to(outside / "below/x")
+        for read in (storage.get_bytes, storage.size, storage.local_path):
+            with pytest.raises(PermissionError, match=r"run/x leads out of the storage .*outside/below/x"):
+                read("run/x")
+        storage.put_bytes("run/x", b"ours")
+        storage.delete(["run/y"])
+        assert storage.get_bytes("run/x") == b"ours"
+        assert [info.key for info in storage.list("run/")] == ["run/x"]
+
+    def test_a_link_that_stays_in_the_store_is_followed(self, storage, tmp_path):
+        storage.put_bytes("run/checkpoints/x", b"1")
+        (tmp_path / "store/alias").symlink_to("run/checkpoints")
+        storage.put_bytes("alias/y", b"2")
+        assert [info.key for info in storage.list("alias/")] == ["alias/x", "alias/y"]
+        assert storage.get_bytes("run/checkpoints/y") == b"2"
+        assert storage.size("alias/x") == 1
+        storage.delete(["alias/x", "alias/y"])
+        assert list(storage.list("")) == []
+
+    def test_a_link_to_itself_is_an_error(self, storage, tmp_path):
+        storage.put_bytes("x", b"1")
+        (tmp_path / "store/loop").symlink_to("loop")
+        with pytest.raises(OSError, match="symbolic links"):
+            storage.get_bytes("loop/x")
+
+    def test_a_folder_that_becomes_a_link_during_a_put_leads_nowhere(self, storage, outside, tmp_path, monkeypatch):
+        replace, swapped = os.replace, []
+
+        def swap(*args, **folders):
+            (tmp_path / "store/run").rename(tmp_path / "moved")
+            (tmp_path / "store/run").symlink_to(outside / "below")
+            swapped.append(1)
+            replace(*args, **folders)
+
+        monkeypatch.setattr(os, "replace", swap)
+        storage.put_bytes("run/x", b"ours")
+        assert len(swapped) == 1
+        assert (tmp_path / "moved/x").read_bytes() == b"ours"
+
+    def test_what_would_lie_below_a_file_or_is_a_folder_is_missing_to_reads_and_deletes(self, storage, raw_keys, tmp_path):
+        storage.put_bytes("f/x", b"1")
+        for read in (storage.get_bytes, storage.size, lambda key: storage.get_file(key, tmp_path / "out")):
+            with pytest.raises(FileNotFoundError, match="f/x/y is no file"):
+                read("f/x/y")
+        storage.delete(["f", "f/x/y"])
+        assert raw_keys() == {"f/x"}
+
+    def test_the_store_itself_may_be_a_link(self, tmp_path):
+        LocalStorage(tmp_path / "elsewhere").put_bytes("run/x", b"1")
+        (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+        assert [info.key for info in LocalStorage(tmp_path / "link").list("run/")] == ["run/x"]
+
+    def test_every_folder_that_a_put_makes_is_synced_into_its_parent(self, tmp_path, monkeypatch):
+        synced, sync = [], os.fsync
+
+        def record(descriptor):
+            synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", record)
+        LocalStorage(tmp_path / "new/deep/root").put_bytes("run/x", b"1")
+        made = [tmp_path, tmp_path / "new", tmp_path / "new/deep", tmp_path / "new/deep/root"]
+        assert synced[:4] == made
+        assert synced[5:] == [tmp_path / "new/deep/root/run"]
+        synced.clear()
+        LocalStorage(tmp_path / "new/deep/root").put_bytes("run/y", b"1")
+        assert len(synced) == 2  # the file and its folder: a report pays for no more
+
+    @pytest.mark.parametrize("victim", ["a/b", "a"])
+    def test_a_folder_that_a_delete_removes_while_a_put_makes_it_is_made_again(self, storage, tmp_path, monkeypatch, victim):
+        make, removed = os.mkdir, []
+
+        def mkdir(path, *args, **kwargs):
+            make(path, *args, **kwargs)
+            if path == Path(victim).name and not removed:
+                removed.append(path)
+                os.rmdir(path, **kwargs)
+
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        storage.put_bytes("a/b/x", b"1")
+        assert len(removed) == 1
+        assert storage.get_bytes("a/b/x") == b"1"
+
+    def test_a_folder_that_goes_while_mkdir_looks_at_it_is_made_again(self, storage, tmp_path, monkeypatch):
+        make, gone = os.mkdir, []
+
+        def mkdir(path, *args, **kwargs):
+            if path == "a" and not gone:
+                gone.append(path)
+                raise FileExistsError(17, "File exists", path)
+            make(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        storage.put_bytes("a/x", b"1")
+        assert len(gone) == 1
+        assert storage.get_bytes("a/x") == b"1"
+
+    def test_a_file_in_the_place_of_a_folder_is_named(self, storage):
+        storage.put_bytes("a", b"1")
+        with pytest.raises(OSError, match="store/a"):
+            storage.put_bytes("a/x", b"1")
+        assert storage.get_bytes("a") == b"1"
+
+    def test_where_no_folder_can_be_made_a_put_says_so(self):
+        with pytest.raises(FileNotFoundError, match="/proc/nowhere"):
+            LocalStorage(Path("/proc/nowhere")).put_bytes("run/x", b"1")
+
+    def test_a_put_whose_object_is_deleted_at_once_has_succeeded(self, storage, tmp_path, monkeypatch):
+        replace, deleted = os.replace, []
+
+        def replace_and_delete(source, target, **folders):
+            replace(source, target, **folders)
+            deleted.append(target)
+            storage.delete(["a/x"])
+
+        monkeypatch.setattr(os, "replace", replace_and_delete)
+        storage.put_bytes("a/x", b"1")
+        assert len(deleted) == 1
+        assert not (tmp_path / "store/a").exists()
+
+    def test_what_a_killed_writer_left_is_removed_once_it_is_old(self, storage, tmp_path):
+        storage.put_bytes("run/checkpoints/whole/x", b"1")
+        left = tmp_path / "store/run/checkpoints/half/.tmp-0123456789abcdef"
+        left.parent.mkdir()
+        left.write_bytes(b"half")
+        storage.remove_interrupted("run/", older_than_s=3600)
+        assert left.exists()
+        storage.remove_interrupted("run/", older_than_s=0)
+        assert [path.name for path in (tmp_path / "store/run/checkpoints").iterdir()] == ["whole"]
+        assert storage.get_bytes("run/checkpoints/whole/x") == b"1"
+
+    def test_deleting_the_last_file_removes_its_folders(self, storage, tmp_path):
+        storage.put_bytes("run/checkpoints/id/sub/x", b"1")
+        storage.put_bytes("run/manifests/id.json", b"1")
+        storage.delete(["run/checkpoints/id/sub/x"])
+        assert sorted(path.name for path in (tmp_path / "store/run").iterdir()) == ["manifests"]
+
+
+class TestMemoryStorage(StorageContract, WholeWritesContract):
+    writes = ("file", "buffers")
+
+    @pytest.fixture
+    def partial_writes(self, monkeypatch):
+        return PartialWrites(monkeypatch, memory, "MemoryFile")
+
+    @pytest.fixture
+    def storage(self, tmp_path):
+        return FsspecStorage(f"memory://{tmp_path}", {})
+
+    @pytest.fixture
+    def raw_keys(self, tmp_path):
+        files = fsspec.filesystem("memory").store
+        return lambda: {path.removeprefix(f"{tmp_path}/") for path in files if path.startswith(f"{tmp_path}/")}
+
+    @pytest.mark.parametrize(
+        ("raised", "expected", "words"),
+        [
+            (FileNotFoundError("/x"), FileNotFoundError, "memory://.*/run/x does not exist"),
+            (PermissionError("no"), PermissionError, "memory://.*/run/x is refused"),
+            (OSError(28, "No space left on device"), OSError, "No space left"),
+            (EOFError("connection lost"), StorageError, "memory://.*/run/x: EOFError: connection lost"),
+        ],
+    )
+    def test_what_a_filesystem_raises_is_named_in_the_protocols_words(self, storage, monkeypatch, raised, expected, words):
+        def fail(*_, **__):
+            raise raised
+
+        monkeypatch.setattr(memory.MemoryFileSystem, "cat_file", fail)
+        with pytest.raises(expected, match=words):
+            storage.get_bytes("run/x")
+
+    def test_an_unknown_scheme_is_refused_with_what_can_be_used(self):
+        with pytest.raises(ValueError, match=r"nosuch.*Give a local path, s3://"):
+            FsspecStorage("nosuch://place", {})
+
+    def test_a_listing_that_breaks_off_is_an_error_and_not_a_shorter_one(self, storage, monkeypatch):
+        """fsspec's own walk leaves out a folder that it cannot list."""
+        for key in ("run/a/x", "run/b/x"):
+            storage.put_bytes(key, b"1")
+        monkeypatch.delattr(memory.MemoryFileSystem, "find")
+        real, fired = memory.MemoryFileSystem.ls, []
+
+        def ls(self, path, detail=True, **kwargs):
+            if path.endswith("/b") and not fired:
+                fired.append(path)
+                raise OSError("Socket is closed")
+            return real(self, path, detail, **kwargs)
+
+        monkeypatch.setattr(memory.MemoryFileSystem, "ls", ls)
+        with pytest.raises(StorageError, match="Socket is closed"):
+            list(storage.list("run/"))
+        assert len(fired) == 1
+        assert [info.key for info in storage.list("run/")] == ["run/a/x", "run/b/x"]
+
+
+class TestSftpStorage(StorageContract, WholeWritesContract):
+    """On a real OpenSSH server."""
+
+    @pytest.fixture
+    def storage(self, sshd, tmp_path):
+        return FsspecStorage(f"sftp://127.0.0.1{tmp_path}/store", sshd.options())
+
+    @pytest.fixture
+    def raw_keys(self, tmp_path):
+        root = tmp_path / "store"
+        return lambda: {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+    @pytest.fixture
+    def partial_writes(self, monkeypatch, storage):
+        storage.put_bytes("first", b"1")  # what it finds out first is not to be disturbed
+        storage.delete(["first"])
+        return PartialWrites(monkeypatch, paramiko.sftp_client, "SFTPFile")
+
+    def test_a_put_that_breaks_off_leaves_what_was_there(self, storage, raw_keys, tmp_path, monkeypatch):
+        storage.put_bytes("run/x", b"whole")
+        write, fired = paramiko.SFTPFile.write, []
+
+        def break_off(file, data):
+            write(file, data[:1])
+            fired.append(1)
+            raise EOFError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(paramiko.SFTPFile, "write", break_off)
+            with pytest.raises(StorageError, match="run/x: EOFError"):
+                storage.put_bytes("run/x", b"other")
+        assert len(fired) == 1
+        assert storage.get_bytes("run/x") == b"whole"
+        assert raw_keys() == {"run/x"}
+
+    @pytest.mark.parametrize("size", [1, 2**15, 3 * 2**20 + 1])
+    def test_a_file_is_closed_when_the_server_has_answered_to_all_of_it(self, storage, monkeypatch, size):
+        storage.put_bytes("run/first", b"1")
+        close, unanswered = paramiko.SFTPFile._close, []
+
+        def count(file, async_=False):
+            if not file._closed:
+                unanswered.append(len(file._reqs))
+            close(file, async_)
+
+        monkeypatch.setattr(paramiko.SFTPFile, "_close", count)
+        storage.put_buffers("run/x", [memoryview(bytes(size)), memoryview(b"")])
+        assert unanswered == [0]
+
+    def test_readers_see_the_old_object_or_the_new_one(self, storage):
+        old, new = b"o" * 100_000, b"n" * 90_000
+        storage.put_bytes("run/x", old)
+        seen, stopped = set(), threading.Event()
+
+        def read():
+            while not stopped.is_set():
+                seen.add(storage.get_bytes("run/x"))
+
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read)
+            for data in [new, old] * 10:
+                storage.put_bytes("run/x", data)
+            stopped.set()
+            reading.result()
+        assert seen <= {old, new}
+
+    def test_what_an_interrupted_put_left_is_hidden_and_removed_once_it_is_old(self, storage, raw_keys, tmp_path):
+        storage.put_bytes("run/id/x", b"1")
+        left = tmp_path / "store/run/id/.tmp-0123456789abcdef"
+        left.write_bytes(b"half")
+        assert [info.key for info in storage.list("run/")] == ["run/id/x"]
+        storage.remove_interrupted("run/", older_than_s=3600)
+        assert left.exists()
+        os.utime(left, (1e9, 1e9))
+        storage.remove_interrupted("run/", older_than_s=3600)
+        assert raw_keys() == {"run/id/x"}
+
+    def test_deleting_the_last_file_removes_its_folders(self, storage, tmp_path):
+        storage.put_bytes("run/checkpoints/id/sub/x", b"1")
+        storage.put_bytes("run/manifests/id.json", b"1")
+        storage.delete(["run/checkpoints/id/sub/x"])
+        assert sorted(path.name for path in (tmp_path / "store/run").iterdir()) == ["manifests"]
+
+    def test_a_listing_shows_no_links(self, storage, tmp_path):
+        storage.put_bytes("run/x", b"1")
+        (tmp_path / "outside").mkdir()
+        (tmp_path / "store/run/link").symlink_to(tmp_path / "outside")
+        assert [info.key for info in storage.list("run/")] == ["run/x"]
+
+    def test_a_lost_connection_may_work_later_and_the_next_call_opens_another(self, storage):
+        storage.put_bytes("run/x", b"1")
+        for lost in storage._connections._idle:
+            lost.client.close()
+        with pytest.raises(StorageError) as caught:
+            storage.get_bytes("run/x")
+        assert classify(caught.value) == "transient"
+        assert storage.get_bytes("run/x") == b"1"
+
+    def test_no_server_may_be_there_later(self, sshd, tmp_path):
+        options = {**sshd.options(), "port": free_port()}
+        storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}", options)  # asks nothing
+        with pytest.raises(StorageError, match="Unable to connect"):
+            storage.get_bytes("run/x")
+
+    def test_a_login_that_is_refused_is_told_at_once(self, sshd, tmp_path):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"], check=True)
+        storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}", {**sshd.options(), "key_filename": str(tmp_path / "other")})
+        with pytest.raises(PermissionError, match=r"check the credentials .*Authentication"):
+            storage.get_bytes("run/x")
+
+    def test_a_checkpoint_is_committed_found_and_pruned(self, storage, raw_keys, tmp_path):
+        store = CheckpointStore.open(storage, "run")
+        session = Attempt(store).session()
+        for score in (1, 2):
+            session.report({"score": score}, folder(tmp_path / "c", model=str(score)))
+        store.prune(RetentionPolicy(1))
+        (kept,) = store.list()
+        store.verify(kept)
+        assert read_files(store.checkpoint(kept)) == {"model": b"2"}
+        assert {key.split("/")[2] for key in raw_keys() if key.startswith("run/checkpoints")} == {kept.id}
+
+
+class S3Contract(StorageContract):
+    """What every server must do."""
+
+    @pytest.fixture
+    def bucket(self, server: S3Server):
+        return server.new_bucket()
+
+    @pytest.fixture
+    def storage(self, server: S3Server, bucket):
+        return ObstoreStorage(f"s3://{bucket}/some/prefix", server.options())
+
+    @pytest.fixture
+    def raw_keys(self, server: S3Server, bucket):
+        def keys():
+            pages = server.client().get_paginator("list_objects_v2").paginate(Bucket=bucket)
+            return {item["Key"].removeprefix("some/prefix/") for page in pages for item in page.get("Contents", [])}
+
+        return keys
+
+    def test_objects_lie_below_the_prefix(self, server, bucket, storage):
+        storage.put_bytes("run/latest.json", b"{}")
+        listed = server.client().list_objects_v2(Bucket=bucket)["Contents"]
+        assert [item["Key"] for item in listed] == ["some/prefix/run/latest.json"]
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda storage: storage.put_bytes("run/x", b"1"),
+            lambda storage: storage.put_file("run/x", Path(__file__)),
+            lambda storage: storage.get_bytes("run/x"),
+            lambda storage: list(storage.list("run/")),
+        ],
+        ids=["put_bytes", "put_file", "get_bytes", "list"],
+    )
+    def test_a_missing_bucket_is_named(self, server, call):
+        storage = ObstoreStorage("s3://no-such-bucket-here/prefix", server.options())
+        with pytest.raises(FileNotFoundError, match=r"bucket of s3://no-such-bucket-here/.* does not exist: create it"):
+            call(storage)
+
+    def test_the_environment_configures_a_plain_url(self, server, bucket, monkeypatch):
+        for name, value in server.options().items():
+            monkeypatch.setenv(name.upper(), value)
+        ObstoreStorage(f"s3://{bucket}", {}).put_bytes("run/x", b"1")
+        assert server.client().get_object(Bucket=bucket, Key="run/x")["Body"].read() == b"1"
+
+    def test_a_profile_configures_a_plain_url(self, server, bucket, monkeypatch, tmp_path):
+        (tmp_path / "config").write_text(
+            f"[profile lab]\nregion = eu-west-3\nendpoint_url = {server.endpoint}\n"
+            f"aws_access_key_id = {server.access_key}\naws_secret_access_key = {server.secret_key}\n"
+        )
+        with monkeypatch.context() as machine:
+            machine.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+            machine.setenv("AWS_PROFILE", "lab")
+            ObstoreStorage(f"s3://{bucket}", {}).put_bytes("run/x", b"1")
+        assert server.client().get_object(Bucket=bucket, Key="run/x")["Body"].read() == b"1"
+
+    @pytest.mark.parametrize("variable", ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+    def test_every_variable_that_names_an_endpoint_counts(self, server, bucket, monkeypatch, variable):
+        options = server.options()
+        monkeypatch.setenv(variable, options.pop("aws_endpoint_url"))
+        ObstoreStorage(f"s3://{bucket}", options).put_bytes("run/x", b"1")
+
+    @pytest.mark.parametrize("name", ["aws_allow_http", "allow_http", "AWS_ALLOW_HTTP", "aws_timeout", "connect_timeout"])
+    def test_settings_of_the_http_client_may_be_options(self, server, bucket, name):
+        value = "true" if "http" in name.lower() else "30s"
+        ObstoreStorage(f"s3://{bucket}", {**server.options(), name: value}).put_bytes("run/x", b"1")
+
+    def test_options_may_be_written_in_capitals(self, server, bucket):
+        capitals = {name.upper(): value for name, value in server.options().items()}
+        ObstoreStorage(f"s3://{bucket}", capitals).put_bytes("run/x", b"1")
+
+    def test_options_may_leave_out_aws_in_their_names(self, server, bucket):
+        short = {name.removeprefix("aws_"): value for name, value in server.options().items()}
+        ObstoreStorage(f"s3://{bucket}", short).put_bytes("run/x", b"1")
+
+
+class UploadsContract(S3Contract):
+    """What servers must do that list unfinished uploads."""
+
+    def test_a_put_that_breaks_off_leaves_no_parts_behind(self, server, bucket, storage, tmp_path, monkeypatch):
+        (tmp_path / "in").write_bytes(bytes(20 * 2**20))
+
+        class Unreadable(object_store._DigestedParts):
+            def __iter__(self):
+                yield from list(super().__iter__())[:2]
+                raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(object_store, "_DigestedParts", Unreadable)
+        with pytest.raises(OSError, match="Input/output error"):
+            storage.put_file("run/x", tmp_path / "in")
+        assert "Uploads" not in server.client().list_multipart_uploads(Bucket=bucket)
+        assert list(storage.list("")) == []
+
+    def test_uploads_that_nobody_will_finish_are_aborted_once_they_are_old(self, server, bucket, storage):
+        client = server.client()
+        keys = ["some/prefix/run/checkpoints/a", "some/prefix/run/checkpoints/b", "some/prefix/run-2/x", "elsewhere/run/x"]
+        for key in keys:
+            upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
+            client.upload_part(Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"part")
+
+        def left():
+            return sorted(upload["Key"] for upload in client.list_multipart_uploads(Bucket=bucket).get("Uploads", []))
+
+        began = client.list_multipart_uploads(Bucket=bucket)["Uploads"][0]["Initiated"]
+        if began.year > 2010:  # moto says 2010 of every upload
+            storage.remove_interrupted("run/", older_than_s=3600)
+            assert left() == sorted(keys)
+        storage.remove_interrupted("run/", older_than_s=-5)
+        assert left() == ["elsewhere/run/x", "some/prefix/run-2/x"]
+
+
+class TestS3OnMoto(UploadsContract):
+    @pytest.fixture
+    def server(self, moto):
+        return moto
+
+
+class TestS3OnRclone(UploadsContract):
+    @pytest.fixture
+    def server(self, rclone):
+        return rclone
+
+    def test_a_range_is_read_without_what_is_before_it(self, storage, monkeypatch):
+        monkeypatch.delattr(ObstoreStorage, "_skim")
+        storage.put_bytes("run/x", bytes(range(256)) * 1000)
+        into = bytearray(300)
+        for start, count in ((0, 300), (5, 300), (255_900, 100)):
+            assert storage.get_range("run/x", start, memoryview(into)) == count
+            assert into[:count] == (bytes(range(256)) * 1000)[start : start + 300]
+
+    def test_where_a_range_cannot_be_asked_for_what_is_before_it_is_read(self, storage, monkeypatch):
+        monkeypatch.setattr(object_store, "read_unsaid_range", lambda *_: None)
+        storage.put_bytes("run/x", bytes(range(256)))
+        into = bytearray(10)
+        assert storage.get_range("run/x", 100, memoryview(into)) == 10
+        assert bytes(into) == bytes(range(100, 110))
+
+    def test_wrong_credentials_are_refused_without_showing_them(self, server, bucket):
+        options = {**server.options(), "aws_secret_access_key": "not-the-secret"}
+        storage = ObstoreStorage(f"s3://{bucket}", options)
+        with pytest.raises(PermissionError, match="check the credentials") as caught:
+            storage.put_bytes("run/x", b"1")
+        assert "not-the-secret" not in str(caught.value)
+        assert ACCESS_KEY not in str(caught.value)
+
+
+class TestS3OnSeaweedFS(UploadsContract):
+    @pytest.fixture
+    def server(self, seaweedfs):
+        return seaweedfs
+
+
+class TestS3OnS3rver(S3Contract):
+    @pytest.fixture
+    def server(self, s3rver):
+        return s3rver
+
+    def test_unfinished_uploads_that_it_does_not_list_are_left_to_it(self, storage):
+        storage.put_bytes("run/x", b"1")
+        storage.remove_interrupted("run/", older_than_s=0)
+        assert storage.get_bytes("run/x") == b"1"
+
+    def test_objects_that_it_loses_between_two_pages_are_no_short_listing(self, server, bucket, storage):
+        ids = [f"{number:04d}" for number in range(501)]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda it: [storage.put_bytes(f"m/{it}{rest}", b"") for rest in (".json", "/eval.json")], ids))
+        with pytest.raises(OSError, match=r"server of s3://bucket.* loses objects .* lists m/0000\.json behind m/0000/eval"):
+            list(storage.list("m/"))
+
+
+@pytest.fixture
+def once(monkeypatch):
+    monkeypatch.setattr(object_store_config, "_REQUEST_RETRIES", {"max_retries": 0})
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "kind", "words"),
+    [
+        (400, "ExpiredToken", PermissionError, "credentials", "have expired"),
+        (403, "AccessDenied", PermissionError, "final", "check the credentials and their policy .*AccessDenied: what happened"),
+        (401, "Unauthorized", PermissionError, "final", "check the credentials"),
+        (503, "SlowDown", StorageError, "transient", "503.*SlowDown"),
+        (500, "InternalError", StorageError, "transient", "500.*InternalError"),
+        (429, "TooManyRequests", StorageError, "transient", "TooManyRequests"),
+        (409, "OperationAborted", StorageError, "transient", "OperationAborted"),
+        (400, "AuthorizationHeaderMalformed", OSError, "final", "AuthorizationHeaderMalformed: what happened"),
+        (501, "NotImplemented", OSError, "final", "NotImplemented"),
+        (404, "NoSuchBucket", FileNotFoundError, "final", "the bucket of s3://bucket/run/x does not exist"),
+        (404, "NoSuchKey", FileNotFoundError, "final", "s3://bucket/run/x does not exist"),
+    ],
+)
+def test_an_answer_of_s3_is_named_by_what_helps_and_shows_no_secret(once, status, code, expected, kind, words):
+    body = f"<Error><Code>{code}</Code><Message>what happened</Message><CanonicalRequest>SESSION</CanonicalRequest></Error>"
+    with ScriptedServer.answering(status, body) as server:
+        storage = ObstoreStorage("s3://bucket", {**server.options(), "aws_session_token": "SESSION"})
+        with pytest.raises(expected, match=words) as caught:
+            storage.get_bytes("run/x")
+    assert server.requests == ["GET /bucket/run/x"]
+    assert classify(caught.value) == kind
+    shown = "".join(traceback.format_exception(caught.value))
+    assert [secret for secret in ("SESSION", ACCESS_KEY, SECRET_KEY) if secret in shown] == []
+
+
+SERVER_TIME = "<ServerTime>2024-05-01T14:00:05Z</ServerTime>"
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (f"<RequestTime>20240501T120000Z</RequestTime>{SERVER_TIME}", r"by 2 h \(it is behind\)"),
+        (f"<RequestTime>20240501T142005Z</RequestTime>{SERVER_TIME}", r"by 20 min \(it is ahead\)"),
+        ("", "by more than the 15 minutes"),
+        (f"<RequestTime>noon</RequestTime>{SERVER_TIME}", "by more than the 15 minutes"),
+    ],
+)
+def test_a_clock_that_differs_is_named_and_not_the_credentials(once, times, words):
+    body = f"<Error><Code>RequestTimeTooSkewed</Code><Message>The difference is too large.</Message>{times}</Error>"
+    with ScriptedServer.answering(403, body) as server:
+        storage = ObstoreStorage("s3://bucket", server.options())
+        with pytest.raises(
+            PermissionError, match=rf"this machine's clock differs from that of s3://bucket/run/x {words}"
+        ) as caught:
+            storage.get_bytes("run/x")
+        assert "credentials" not in str(caught.value)
+        assert classify(caught.value) == "final"
+        with pytest.raises(StorageUnfitError, match="NTP") as unfit:
+            probe_storage(ScriptedReads(storage))
+        assert "credentials" not in str(unfit.value)
+
+
+class ScriptedReads:
+    """A storage whose first step already asks the server that answers to GET alone."""
+
+    def __init__(self, storage):
+        self.url = storage.url
+        self.put_bytes = lambda key, data: storage.get_bytes(key)
+        self.delete = lambda keys: None
+
+
+def test_a_profile_that_does_not_exist_is_named(monkeypatch):
+    monkeypatch.setenv("AWS_PROFILE", "nowhere")
+    with pytest.raises(ValueError, match=r"nowhere.*fix AWS_PROFILE"):
+        ObstoreStorage("s3://bucket", {})
+
+
+def test_without_boto3_the_object_store_looks_for_credentials_itself(monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    assert ObstoreStorage("s3://bucket", {})._store.credential_provider is None
+
+
+def test_nothing_shows_the_credentials_it_was_given():
+    storage = ObstoreStorage("s3://bucket/x", S3Server("http://127.0.0.1:1").options())
+    assert SECRET_KEY not in f"{storage!r} {storage.url} {storage._store!r}"
+
+
+def test_a_service_that_minds_missing_objects_still_deletes_the_others(tmp_path):
+    storage = ObstoreStorage("s3://bucket", S3Server("http://127.0.0.1:1").options())
+    storage._store = LocalStore(tmp_path)  # refuses to delete what is missing, as GCS does
+    keys = [f"d/{number:03d}" for number in range(200)]
+    for key in keys[1::2]:
+        obstore.put(storage._store, key, b"1")
+    storage.delete(keys)
+    assert list(storage.list("")) == []
+
+
+def test_a_server_that_is_gone_is_a_storage_error_after_the_deadline():
+    options = S3Server(f"http://127.0.0.1:{free_port()}").options()
+    storage = RetryingStorage(lambda: ObstoreStorage("s3://bucket", options), RetryPolicy(0.2, 0.01, 0.02))
+    with pytest.raises(StorageError, match=r"storing s3://bucket/run/x failed \d+ times"):
+        storage.put_bytes("run/x", b"1")

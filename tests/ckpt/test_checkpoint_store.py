@@ -1,0 +1,343 @@
+import itertools
+import logging
+import os
+import time
+
+import pytest
+from prefect_torch.ckpt import (
+    Checkpoint,
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    RetentionPolicy,
+    StorageError,
+)
+from prefect_torch.ckpt.runs.attempts import Outcome, write_outcome
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from ranks import Attempt, folder, read_files
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def fill(store, tmp_path, *scores):
+    session = Attempt(store).session()
+    for score in scores:
+        session.report({"score": score}, folder(tmp_path / "c", model=str(score), config="same"))
+    return store.list()
+
+
+def stored(store, manifest, name="model"):
+    return store.storage.local_path(store.layout.data(manifest.id, name))
+
+
+def test_a_run_without_checkpoints_has_no_latest(store):
+    assert store.latest() is None
+    assert store.list() == []
+    assert store.best(3, "score") == []
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "a b", "ü", "x" * 201, None, 3])
+def test_a_run_name_is_one_folder_everywhere(tmp_path, name):
+    with pytest.raises(ValueError, match="run name"):
+        CheckpointStore.open(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    "hint", [b"", b"torn{", b"[]", b'{"id": 3}', b'{"id": "../../x"}', b'{"id": "000009-00000009-ffffffff"}']
+)
+def test_a_stale_or_torn_hint_does_no_harm(store, tmp_path, hint):
+    manifests = fill(store, tmp_path, 1, 2)
+    store.storage.put_bytes(store.layout.latest, hint)
+    assert store.latest() == manifests[-1]
+
+
+def test_latest_ignores_data_without_a_manifest(store, tmp_path):
+    manifests = fill(store, tmp_path, 1)
+    store.storage.put_bytes(store.layout.data("000001-00000009-00000000", "model"), b"half")
+    assert store.latest() == manifests[0]
+
+
+def test_the_best_come_best_first(store, tmp_path):
+    fill(store, tmp_path, 2, 3, 1)
+    assert [manifest.metrics["score"] for manifest in store.best(2, "score", "min")] == [1, 2]
+
+
+def test_a_checkpoint_that_was_removed_by_hand_is_not_found(store, tmp_path):
+    (manifest,) = fill(store, tmp_path, 1)
+    handle = Checkpoint(store.checkpoint(manifest).path)
+    store.storage.delete([store.layout.manifest(manifest.id)])
+    with pytest.raises(CheckpointNotFoundError, match=rf"run 'run' .* has no checkpoint {manifest.id}"):
+        read_files(handle)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda path: path.write_bytes(b"9"), "differs from what rank 0 committed"),
+        (lambda path: path.write_bytes(b"11"), "has 2 bytes instead of 1"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes instead of 1"),
+        (lambda path: path.unlink(), "is missing"),
+    ],
+)
+def test_damage_is_found_quarantined_and_the_one_before_is_chosen(store, tmp_path, caplog, damage, found):
+    first, second = fill(store, tmp_path, 1, 2)
+    damage(stored(store, second))
+    with pytest.raises(CheckpointCorruptError, match=found):
+        store.verify(second)
+    with caplog.at_level(logging.WARNING):
+        assert choose_checkpoint(store, lineage=1, verify="digest") == first
+    assert second.id in caplog.text
+    assert found in caplog.text
+    assert store.list() == [first]
+    note = store.get_json(store.layout.quarantine(second.id))
+    assert found in note["reason"]
+
+
+def test_two_files_that_were_swapped_are_found(store, tmp_path):
+    (manifest,) = fill(store, tmp_path, "swap")
+    one, other = stored(store, manifest), stored(store, manifest, "config")
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    with pytest.raises(CheckpointCorruptError, match="config"):
+        store.verify(manifest)
+
+
+@pytest.mark.parametrize("data", [b"", b'{"body":'])
+def test_a_manifest_that_was_cut_is_set_aside(store, tmp_path, data):
+    first, second = fill(store, tmp_path, 1, 2)
+    store.storage.put_bytes(store.layout.manifest(second.id), data)
+    assert store.latest() == first
+    assert choose_checkpoint(store, lineage=1, verify="digest") == first
+
+
+def test_when_none_is_whole_all_that_were_tried_are_listed(store, tmp_path):
+    manifests = fill(store, tmp_path, 1, 2)
+    for manifest in manifests:
+        stored(store, manifest).unlink()
+    with pytest.raises(CheckpointCorruptError) as caught:
+        choose_checkpoint(store, lineage=1, verify="size")
+    assert all(manifest.id in str(caught.value) for manifest in manifests)
+    with pytest.raises(CheckpointCorruptError, match="does not start from zero unasked"):
+        choose_checkpoint(store, lineage=1, verify="size")  # nor does the next start
+    assert choose_checkpoint(store, lineage=2, verify="size") is None
+
+
+def test_an_older_lineage_is_not_resumed(store, tmp_path):
+    fill(store, tmp_path, 1)
+    assert choose_checkpoint(store, lineage=2, verify="digest") is None
+
+
+def test_pinned_checkpoints_survive_a_prune_until_they_are_unpinned(store, tmp_path):
+    first, *_ = fill(store, tmp_path, 1, 2, 3)
+    store.pin(first.id)
+    assert store.prune(RetentionPolicy(1)).keep[first.id] == ("pinned",)
+    store.unpin(first.id)
+    assert [manifest.id for manifest in store.prune(RetentionPolicy(1)).drop] == [first.id]
+
+
+def test_a_checkpoint_that_a_prune_is_about_to_delete_cannot_be_pinned(store, tmp_path):
+    first, *_ = fill(store, tmp_path, 1, 2)
+    mark = store.layout.deletion("killed")
+    store.put_json(mark, {"checkpoints": [first.id]})
+    with pytest.raises(CheckpointNotFoundError, match="is being pruned at this moment"):
+        store.pin(first.id)
+    assert store.pinned() == frozenset()
+    store.storage.put_bytes(mark, b"torn{")  # it may be any
+    with pytest.raises(CheckpointNotFoundError, match="is being pruned"):
+        store.pin(first.id)
+
+
+def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):
+    first, *_ = fill(store, tmp_path, 1, 2)
+    mark = store.layout.deletion("killed")
+    store.put_json(mark, {"checkpoints": [first.id]})
+    an_hour_ago_s = time.time() - 3700
+    os.utime(store.storage.local_path(mark), (an_hour_ago_s, an_hour_ago_s))
+    store.pin(first.id)
+    assert store.pinned() == {first.id}
+    collect_garbage(store)
+    assert list(store.storage.list(store.layout.deletions)) == []
+
+
+def test_a_long_prune_renews_its_mark_and_looks_for_pins_again(store, tmp_path, monkeypatch):
+    manifests = fill(store, tmp_path, 1, 2, 3, 4)
+    clock = itertools.count(0, 700)  # seconds between two looks at it
+    monkeypatch.setattr("prefect_torch.ckpt.runs.deletion_marks.time.monotonic", lambda: next(clock))
+    delete = type(store.storage).delete
+    marks = []
+
+    def watched(self, keys):
+        keys = list(keys)
+        delete(self, keys)
+        if keys == [store.layout.manifest(manifests[0].id)]:
+            marks.extend(info.key for info in store.storage.list(store.layout.deletions))
+            store.storage.put_bytes(f"{store.layout.pins}{manifests[1].id}.json", b"{}")  # as version 0.1 writes it
+
+    monkeypatch.setattr(type(store.storage), "delete", watched)
+    decided = store.prune(RetentionPolicy(1))
+    assert len(marks) == 1
+    assert decided.drop == (manifests[0], manifests[2])
+    assert decided.keep[manifests[1].id] == ("pinned",)
+    assert list(store.storage.list(store.layout.deletions)) == []
+
+
+def test_a_pin_of_version_01_is_a_pin_and_can_be_taken_back(store, tmp_path):
+    first, *_ = fill(store, tmp_path, 1, 2)
+    store.storage.put_bytes(f"{store.layout.pins}{first.id}.json", b"{}")
+    assert store.pinned() == {first.id}
+    store.unpin(first.id)
+    assert store.pinned() == frozenset()
+
+
+def test_pinning_what_does_not_exist_is_not_found(store):
+    with pytest.raises(CheckpointNotFoundError):
+        store.pin("000001-00000000-00000000")
+
+
+def test_a_dry_run_only_decides(store, tmp_path):
+    fill(store, tmp_path, 1, 2, 3)
+    assert len(store.prune(RetentionPolicy(1), dry_run=True).drop) == 2
+    assert len(store.list()) == 3
+
+
+def test_a_prune_removes_manifest_data_and_metadata(store, tmp_path):
+    manifests = fill(store, tmp_path, 1, 2)
+    store.checkpoint(manifests[0]).set_metadata({"a": 1})
+    store.prune(RetentionPolicy(1))
+    keys = [info.key for info in store.storage.list("run/")]
+    assert not [key for key in keys if manifests[0].id in key]
+
+
+def test_a_delete_that_fails_does_not_stop_the_others_and_is_told(store, tmp_path, monkeypatch):
+    manifests = fill(store, tmp_path, 1, 2, 3, 4)
+    delete = type(store.storage).delete
+
+    def failing(self, keys):
+        keys = list(keys)
+        if any(manifests[0].id in key for key in keys):
+            raise OSError(5, "Input/output error")
+        delete(self, keys)
+
+    monkeypatch.setattr(type(store.storage), "delete", failing)
+    with pytest.raises(StorageError, match=f"1 of 3 checkpoints of run 'run' could not be deleted, {manifests[0].id}"):
+        store.prune(RetentionPolicy(1))
+    assert [manifest.id for manifest in store.list()] == [manifests[0].id, manifests[3].id]
+
+
+def test_data_of_an_older_attempt_is_garbage_only_after_the_grace(store, tmp_path):
+    fill(store, tmp_path, 1)
+    store.storage.put_bytes(store.layout.data("000001-00000005-00000000", "model"), b"half")
+    fill(store, tmp_path, 2)
+    assert collect_garbage(store, grace_s=3600) == []
+    assert collect_garbage(store, grace_s=0) == ["000001-00000005-00000000"]
+
+
+def test_data_of_the_running_attempt_is_no_garbage_unless_it_was_given_up(store, tmp_path):
+    (committed,) = fill(store, tmp_path, 1)
+    store.storage.put_bytes(store.layout.data("000001-00000005-00000000", "model"), b"being uploaded")
+    assert collect_garbage(store, grace_s=0) == []
+    store.storage.put_bytes(store.layout.data("000001-00000000-00000000", "model"), b"older than the committed one")
+    assert collect_garbage(store, grace_s=0) == ["000001-00000000-00000000"]
+    assert store.list() == [committed]
+
+
+def test_a_foreign_folder_among_the_data_is_left_alone(store, tmp_path):
+    fill(store, tmp_path, 1)
+    store.storage.put_bytes(f"{store.layout.checkpoints}notes/readme.txt", b"mine")
+    collect_garbage(store, grace_s=0)
+    assert store.storage.get_bytes(f"{store.layout.checkpoints}notes/readme.txt") == b"mine"
+
+
+def test_history_comes_back_in_order_with_what_only_a_manifest_remembers(store, tmp_path):
+    (manifest,) = fill(store, tmp_path, 7)
+    writer = HistoryWriter(store, attempt=1)
+    for step in range(1, 2500):
+        writer.append(MetricRecord(1, step, {"nan": float("nan")}, None, "2026-11-21T00:00:00+00:00"))
+        if writer.is_due():
+            writer.flush()
+    writer.flush()
+    writer.flush()
+    history = read_history(store)
+    assert [record.step for record in history] == list(range(2500))
+    assert history[0].checkpoint == manifest.id
+    assert len(list(store.storage.list(store.layout.metrics))) == 3
+
+
+def test_history_that_is_stored_bit_by_bit_is_an_object_per_thousand_reports(store):
+    writer = HistoryWriter(store, attempt=1)
+    for step in range(1050):
+        writer.append(MetricRecord(1, step, {}, None, "2026-11-21T00:00:00+00:00"))
+        if step % 7 == 0:
+            writer.flush()
+    assert len(list(store.storage.list(store.layout.metrics))) == 1 + 7  # of the last few flushes one each
+    writer.close()
+    assert [record.step for record in read_history(store)] == list(range(1050))
+    assert len(list(store.storage.list(store.layout.metrics))) == 2
+
+
+def test_a_history_that_could_not_be_stored_is_stored_later(store, monkeypatch):
+    writer = HistoryWriter(store, attempt=1)
+    writer.append(MetricRecord(1, 0, {}, "000001-00000000-00000000", "2026-11-21T00:00:00+00:00"))
+    with monkeypatch.context() as broken:
+        broken.setattr(type(store.storage), "put_bytes", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(OSError, match="Input/output"):
+            writer.flush()
+    assert writer.recorded is None
+    writer.append(MetricRecord(1, 1, {}, None, "2026-11-21T00:00:00+00:00"))
+    writer.flush()
+    assert writer.recorded == "000001-00000000-00000000"
+    assert [record.step for record in read_history(store)] == [0, 1]
+
+
+def test_what_a_killed_leader_did_not_store_is_known_from_manifests_once(store, tmp_path):
+    first, second, third = fill(store, tmp_path, 1, 2, 3)
+    before = HistoryWriter(store, attempt=1)
+    before.append(MetricRecord(1, 0, {"score": 1}, first.id, "2026-11-21T00:00:00+00:00"))
+    before.flush()
+    assert newest_recorded(store) == first.id
+    lost = lost_records(store, list(store.listed()), attempt=2)
+    assert [(record.checkpoint, record.metrics) for record in lost] == [(second.id, {"score": 2}), (third.id, {"score": 3})]
+    after = HistoryWriter(store, attempt=2)
+    for record in [*lost, *lost]:
+        after.append(record)
+    after.flush()
+    assert newest_recorded(store) == third.id
+    store.prune(RetentionPolicy(1))
+    assert [record.step for record in read_history(store)] == [0, 1, 2]
+    write_outcome(store, Outcome(1, "failed"))
+    assert lost_records(store, list(store.listed()), attempt=2) == []  # who could say how it ended had stored all before
+
+
+def test_a_prune_deletes_nothing_that_a_link_in_a_checkpoint_leads_to(store, tmp_path):
+    session = Attempt(store).session()
+    for number in range(2):
+        (tmp_path / "c/sub").mkdir(parents=True, exist_ok=True)
+        session.report({}, folder(tmp_path / "c", **{"a": str(number), "sub/model": "same", "z": "same"}))
+    first, second = store.list()
+    sub = stored(store, first, "sub")
+    sub.rename(tmp_path / "scratch")
+    sub.symlink_to(tmp_path / "scratch")
+    with pytest.raises(StorageError, match=rf"{first.id}/sub leads out of the storage .* to .*/scratch"):
+        store.prune(RetentionPolicy(1))
+    assert [path.name for path in sub.parent.iterdir()] == ["sub"]
+    assert (tmp_path / "scratch/model").read_text() == "same"
+    assert store.prune(RetentionPolicy(1)).keep.keys() == {second.id}
+
+
+def test_nothing_newer_than_a_limit_is_pruned(store, tmp_path):
+    first, second, _ = fill(store, tmp_path, 1, 2, 3)
+    assert store.prune(RetentionPolicy(1), up_to="", dry_run=True).drop == ()
+    decided = store.prune(RetentionPolicy(1), up_to=first.id)
+    assert (decided.drop, decided.keep[second.id]) == ((first,), ("recent",))
+
+
+@pytest.mark.parametrize("wrong", [{"k": 0}, {"k": -1}, {"order": "up"}, {"order": "MAX", "attribute": "loss"}])
+def test_the_best_of_nothing_sensible_is_refused(tmp_path, wrong):
+    with pytest.raises(ValueError, match="give"):
+        CheckpointStore.open(tmp_path, "run").best(**wrong)

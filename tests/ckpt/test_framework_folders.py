@@ -1,0 +1,59 @@
+"""Who brings which file of a folder that ranks wrote together."""
+
+import os
+
+import pytest
+from prefect_torch.ckpt import TrainContext
+from prefect_torch.ckpt.files.folder import scan_files
+from prefect_torch.ckpt.framework_folders import part_of_rank
+
+SHARED = {"model.safetensors", "trainer_state.json", "model-00001-of-00002.safetensors", "optimizer_0/.metadata"}
+OF_RANK = {
+    0: {"rng_state_0.pth", "random_states_0.pkl", "optimizer_0/__0_0.distcp", "global_step3/zero_pp_rank_0_mp_rank_00.pt"},
+    1: {"rng_state_1.pth", "random_states_1.pkl", "optimizer_0/__1_0.distcp", "global_step3/zero_pp_rank_1_mp_rank_00.pt"},
+    2: {"rng_state_2.pth", "pytorch_model_fsdp_rank2.bin", "optimizer_0_rank2.bin"},
+    3: {"rng_state_3.pth"},
+}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Return what four ranks wrote, and an attempt of more before them left."""
+    for path in SHARED.union(*OF_RANK.values(), {"rng_state_4.pth"}):
+        (tmp_path / "written" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "written" / path).write_text(path)
+    return tmp_path / "written"
+
+
+def brought_by(folder, rank, local_world_size):
+    context = TrainContext(rank, rank % local_world_size, rank // local_world_size, 4, local_world_size, "run", 1)
+    with part_of_rank(folder, context) as part:
+        return {path.removeprefix("checkpoint/") for path in scan_files(part.directory)}
+
+
+def test_each_rank_of_a_machine_brings_its_own_and_the_first_the_rest(written):
+    assert [brought_by(written, rank, 4) for rank in range(4)] == [SHARED | OF_RANK[0], OF_RANK[1], OF_RANK[2], OF_RANK[3]]
+
+
+def test_on_two_machines_everything_that_lies_on_one_is_brought_by_one_of_its_ranks(written):
+    everything = SHARED.union(*OF_RANK.values())
+    assert [brought_by(written, rank, 2) for rank in range(4)] == [
+        everything - OF_RANK[1],
+        OF_RANK[1],
+        everything - OF_RANK[3],
+        OF_RANK[3],
+    ]
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_the_folder_stays_as_it_is(written, link):
+    before = scan_files(written)
+    with part_of_rank(written, TrainContext(0, 0, 0, 1, 1, "run", 1), link) as part:
+        assert (part.directory / "checkpoint/model.safetensors").read_text() == "model.safetensors"
+    assert not part.path.startswith(str(written))
+    assert scan_files(written) == before
+
+
+def test_a_rank_without_files_brings_nothing(tmp_path):
+    with part_of_rank(tmp_path / "missing", TrainContext(1, 1, 0, 2, 2, "run", 1)) as part:
+        assert part is None

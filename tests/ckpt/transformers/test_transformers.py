@@ -1,0 +1,242 @@
+"""Transformers' own Trainer with the callback: one rank in this process, and two as processes."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from exact_ends import same_ends
+from forked_ranks import launch
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt.reporting.events import ReportEvent
+from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
+from prefect_torch.ckpt.transformers.weights import load_renamed_weights
+from ranks import Attempt, as_rank, folder, in_training, read_files
+from transformers import GPT2Config, GPT2LMHeadModel, ViTForImageClassification
+from transformers_models import Before, make_model, make_trainer, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OF_RANK_0 = {
+    "checkpoint/config.json",
+    "checkpoint/model.safetensors",
+    "checkpoint/optimizer.pt",
+    "checkpoint/rng_state_0.pth",
+    "checkpoint/scheduler.pt",
+    "checkpoint/trainer_state.json",
+    "checkpoint/training_args.bin",
+}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+def fit(attempt, output_dir, callback=None, before=None, **arguments):
+    """Train as a rank's function would, and return the Trainer."""
+    trainer = make_trainer(output_dir, **arguments)
+    for added in (callback, before):
+        if added is not None:
+            trainer.add_callback(added)
+    with in_training(attempt.session()), resume_path() as path:
+        prepare_trainer(trainer).train(resume_from_checkpoint=path)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the folder of a training that was not disturbed, and of one that was killed and resumed, of two ranks."""
+    whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
+    assert launch("transformers_models", ("whole",), 2, whole) == [0, 0]
+    assert launch("transformers_models", ("killed",), 2, killed) == [-9, -9]
+    assert [manifest.step for manifest in CheckpointStore.open(killed, "run").list()] == [3, 6]
+    assert launch("transformers_models", ("resumed",), 2, killed) == [0, 0]
+    return whole, killed
+
+
+def test_two_killed_ranks_continue_to_the_very_weights_of_an_undisturbed_training(trained):
+    whole, killed = (torch.load(root / "weights-0.pt") for root in trained)
+    assert torch.equal(whole, killed)
+    assert torch.equal(torch.load(trained[1] / "weights-1.pt"), killed)
+    assert same_ends(*trained, num_ranks=2)
+    manifests = CheckpointStore.open(trained[1], "run").list()
+    assert [(manifest.attempt, manifest.step) for manifest in manifests] == [(1, 3), (1, 6), (2, 9), (2, 12)]
+
+
+def test_each_rank_brings_what_it_owns_with_safetensors(trained):
+    for root in trained:
+        for manifest in CheckpointStore.open(root, "run").list():
+            owners = {entry.path: entry.rank for entry in manifest.files}
+            assert owners == {**dict.fromkeys(OF_RANK_0, 0), "checkpoint/rng_state_1.pth": 1}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_trainers_own_folders_are_rotated_and_whole(trained, number):
+    folders = {path.name for path in (trained[number] / "output").iterdir()}
+    assert folders == {"checkpoint-9", "checkpoint-12"}
+    stored = read_files(
+        CheckpointStore.open(trained[number], "run").checkpoint(CheckpointStore.open(trained[number], "run").latest())
+    )
+    own = trained[number] / "output/checkpoint-12"
+    assert stored == {f"checkpoint/{path.name}": path.read_bytes() for path in own.iterdir()}
+
+
+def test_metrics_are_those_of_the_saved_step(trained):
+    for root in trained:
+        metrics = {manifest.step: manifest.metrics for manifest in CheckpointStore.open(root, "run").list()}
+        for step, of_step in metrics.items():
+            assert {"loss", "learning_rate", "grad_norm"} <= of_step.keys()  # logged since it was saved, at an odd step, too
+            assert (of_step["step"], of_step["epoch"]) == (step, step / 4)
+            assert ("eval_loss" in of_step) == (step in (6, 12))
+
+
+def test_what_is_logged_is_recorded_and_the_checkpoint_is_a_model(store, tmp_path):
+    def score(prediction):
+        scores = [0.5] * 10
+        return {"accuracy": 0.5, "accuracy_per_class": scores, "report": {"mean": 0.5, "per_class": scores}, "recall": {0: 0.5}}
+
+    attempt = Attempt(store)
+    trainer = fit(attempt, tmp_path / "output", save_steps=6, trainer_options={"compute_metrics": score})
+    records = [event.record for event in attempt.events() if isinstance(event, ReportEvent)]
+    logged = [record.step for record in records if "loss" in record.metrics and record.checkpoint is None]
+    assert logged == [2, 4, 6, 8, 10, 12]
+    assert records[-1].metrics["train_runtime"] > 0
+    assert store.latest().metrics["eval_accuracy"] == 0.5
+    assert "eval_accuracy_per_class" not in store.latest().metrics
+    assert store.latest().metrics["eval_report"] == {"mean": 0.5}
+    assert store.latest().metrics["eval_recall"] == {"0": 0.5}
+    with store.checkpoint(store.latest()).as_directory() as directory:
+        loaded = ViTForImageClassification.from_pretrained(f"{directory}/checkpoint")
+    assert torch.equal(weights(loaded), weights(trainer.model))
+
+
+def test_only_checkpoints_are_reported_where_logs_are_not_wanted(store, tmp_path):
+    attempt = Attempt(store)
+    fit(attempt, tmp_path / "output", ReportCallback(report_logs=False), max_steps=6, logging_strategy="no")
+    records = [event.record for event in attempt.events() if isinstance(event, ReportEvent)]
+    assert [(record.step, sorted(record.metrics)) for record in records] == [
+        (3, ["epoch", "step"]),
+        (6, ["epoch", "eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "step"]),
+    ]
+
+
+def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store, tmp_path):
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    each_epoch = {"save_strategy": "epoch", "eval_strategy": "epoch"}
+    trainer = fit(attempt, tmp_path / "output", before=Before(5, end_soon), **each_epoch)
+    assert trainer.state.global_step == 6
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [4]  # nothing holds it up
+    assert [manifest.step for manifest in store.list()] == [4, 6]
+    assert fit(Attempt(store), tmp_path / "elsewhere", **each_epoch).state.global_step == 12
+    assert [manifest.step for manifest in store.list()] == [4, 6, 8, 12]
+    assert all("loss" in manifest.metrics for manifest in store.list())
+
+
+def test_a_training_about_to_be_ended_saves_before_an_evaluation_that_is_due(store, tmp_path):
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    arguments = {"eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = fit(attempt, tmp_path / "output", before=Before(4, end_soon), **arguments)
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [1, 2, 3, 4]
+    assert store.latest().step == trainer.state.global_step == 5
+
+
+def test_the_best_are_reported_with_a_loss(store, tmp_path):
+    arguments = {"eval_steps": 3, "save_strategy": "best", "metric_for_best_model": "eval_loss", "logging_steps": 50}
+    fit(Attempt(store), tmp_path / "output", max_steps=3, **arguments)
+    assert {"loss", "eval_loss"} <= store.latest().metrics.keys()
+
+
+def test_a_pace_leaves_the_end_of_an_epoch_to_the_save_that_knows_the_evaluation(store, tmp_path):
+    each_epoch = {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": 6}
+    fit(Attempt(store, target_overhead=1e9), tmp_path / "output", **each_epoch)  # due after each step
+    assert [manifest.step for manifest in store.list() if "eval_loss" in manifest.metrics] == [4, 6]
+    assert len(store.list()) == 6
+
+
+def test_a_pace_asks_for_checkpoints_and_stops_nothing(store, tmp_path):
+    trainer = fit(Attempt(store, target_overhead=0.5), tmp_path / "output", save_strategy="no")
+    assert trainer.state.global_step == 12
+    assert store.list()[0].step == 1  # the first is due at once
+
+
+def test_outside_of_a_training_the_callback_only_warns(tmp_path):
+    trainer = make_trainer(tmp_path / "output", max_steps=3)
+    assert not any(isinstance(it, ReportCallback) for it in prepare_trainer(trainer).callback_handler.callbacks)
+    trainer.add_callback(ReportCallback())
+    with pytest.warns(UserWarning, match="ReportCallback reports nothing"), resume_path() as path:
+        trainer.train(resume_from_checkpoint=path)
+    assert path is None
+
+
+def test_a_resume_that_was_forgotten_is_refused(store, tmp_path):
+    fit(Attempt(store), tmp_path / "output", max_steps=3)
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(ValueError, match=r"begins with step 0; give trainer\.train\(\) the resume_from_checkpoint"),
+    ):
+        prepare_trainer(make_trainer(tmp_path / "output")).train()
+
+
+def test_a_checkpoint_of_another_kind_is_refused(store, tmp_path):
+    attempt = Attempt(store)
+    attempt.run(lambda session, rank: session.report({}, folder(tmp_path / "folder", model=b"x")))
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(CheckpointNotFoundError, match="ReportCallback did not report it"),
+        resume_path(),
+    ):
+        pass
+
+
+def test_a_trainer_that_does_not_use_the_ranks_is_refused(store, tmp_path):
+    trainer = make_trainer(tmp_path / "output")
+    trainer.add_callback(ReportCallback())
+    with as_rank(Attempt(store, world_size=2).session()):
+        for start in (lambda: prepare_trainer(trainer), trainer.train):
+            with pytest.raises(ValueError, match="counts 1 ranks but the training has 2"):
+                start()
+
+
+def test_a_trainer_that_would_save_on_sigterm_by_itself_is_refused(store, tmp_path):
+    handler = signal.getsignal(signal.SIGTERM)
+    with as_rank(Attempt(store).session()):
+        with pytest.raises(ValueError, match="enable_jit_checkpoint would keep a rank"):
+            prepare_trainer(make_trainer(tmp_path / "output", enable_jit_checkpoint=True))
+        signal.signal(signal.SIGTERM, handler)
+
+
+def test_weights_that_are_stored_under_other_names_are_loaded_from_several_files(tmp_path):
+    model, other = make_model(), make_model()
+    torch.nn.init.zeros_(other.vit.layers[0].mlp.fc1.weight)
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    load_renamed_weights(other, tmp_path)
+    assert torch.equal(weights(model), weights(other))
+
+
+def test_weights_that_are_stored_once_for_two_names_are_left_to_the_trainer(tmp_path):
+    size = {"n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 8, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(**size))
+    model.save_pretrained(tmp_path)
+    torch.nn.init.zeros_(model.transformer.h[0].mlp.c_fc.weight)
+    load_renamed_weights(model, tmp_path)
+    assert not model.transformer.h[0].mlp.c_fc.weight.any()
+
+
+def test_arguments_are_checked_at_once():
+    with pytest.raises(ValueError, match="give 'sync' or 'async'"):
+        ReportCallback(upload="later")
+
+
+def test_importing_ckpt_does_not_import_transformers():
+    program = "import sys, prefect_torch.ckpt; assert not {'transformers', 'accelerate'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
