@@ -167,7 +167,7 @@ def test_the_name_of_a_reported_metric_is_refused_before_any_rank_starts(tmp_pat
         ({"name": "a/b"}, "evaluation name"),
         ({"checkpoints": "nosuch"}, "give a committed checkpoint's id"),
         ({"checkpoints": [ID], "run": None}, "give its run"),
-        ({"checkpoints": [ID], "watch": True}, "one or the other"),
+        ({"checkpoints": [ID], "watch": True}, "not both"),
         ({"scaling": ScalingConfig(num_workers=99, use_gpu=True)}, "as many GPUs"),
     ],
 )
