@@ -13,7 +13,7 @@ from prefect.events.actions import ActionTypes
 from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.flows.concurrency_leases import is_limited, warn_of_lost_lease
-from prefect_torch.flows.monitoring.events import COMMITTED
+from prefect_torch.flows.monitoring.events.observer import COMMITTED
 
 from .job_templates import has_variable
 from .resuming import HEARTBEAT, resume

@@ -12,7 +12,7 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.events.filters import EventFilter
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
-from prefect_torch.flows.run_name import name_run
+from prefect_torch.flows.arguments import name_run
 from prefect_torch.tasks.restarts import UNLIMITED
 from pydantic import Field
 

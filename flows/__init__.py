@@ -1,4 +1,4 @@
-"""Flows that train with restarts and evaluate what was trained, and what they are told and give back."""
+"""The flows `train`, `evaluate` and `prune`, their configurations and results."""
 
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RankFailedError, RunConfig, ScalingConfig
 

@@ -1,4 +1,4 @@
-"""Deployments whose concurrency limit a restart of Prefect's server turns against their trainings."""
+"""Deployments with a concurrency limit, whose flow runs a restart of Prefect's server may end."""
 
 import warnings
 from typing import Any
@@ -20,7 +20,7 @@ _PAGE = 200
 
 
 def keeps_leases_in_memory(client: SyncPrefectClient) -> bool:
-    """Ask a Prefect server; Prefect Cloud does not tell, and does not forget them."""
+    """Return whether a Prefect server loses its leases at a restart; False for Prefect Cloud, which keeps them."""
     try:
         settings: dict[str, Any] = client.request("GET", "/admin/settings").json()
     except PrefectHTTPStatusError:
@@ -29,19 +29,19 @@ def keeps_leases_in_memory(client: SyncPrefectClient) -> bool:
 
 
 def warn_of_lost_lease(name: str) -> None:
-    """Warn of a deployment with a concurrency limit, if its server loses leases at a restart."""
+    """Warn that a deployment has a concurrency limit if its server loses leases at a restart."""
     with get_client(sync_client=True) as client:
         if keeps_leases_in_memory(client):
             warnings.warn(f"deployment {name!r} has a concurrency limit: {LEASES_LOST}; {WITHOUT_LEASE}", stacklevel=3)
 
 
 def is_limited(deployment: DeploymentResponse) -> bool:
-    """Say whether flow runs of a deployment hold a lease."""
+    """Return whether the flow runs of a deployment hold a lease."""
     return deployment.global_concurrency_limit is not None
 
 
 def limited_deployments(client: SyncPrefectClient) -> list[str]:
-    """Return the names of all deployments with a concurrency limit; a request for 200 of them each."""
+    """Return the names of all deployments with a concurrency limit; one request per 200 deployments."""
     names: list[str] = []
     offset = 0
     while page := client.read_deployments(limit=_PAGE, offset=offset):

@@ -1,4 +1,4 @@
-"""The flow that evaluates checkpoints after the fact, of a run that has ended or beside its training."""
+"""The flow that evaluates checkpoints, of a finished run or during its training."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,9 +10,7 @@ from prefect_torch.ckpt.runs.attempts import newest_attempt
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
-from prefect_torch.tasks.api_outage import outlast_api_outages
 from prefect_torch.tasks.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.function import PackedFunction, pack_function
 from prefect_torch.tasks.gang import ONE_THREAD_PER_RANK
@@ -24,8 +22,9 @@ from prefect_torch.tasks.storage_choice import StorageChoice
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
-from .checkpoint_choice import Unevaluated, find_named
-from .gpus import require_gpus
+from .api_outage import outlast_api_outages
+from .arguments import find_named, require_gpus
+from .embedded_server import tie_embedded_server
 
 
 @flow(name="evaluate", task_runner=ONE_THREAD_PER_RANK, persist_result=False)
@@ -34,7 +33,7 @@ def evaluate(
         str | SkipJsonSchema[Callable[..., Any]],
         shown_as(
             "Evaluation function",
-            "What every rank runs: 'module:function' or 'path/to/file.py:function', found where the flow runs. On rank 0 it "
+            "The function that every rank runs: 'module:function' or 'path/to/file.py:function'. On rank 0 it "
             "returns a dict of metrics.",
             pattern="^.+:[A-Za-z_][A-Za-z0-9_]*$",
         ),
@@ -43,7 +42,7 @@ def evaluate(
         StorageChoice,
         shown_as(
             "Storage",
-            "Where the run lies: a local path, a URL such as s3://bucket/prefix, 'block-type-slug/block-name', or a saved "
+            "The location of the run: a local path, a URL such as s3://bucket/prefix, 'block-type-slug/block-name', or a saved "
             "block.",
         ),
     ] = "./checkpoints",
@@ -52,19 +51,19 @@ def evaluate(
         WithoutNull(),
         BeforeValidator(none_if_empty),
         shown_as(
-            "Run", "The run's name in the storage. Not needed where each checkpoint is given by its path or URL.", default=""
+            "Run", "The run's name in the storage. Not needed if each checkpoint is given by its path or URL.", default=""
         ),
     ] = None,
     checkpoints: Annotated[
         Annotated[list[str], Field(title="These")]
         | Annotated[str, Field(title="This one")]
-        | Annotated[None, Field(title="All that have no such evaluation")],
+        | Annotated[None, Field(title="All without this evaluation")],
         shown_as("Checkpoints", "Which checkpoints to evaluate: ids in the run, 'run/id', paths or URLs."),
     ] = None,
     config: Annotated[
         dict[str, Any] | None,
         WithoutNull(),
-        shown_as("Config", "What the function is called with, if it takes an argument, as JSON.", default={}),
+        shown_as("Config", "The function's argument, if it takes one, as JSON.", default={}),
     ] = None,
     scaling: Annotated[
         ScalingConfig | None, WithoutNull(), shown_as("Scaling", "How many ranks evaluate together, and on what.")
@@ -73,41 +72,39 @@ def evaluate(
         str,
         shown_as(
             "Name",
-            "What to call the evaluation: as 'eval', the metric accuracy ranks checkpoints as 'eval/accuracy'.",
+            "The evaluation's name. With 'eval', the score of its metric accuracy is 'eval/accuracy'.",
             pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
         ),
     ] = "eval",
-    watch: Annotated[
-        bool, shown_as("Watch", "Go on with each new checkpoint until the training of the run has ended.")
-    ] = False,
+    watch: Annotated[bool, shown_as("Watch", "Evaluate each new checkpoint until the training of the run has ended.")] = False,
     poll_s: Annotated[
         float,
         Field(gt=0, allow_inf_nan=False),
-        shown_as("Look every (seconds)", "How often to look for new checkpoints while watching."),
+        shown_as("Poll interval (seconds)", "How often to look for new checkpoints while watching."),
     ] = 10.0,
 ) -> dict[str, Metrics]:
     """Evaluate checkpoints on several ranks, attach the metrics to them, and return these by checkpoint id.
 
-    Inside the function `get_checkpoint()` is the checkpoint, `get_context()` the rank's place, and the process group is ready;
-    what it returns on rank 0 is attached, as `Manifest.metrics[name]`, and replaces what was attached under that name before.
-    It may run beside the run's training, of which it changes nothing. A checkpoint that was pruned meanwhile is skipped. One
-    that fails fails the flow in the end, after the others.
+    Inside the function `get_checkpoint()` returns the checkpoint, `get_context()` the rank's context, and the process group is
+    initialized. The metrics that rank 0 returns are attached as `Manifest.metrics[name]` and replace those attached under that
+    name before. The flow may run during the run's training, which it does not affect. A checkpoint that is pruned meanwhile is
+    skipped. A failed evaluation fails the flow after the other checkpoints are evaluated.
 
     Args:
-        eval_fn: What every rank runs, a function or where to find it ("module:function", "path/to/file.py:function").
-        storage: Where the run lies.
-        run: The run's name; None if each checkpoint says it.
-        checkpoints: Ids in the run, "run/id", paths or URLs, or one of them; None for all that have no such evaluation yet.
-        config: What the function is called with, if it takes an argument.
-        scaling: How many ranks, and on what. One rank without a GPU if None.
-        name: What to call the evaluation; `CheckpointConfig(checkpoint_score_attribute="eval/accuracy")` ranks by one.
-        watch: Whether to go on with each new checkpoint until the flow run that trains the run has ended.
+        eval_fn: The function that every rank runs, or its location ("module:function", "path/to/file.py:function").
+        storage: The location of the run.
+        run: The run's name; None if each checkpoint is given with its run.
+        checkpoints: Ids in the run, "run/id", paths or URLs, or one of them; None for all without this evaluation.
+        config: The function's argument, if it takes one.
+        scaling: The number of ranks and their devices. One rank without a GPU if None.
+        name: The evaluation's name; `CheckpointConfig(checkpoint_score_attribute="eval/accuracy")` scores by its metric.
+        watch: Whether to evaluate each new checkpoint until the flow run that trains the run has ended.
         poll_s: How often to look for new checkpoints, in seconds.
 
     Raises:
-        Exception: The first failure: what the function raised, from a RankFailedError with the rank's own traceback, or the
+        Exception: The first failure: the function's own exception, from a RankFailedError with the rank's traceback, or the
             RankFailedError of a process that died.
-        ValueError: If an argument cannot be what it should, or the training itself reported a metric called `name`.
+        ValueError: If an argument is invalid, or the training itself reported a metric called `name`.
         FileNotFoundError: If there is no such run.
 
     """
@@ -126,7 +123,7 @@ def _pack(eval_fn: str | Callable[..., Any], config: dict[str, Any] | None) -> P
     try:
         return pack_function(eval_fn, config)
     except (TypeError, ValueError) as exc:
-        raise type(exc)(str(exc).replace("train_fn ", "eval_fn ", 1)) from exc  # as this flow calls it
+        raise type(exc)(str(exc).replace("train_fn ", "eval_fn ", 1)) from exc  # this flow's parameter has another name
 
 
 def _choose(
@@ -134,7 +131,7 @@ def _choose(
 ) -> Iterable[CheckpointRef]:
     if checkpoints is not None:
         if poll_s is not None:
-            raise ValueError("watch=True evaluates whatever comes, so it takes no checkpoints: give one or the other")
+            raise ValueError("watch=True evaluates every new checkpoint: give either watch or checkpoints, not both")
         named = [checkpoints] if isinstance(checkpoints, str) else checkpoints
         return [find_named(checkpoint, storage, run) for checkpoint in named]
     if run is None:
@@ -146,16 +143,30 @@ def _choose(
 
 
 def _new_checkpoints(store: CheckpointStore, name: str, poll_s: float | None) -> Iterator[CheckpointRef]:
-    unevaluated = Unevaluated(store, name)
+    seen: set[str] = set()
     while True:
-        may_come = poll_s is not None and is_being_trained(store)  # first: what is committed before its end is found below
+        may_come = poll_s is not None and is_being_trained(store)  # asked first, so that the last checkpoints are found below
         with library_logs_in_run():
-            new = list(unevaluated.find())
+            new = _unevaluated(store, name, seen)
         yield from new
         if poll_s is None or not (may_come or new):
             return
         if not new:
             time.sleep(poll_s)
+
+
+def _unevaluated(store: CheckpointStore, name: str, seen: set[str]) -> list[CheckpointRef]:
+    """Return the checkpoints that have no evaluation `name`, oldest first, without those in `seen`, and add all to `seen`.
+
+    Costs a listing, and a small read for each object of a new checkpoint. A damaged checkpoint is left out.
+    """
+    new = [listed for listed in store.listed() if listed.id not in seen]
+    seen.update(listed.id for listed in new)
+    return [
+        CheckpointRef(store.spec, store.run, manifest.id)
+        for manifest in store.readable(new)
+        if name not in manifest.evaluations
+    ]
 
 
 def _evaluate_all(job: EvaluationJob, checkpoints: Iterable[CheckpointRef]) -> dict[str, Metrics]:
@@ -178,6 +189,6 @@ def _evaluate_all(job: EvaluationJob, checkpoints: Iterable[CheckpointRef]) -> d
 
 
 def _is_final(error: Exception) -> bool:
-    """Say whether the evaluation of any other checkpoint would fail just so: the function cannot be imported, say."""
+    """Return whether every other checkpoint would fail in the same way, as with a function that cannot be imported."""
     failed = error if isinstance(error, RankFailedError) else error.__cause__
     return isinstance(failed, RankFailedError) and failed.kind == "final"

@@ -1,4 +1,4 @@
-"""The flow that keeps the runs of a storage within their retention policies, beside trainings or long after them."""
+"""The flow that applies retention policies to the runs of a storage, during trainings or after them."""
 
 from typing import Annotated
 
@@ -22,8 +22,8 @@ def prune(
         StorageChoice,
         shown_as(
             "Storage",
-            "Where the runs lie: a local path, a URL such as s3://bucket/prefix, 'block-type-slug/block-name', or a saved "
-            "block.",
+            "The location of the runs: a local path, a URL such as s3://bucket/prefix, 'block-type-slug/block-name', or a "
+            "saved block.",
         ),
     ],
     runs: Annotated[
@@ -32,24 +32,24 @@ def prune(
     ] = None,
     checkpoint: Annotated[
         Annotated[CheckpointConfig, Field(title="This")] | Annotated[None, Field(title="Each run's own")],
-        shown_as("Policy", "Which checkpoints are kept; otherwise, what each run's own training was told last."),
+        shown_as("Policy", "Which checkpoints are kept; otherwise, each run's own policy, of its newest training."),
     ] = None,
-    dry_run: Annotated[bool, shown_as("Dry run", "Only say in the log what would be deleted.")] = False,
+    dry_run: Annotated[bool, shown_as("Dry run", "Only log what would be deleted.")] = False,
 ) -> dict[str, list[str]]:
-    """Delete the checkpoints that are not to be kept, and what nobody committed; return the ids deleted, by run.
+    """Delete the checkpoints that no policy keeps, and uncommitted files; return the ids of the deleted checkpoints by run.
 
-    A run's latest checkpoint and its pinned ones are kept in any case, and while it is trained, the one that was restored and
-    those whose reports are not in the history yet; so this may run beside trainings. What cannot be deleted fails its run's
-    task; the other runs are pruned all the same.
+    A run's latest checkpoint and its pinned ones are always kept. While the run is trained, so are the restored checkpoint and
+    those whose reports are not in the history yet: the flow may run during trainings. A failed deletion fails the task of its
+    run; the other runs are pruned nevertheless.
 
     Args:
-        storage: Where the runs lie.
-        runs: Which ones; all if None.
+        storage: The location of the runs.
+        runs: The names of the runs to prune; all if None.
         checkpoint: Which checkpoints are kept; each run's own policy if None.
-        dry_run: Only decide, and say so in the log.
+        dry_run: Only log what would be deleted.
 
     Raises:
-        StorageError: If something could not be deleted; the next prune tries again.
+        StorageError: If a deletion failed; the next prune tries again.
         FileNotFoundError: If one of `runs` does not exist.
 
     """

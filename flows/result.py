@@ -1,4 +1,4 @@
-"""What a training left behind, read from its storage: the same while it runs, when it is done, and when it failed."""
+"""The result of a training, read from its storage: while it runs, when it has completed, and when it has failed."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TrainingFailedError(RuntimeError):
-    """How a training ended, as its storage tells it; `train` itself raises the original error."""
+    """The error of a training as its storage records it; `train` itself raises the original error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,17 @@ class Result:
     """The outcome of a training.
 
     Attributes:
-        metrics: What rank 0 reported last, and the newest of each metric that was logged since; empty if there is none.
-        checkpoint: The latest checkpoint, or None.
+        metrics: Rank 0's last report, and the newest value of each metric logged since; empty without reports.
+        checkpoint: The latest checkpoint; None without checkpoints.
         best_checkpoints: The checkpoints in storage with their metrics, best first; at most `num_to_keep`.
         history: Every report of rank 0, in order.
-        path: Where the run lies: a local path or a URL.
-        attempts: How many attempts the run has had.
-        error: What ended the newest attempt, or None if it completed, or nobody could write it down.
+        path: The run's local path or URL.
+        attempts: The number of the run's attempts.
+        error: The error that ended the newest attempt; None if it completed, runs, or was killed before it was recorded.
         errors: Each failed rank's error, by rank.
-        completed: Whether the newest attempt ran to its end.
-        resumed_from: The path or URL of the checkpoint that the newest attempt began from, or None.
-        return_value: What rank 0's function returned; from storage, only where JSON can hold it in 1 MiB.
+        completed: Whether the newest attempt completed.
+        resumed_from: The path or URL of the checkpoint that the newest attempt resumed from; None for a fresh start.
+        return_value: The return value of rank 0's function; from storage, only a value of up to 1 MiB as JSON.
 
     """
 
@@ -76,14 +76,14 @@ class Result:
         )
 
     def get_best_checkpoint(self, metric: str, mode: Order) -> Checkpoint:
-        """Return the one of `best_checkpoints` that is best by any metric; of equal ones the newer.
+        """Return the best of `best_checkpoints` by any metric; of equal ones the newer.
 
         Args:
             metric: A metric's name, or an "a/b" path into nested metrics.
             mode: Whether a high ("max") or a low ("min") value is good.
 
         Raises:
-            ValueError: If none of them has that metric, or `mode` is neither.
+            ValueError: If none of them has that metric as a number, or `mode` is neither.
 
         """
         checkpoints = {it.manifest.id: it for it, _ in self.best_checkpoints}
@@ -94,7 +94,7 @@ class Result:
 
     @classmethod
     def from_storage(cls, storage: StorageLike, run: str) -> "Result":
-        """Read the result of a run, whether it completed, failed or is still running.
+        """Read the result of a run that has completed, has failed or is still running.
 
         Args:
             storage: A local path, a URL, "block-type-slug/block-name", or a block.

@@ -1,4 +1,4 @@
-"""The flow that a user runs, schedules and triggers: one training with restarts."""
+"""The flow `train`: a training with restarts, to be called, scheduled and triggered."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +18,8 @@ from prefect_torch.tasks import (
     ScalingConfig,
     train_workers,
 )
-from prefect_torch.tasks.api_outage import outlast_api_outages
 from prefect_torch.tasks.audience import Audience
 from prefect_torch.tasks.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.function import pack_function
 from prefect_torch.tasks.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.job import TrainJob
@@ -32,41 +30,41 @@ from prefect_torch.tasks.termination import TERMINATIONS, Termination
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .checkpoint_choice import find_named
-from .ending import note_ending, tell_ending
-from .gpus import require_gpus
+from .api_outage import outlast_api_outages
+from .arguments import count_call_in_task, find_named, name_run, require_gpus
+from .embedded_server import tie_embedded_server
 from .monitoring.console import console_progress
-from .monitoring.events import EventObserver
-from .monitoring.pages import Pages
+from .monitoring.events.observer import EventObserver
+from .monitoring.pages.observer import PageObserver
 from .result import Result
-from .run_name import count_call_in_task, name_run
+from .terminated_state import record_termination, set_terminated_state
 
 
-@flow(name="train", task_runner=ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[tell_ending])
+@flow(name="train", task_runner=ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[set_terminated_state])
 def train(
     train_fn: Annotated[
         str | SkipJsonSchema[Callable[..., Any]],
         shown_as(
             "Training function",
-            "What every rank runs: 'module:function' or 'path/to/file.py:function', found where the flow runs.",
+            "The function that every rank runs: 'module:function' or 'path/to/file.py:function'.",
             pattern="^.+:[A-Za-z_][A-Za-z0-9_]*$",
         ),
     ],
     config: Annotated[
         dict[str, Any] | None,
         WithoutNull(),
-        shown_as("Config", "What the function is called with, if it takes an argument, as JSON.", default={}),
+        shown_as("Config", "The function's argument, if it takes one, as JSON.", default={}),
     ] = None,
     scaling: Annotated[
         ScalingConfig | None, WithoutNull(), shown_as("Scaling", "How many ranks train together, and on what.")
     ] = None,
     run: Annotated[
-        RunConfig | None, WithoutNull(), shown_as("Run", "Which run, where its checkpoints lie, how it begins.")
+        RunConfig | None, WithoutNull(), shown_as("Run", "The run's name, the location of its checkpoints, and how it starts.")
     ] = None,
     checkpoint: Annotated[
         CheckpointConfig | None,
         WithoutNull(),
-        shown_as("Checkpoints", "Which checkpoints are kept besides the latest, and how they are stored."),
+        shown_as("Checkpoints", "Which checkpoints are kept in addition to the latest, and how they are stored."),
     ] = None,
     failure: Annotated[
         FailureConfig | None,
@@ -79,33 +77,34 @@ def train(
         BeforeValidator(none_if_empty),
         shown_as(
             "Begin from",
-            "A checkpoint of another run to begin from while this run has none of its own: its path or URL, or 'run/id' in the "
-            "same storage. From zero when empty.",
+            "The initial checkpoint, of another run, used while this run has none of its own: its path or URL, or 'run/id' in "
+            "the same storage. A fresh start when empty.",
             default="",
         ),
     ] = None,
 ) -> Result:
-    """Train on several ranks; after a failure all of them start again from the latest checkpoint.
+    """Train on several ranks; after a failure, restart all of them from the latest checkpoint.
 
     Every rank is a Prefect task run with a process of its own; `report` and `get_checkpoint` of `prefect_torch.ckpt` work
-    inside the function. A killed training, started again with the same run name, continues. The result can be read from
-    storage at any time, also after a failure: `Result.from_storage(storage, run)`.
+    inside the function. A killed training continues when it is started again with the same run name. The result can be read
+    from storage at any time, also after a failure: `Result.from_storage(storage, run)`.
 
     Args:
-        train_fn: What every rank runs, a function or where to find it ("module:function", "path/to/file.py:function").
-        config: What the function is called with, if it takes an argument.
-        scaling: How many ranks, and on what. One rank without a GPU if None.
-        run: Which run, where its checkpoints lie, how it begins. If None, "./checkpoints" and a name for this flow run.
+        train_fn: The function that every rank runs, or its location ("module:function", "path/to/file.py:function").
+        config: The function's argument, if it takes one.
+        scaling: The number of ranks and their devices. One rank without a GPU if None.
+        run: The run's name, the location of its checkpoints, and how it starts. If None, "./checkpoints" and a name made from
+            this flow run.
         checkpoint: Which checkpoints are kept. All if None.
-        failure: How often it is restarted. If None, never for the function's own exceptions, and three times for lost
+        failure: How often the training is restarted. If None, never for the function's own exceptions, and three times for lost
             processes or storage.
-        resume_from: A checkpoint of another run to begin from while this run has none of its own.
+        resume_from: The initial checkpoint, of another run, used while this run has none of its own.
 
     Raises:
-        Exception: The last failure: what the function raised, from a RankFailedError with the rank's own traceback, or
-            the RankFailedError of a process that died.
-        ValueError: If an argument cannot be what it should; nothing was started.
-        RunBusyError: If another living flow run trains this run.
+        Exception: The last failure: the function's own exception, from a RankFailedError with the rank's traceback, or the
+            RankFailedError of a process that died.
+        ValueError: If an argument is invalid; nothing was started.
+        RunBusyError: If another flow run that is alive trains this run.
         CheckpointError: If the run cannot be resumed.
 
     """
@@ -128,12 +127,12 @@ def train(
     )
     termination = Termination(job.grace_s)
     with termination.limit_retries():
-        audience = Audience([*console_progress(job.run), Pages(job), EventObserver(job)])
+        audience = Audience([*console_progress(job.run), PageObserver(job), EventObserver(job)])
         try:
             with outlast_api_outages():
                 return_value = led(job, audience, termination, restarts)
         except TERMINATIONS:
-            note_ending(termination.outcome)
+            record_termination(termination.outcome)
             raise
         finally:
             audience.close()

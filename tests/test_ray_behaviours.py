@@ -42,7 +42,7 @@ from prefect_torch.flows import (
     TrainingFailedError,
     train,
 )
-from prefect_torch.flows.run_name import default_run_name
+from prefect_torch.flows.arguments import default_run_name
 from prefect_torch.tasks.function import check_signature
 from prefect_torch.tasks.restarts import _failures_before
 from pydantic import ValidationError

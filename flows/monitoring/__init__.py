@@ -1,1 +1,1 @@
-"""What one sees of a training while it runs, and what automations are told of it."""
+"""Observers of a training: pages in Prefect's UI, events for automations, and progress at a terminal."""

@@ -1,4 +1,4 @@
-"""A training's progress at the terminal that it was started from, below Prefect's own log lines."""
+"""A training's progress at the terminal that started it, below Prefect's own log lines."""
 
 import logging
 import sys
@@ -19,16 +19,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .wording import show_duration, show_number
+from .text import show_duration, show_number
 
 _SHOWN_INCIDENTS = 3
 _REFRESHES_PER_S = 2.0
 
 
 def console_progress(run: str) -> tuple["ConsoleProgress", ...]:
-    """Return who shows the progress of `run` to the person at this terminal; nobody where there is none.
+    """Return the observer that shows the progress of `run` at this terminal; none without an interactive terminal.
 
-    Nobody either in a deployment's flow run, and where Prefect's log lines do not go through its own console, which is shared
+    There is none in a deployment's flow run, and none if Prefect's log lines do not go through its own console, which is shared
     so that they scroll by above the bar.
     """
     console = _console_of_log_lines()
@@ -38,19 +38,19 @@ def console_progress(run: str) -> tuple["ConsoleProgress", ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """How far an attempt was at a time (seconds of the monotonic clock)."""
+class _Progress:
+    """An attempt's progress at a time (seconds of the monotonic clock)."""
 
-    progress: float
+    share: float
     at_s: float
 
 
 class ConsoleProgress:
-    """Shows a bar where the training tells its progress, the newest metrics, and what became of checkpoints and attempts.
+    """Shows a bar if the training reports its progress, the newest metrics, and the news of checkpoints and attempts.
 
     Args:
         run: The run's name.
-        console: Of an interactive terminal.
+        console: The console of an interactive terminal.
 
     """
 
@@ -60,8 +60,8 @@ class ConsoleProgress:
         self._attempt = 0
         self._num_reports = 0
         self._report: ReportEvent | None = None
-        self._first: _Place | None = None
-        self._newest: _Place | None = None
+        self._first: _Progress | None = None
+        self._newest: _Progress | None = None
         self._commit: CommitEvent | None = None
         self._num_committed = 0
         self._num_pruned = 0
@@ -70,21 +70,21 @@ class ConsoleProgress:
             console=console,
             get_renderable=self._render,
             refresh_per_second=_REFRESHES_PER_S,
-            redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe is no line of the terminal
+            redirect_stdout=sys.stdout.isatty(),  # output to a file or a pipe is not the terminal's
         )
 
     def observe(self, happening: Happening) -> None:
-        """Take note of what happened."""
+        """Record `happening`."""
         match happening:
             case AttemptStarted(attempt, resumed_from):
                 self._attempt, self._first, self._newest = attempt.number, None, None
                 if resumed_from is not None:
-                    self._tell(f"attempt {attempt.number} resumes from {resumed_from.rpartition('/')[2]}", "green")
+                    self._add_incident(f"attempt {attempt.number} resumes from {resumed_from.rpartition('/')[2]}", "green")
             case ReportEvent(record, progress):
                 self._report = happening
                 self._num_reports += not record.is_logged
                 if progress is not None:
-                    self._newest = _Place(progress, time.monotonic())
+                    self._newest = _Progress(progress, time.monotonic())
                     self._first = self._first or self._newest
             case CommitEvent():
                 self._commit = happening
@@ -92,19 +92,19 @@ class ConsoleProgress:
             case CheckpointsPruned(plan):
                 self._num_pruned += len(plan.drop)
             case CheckpointQuarantined(checkpoint_id, reason):
-                self._tell(f"checkpoint {checkpoint_id} is damaged and set aside: {reason}", "yellow")
+                self._add_incident(f"checkpoint {checkpoint_id} is damaged and set aside: {reason}", "yellow")
             case AttemptEnded(outcome):
-                self._tell(_ending(outcome), "green" if outcome.ending == "completed" else "red")
+                self._add_incident(_ending(outcome), "green" if outcome.ending == "completed" else "red")
 
     def refresh(self, *, final: bool) -> None:
-        """Begin to show what was noted, which the terminal then does by itself; with `final`, leave it as it is now."""
+        """Start the display, which then refreshes itself; if `final`, stop it and leave its last state."""
         if not self._live.is_started and not final:
             self._live.start(refresh=True)
-            self._live.console.show_cursor(show=True)  # a process that is killed could not give it back
+            self._live.console.show_cursor(show=True)  # a killed process could not restore it
         if final:
             self._live.stop()
 
-    def _tell(self, text: str, style: str) -> None:
+    def _add_incident(self, text: str, style: str) -> None:
         line = Text(" ".join(text.split()), style=style, no_wrap=True, overflow="ellipsis")
         self._incidents = (*self._incidents, line)[-_SHOWN_INCIDENTS:]
 
@@ -117,7 +117,7 @@ class ConsoleProgress:
         if self._newest is None:
             return Text.assemble(name, "  ", details, no_wrap=True, overflow="ellipsis")
         bar = ProgressBar(
-            total=1.0, completed=self._newest.progress, style="bright_black", complete_style="cyan", finished_style="green"
+            total=1.0, completed=self._newest.share, style="bright_black", complete_style="cyan", finished_style="green"
         )
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(no_wrap=True)
@@ -128,14 +128,14 @@ class ConsoleProgress:
 
     def _details(self) -> Iterator[str]:
         if self._newest is not None:
-            yield f"{self._newest.progress:.0%}"
+            yield f"{self._newest.share:.0%}"
         if self._report is not None:
             yield f"step {self._report.record.step}"
             yield f"{self._num_reports} report{'s' * (self._num_reports > 1)}"
         yield show_duration(time.monotonic() - self._started_s)
-        if self._newest and self._first and self._first.progress < self._newest.progress < 1:
-            pace = (self._newest.at_s - self._first.at_s) / (self._newest.progress - self._first.progress)
-            yield f"{show_duration(pace * (1 - self._newest.progress))} left"
+        if self._newest and self._first and self._first.share < self._newest.share < 1:
+            total_s = (self._newest.at_s - self._first.at_s) / (self._newest.share - self._first.share)
+            yield f"{show_duration(total_s * (1 - self._newest.share))} left"
 
     def _metrics(self) -> Iterator[Text]:
         if self._report is not None and self._report.record.metrics:

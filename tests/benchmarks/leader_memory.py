@@ -3,7 +3,7 @@
     python tests/benchmarks/leader_memory.py [--reports 1000000]
 
 Reports and commits go the real way from rank 0's sender over a real TCPStore to the leader's receiver, and from there to what
-remembers them: the retention schedule (the best 3 and every 10th step are kept) and the pages' notes. What is measured is the
+remembers them: the retention schedule (the best 3 and every 10th step are kept) and the pages' view of the run. Measured is the
 resident memory of this one process after each tenth, and how many keys the TCPStore holds; what the storage itself would hold
 is not in it. Prints a table, and writes it to tests/benchmarks/results/leader_memory.txt.
 """
@@ -23,7 +23,7 @@ from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver, Even
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
-from prefect_torch.flows.monitoring.run_notes import RunNotes
+from prefect_torch.flows.monitoring.pages.run_view import RunView
 from prefect_torch.tasks import retention_schedule
 from prefect_torch.tasks.audience import AttemptStarted
 from prefect_torch.tasks.rendezvous import Rendezvous, connect
@@ -69,12 +69,12 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore.open(folder, "run")
         attempt = claim_attempt(store, Owner.current(), world_size=1)
-        notes = RunNotes(store, POLICY)
-        notes.take(AttemptStarted(attempt, None), time.time())
+        view = RunView(store, POLICY)
+        view.record(AttemptStarted(attempt, None), time.time())
         prune = retention_schedule.prune_checkpoints = Prune()
         job = SimpleNamespace(storage=None, run="run", policy=POLICY)
         schedule = retention_schedule.RetentionSchedule(
-            job, 1, [], None, SimpleNamespace(tell=lambda it: notes.take(it, time.time())), ManifestMemory()
+            job, 1, [], None, SimpleNamespace(tell=lambda it: view.record(it, time.time())), ManifestMemory()
         )
         prune.schedule = schedule
         rendezvous = Rendezvous()
@@ -86,7 +86,7 @@ def main():
             sender.send(CommitEvent(checkpoint_id, step, metrics, 7, 0.5, 0.25))
             sender.send(ReportEvent(MetricRecord(1, step, metrics, checkpoint_id, "2026-01-01T00:00:00+00:00")))
             for event in receiver.drain():
-                notes.take(event, time.time())
+                view.record(event, time.time())
                 if isinstance(event, CommitEvent):
                     schedule.committed(event)
                     schedule.prune_due(event.id)
@@ -95,8 +95,8 @@ def main():
                 show(
                     f"{step + 1:>9} reports {resident_mib():7.1f} MiB resident, "
                     f"{key_value.store.num_keys()} keys in the TCPStore, "
-                    f"{len(schedule._candidates)} candidates of prunes, {len(notes.checkpoints.held)} of "
-                    f"{notes.checkpoints.num} checkpoints held, {1e6 * spent_s / (step + 1):.0f} us a report"
+                    f"{len(schedule._candidates)} candidates of prunes, {len(view.checkpoints.held)} of "
+                    f"{view.checkpoints.num} checkpoints held, {1e6 * spent_s / (step + 1):.0f} us a report"
                 )
     RESULT.write_text("\n".join(rows) + "\n")
 

@@ -24,7 +24,7 @@ from prefect_torch.ckpt.runs.attempts import newest_attempt
 from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_best, make_deployment, resume_crashed
 from prefect_torch.deployments.resuming import HEARTBEAT, resume
 from prefect_torch.flows import RunConfig
-from prefect_torch.flows.run_name import default_run_name
+from prefect_torch.flows.arguments import default_run_name
 
 SUPPORT = Path(__file__).parents[1] / "support"
 UPTAKE_S = 2.0  # the server takes an automation up, or its change, some time after it answered; until then it sees no event

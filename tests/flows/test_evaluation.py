@@ -18,7 +18,7 @@ from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, read_outcomes, write_outcome
 from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
-from prefect_torch.flows.checkpoint_choice import find_named
+from prefect_torch.flows.arguments import find_named
 from prefect_torch.tasks.audience import Audience
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.rank_main import _as_metrics
@@ -167,7 +167,7 @@ def test_the_name_of_a_reported_metric_is_refused_before_any_rank_starts(tmp_pat
         ({"name": "a/b"}, "evaluation name"),
         ({"checkpoints": "nosuch"}, "give a committed checkpoint's id"),
         ({"checkpoints": [ID], "run": None}, "give its run"),
-        ({"checkpoints": [ID], "watch": True}, "one or the other"),
+        ({"checkpoints": [ID], "watch": True}, "not both"),
         ({"scaling": ScalingConfig(num_workers=99, use_gpu=True)}, "as many GPUs"),
     ],
 )

@@ -15,7 +15,7 @@ from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, Pending, R
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
 from prefect_torch.flows import RunConfig, train
-from prefect_torch.flows.run_name import count_call_in_task, default_run_name, name_run
+from prefect_torch.flows.arguments import count_call_in_task, default_run_name, name_run
 from prefect_torch.tasks.liveness import find_end_before_rerun
 
 SUPPORT = Path(__file__).parents[1] / "support"

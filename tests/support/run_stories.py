@@ -4,7 +4,7 @@ from datetime import datetime, timezone
 
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.flows.monitoring.attempt_log import AttemptLog
+from prefect_torch.flows.monitoring.pages.attempt_log import AttemptLog
 
 BEGUN_S = 1_800_000_000.0  # when every story begins
 
@@ -31,9 +31,9 @@ def told(number, claimed_s, steps, ended_s=None, ending=None, saved=(), stall_s=
     log = AttemptLog(claim(number, claimed_s, resumed_from, flow_run))
     for step, at_s in steps.items():
         saved_id = checkpoint_id(number, step) if step in saved else None
-        log.take_report(record(number, step, at_s, saved_id))
+        log.record_report(record(number, step, at_s, saved_id))
         if saved_id is not None:
-            log.take_commit(saved_id, None if step in unmeasured else stall_s)
+            log.record_commit(saved_id, None if step in unmeasured else stall_s)
     log.ended_s = None if ended_s is None else BEGUN_S + ended_s
     log.outcome = None if ending is None else Outcome(number, ending, flow_run)
     return log

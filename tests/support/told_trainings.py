@@ -13,7 +13,7 @@ from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
-from prefect_torch.flows.monitoring.events import EventObserver
+from prefect_torch.flows.monitoring.events.observer import EventObserver
 
 
 @dataclass

@@ -1,0 +1,76 @@
+"""A flow run without a Prefect API: the training continues, and its logs and its final state are sent once the API is back."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import UUID
+
+import httpx
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.logging.handlers import APILogWorker
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from .embedded_server import ServerKeeper, embedded_server_kept_running
+
+# Pauses of 2, 4, ..., 128 s: log lines wait for the API for about four minutes. Prefect's own 5 retries drop them after one.
+_RETRIES = 7
+_LONGEST_S = 600.0
+_POLL_S = 1.0
+
+
+@contextmanager
+def outlast_api_outages() -> Iterator[None]:
+    """Keep the body's log lines for four minutes while Prefect's API is away, and return once it answers, or after ten minutes.
+
+    A terminated body (preempted or cancelled) does not wait. A user's own PREFECT_CLIENT_MAX_RETRIES is respected.
+
+    Without the wait, the flow run would stay "Running" forever and its process would end with a connection error: Prefect's
+    engine proposes the final state for a minute only, with settings that the flow's body cannot change. An embedded server that
+    dies is started again; there is no wait for one that does not start.
+    """
+    with temporary_settings(set_defaults={PREFECT_CLIENT_MAX_RETRIES: _RETRIES}), embedded_server_kept_running() as keeper:
+        # The thread that sends log lines keeps the settings it started with: it ends here, and the next line starts another.
+        APILogWorker.instance().drain()
+        try:
+            yield
+        except Exception:
+            _wait_for_api(keeper)
+            raise
+        _wait_for_api(keeper)
+
+
+def _wait_for_api(keeper: ServerKeeper) -> None:
+    deadline_s = time.monotonic() + _LONGEST_S
+    is_logged = False
+    while (error := _outage()) is not None and time.monotonic() < deadline_s:
+        if keeper.has_given_up:
+            get_run_logger().error(
+                "the training has ended, but Prefect's embedded server died and does not start again, so Prefect cannot record "
+                "the final state; everything is in the run's storage, for Result.from_storage(storage, run) and the next start"
+            )
+            return
+        if not is_logged:
+            get_run_logger().warning(
+                "the training has ended, but Prefect's API is away (%r): waiting up to %g s to record the final state",
+                error,
+                _LONGEST_S,
+            )
+            is_logged = True
+        time.sleep(_POLL_S)
+
+
+def _outage() -> Exception | None:
+    """Return the error of a request for the flow run, None if the API answers; a server without its database is away too."""
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
+        try:
+            client.read_flow_run(UUID(flow_run.id))
+        except httpx.TransportError as exc:
+            return exc
+        except httpx.HTTPStatusError as exc:
+            return exc if exc.response.is_server_error else None
+        except ObjectNotFound:  # the server has another database now, and waiting does not bring the old one back
+            return None
+    return None

@@ -1,0 +1,126 @@
+"""What a flow's arguments mean: the checkpoint that is named, the GPUs that ranks need, the name of a run without one."""
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import TaskRunContext
+from prefect_torch.ckpt import Checkpoint, StorageSpec
+from prefect_torch.ckpt.runs.layout import check_run_name
+from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.tasks import ScalingConfig
+from prefect_torch.tasks.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.settings import configured_storage
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_DIGITS = 12  # of a digest, enough for a million runs below one flow run
+_calls: Counter[tuple[UUID, int]] = Counter()  # by task run and try
+
+
+def require_gpus(scaling: ScalingConfig) -> None:
+    """Raise ValueError unless this machine has a GPU for each rank that needs one."""
+    if not scaling.use_gpu:
+        return
+    import torch  # noqa: PLC0415 - only ranks on GPUs need it in the flow's process
+
+    available = torch.cuda.device_count()
+    if available < scaling.num_workers:
+        raise ValueError(
+            f"num_workers={scaling.num_workers} with use_gpu=True needs as many GPUs, and this machine has {available}; "
+            "lower num_workers or give use_gpu=False"
+        )
+
+
+def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) -> CheckpointRef:
+    """Return the checkpoint that `checkpoint` names, without a request to the storage.
+
+    Args:
+        checkpoint: An id in `run`, "run/id", or a path or URL.
+        storage: The storage of an id or "run/id". A path or URL in this storage is read with its credentials.
+        run: The run of an id without one.
+
+    Raises:
+        ValueError: If it names no checkpoint.
+
+    """
+    if is_id(checkpoint):
+        if run is None:
+            raise ValueError(f"checkpoint {checkpoint}: give its run, or its path or URL")
+        return CheckpointRef(storage, check_run_name(run), checkpoint)
+    run_name, _, checkpoint_id = checkpoint.partition("/")
+    if is_id(checkpoint_id):
+        return CheckpointRef(storage, check_run_name(run_name), checkpoint_id)
+    named = Checkpoint(checkpoint)
+    if named.store is None or named.id is None:
+        raise ValueError(f"checkpoint {checkpoint!r}: give a committed checkpoint's id, its path or URL, or 'run/id'")
+    is_here = named.store.spec.url == storage.url
+    return CheckpointRef(storage if is_here else configured_storage(named.store.spec.url), named.store.name, named.id)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCall:
+    """A call of a flow from within a task.
+
+    Attributes:
+        flow_run_id: The task's flow run.
+        key: The task run, and the number of the call in it.
+
+    """
+
+    flow_run_id: UUID | None
+    key: str
+
+
+def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | None = None) -> str:
+    """Return a name that all tries of one training share and no other training has.
+
+    It is made from the flow run. Since Prefect makes another subflow run each time that its parent is retried, the name of a
+    subflow is made from the outermost flow run and each call on the way to it, the n-th call of that flow. Costs two requests
+    for each flow above.
+
+    Args:
+        client: A client of the API that has the flow runs above.
+        flow_run: The training's flow run.
+        within: The call from within a task; None if the flow was not called from one.
+
+    """
+    root, calls = flow_run, []
+    while root.parent_task_run_id is not None:
+        call = client.read_task_run(root.parent_task_run_id)
+        if call.flow_run_id is None:
+            break
+        key = within.key if within is not None and within.flow_run_id == call.flow_run_id else call.dynamic_key
+        calls.append(f"{call.task_key}/{key}")
+        root = client.read_flow_run(call.flow_run_id)
+    if not calls:
+        return default_run_name(root.name, str(root.id))
+    digest = hashlib.sha256("\n".join([str(root.id), *calls]).encode()).hexdigest()
+    return _name(root.name, digest[:_DIGITS])
+
+
+def count_call_in_task() -> TaskCall | None:
+    """Return the call of the current flow from within a task, numbered from 1 in each try; None outside of tasks.
+
+    Prefect itself gives such a call a random key, since the calls of concurrent tasks have no order.
+    """
+    context = TaskRunContext.get()
+    if context is None:
+        return None
+    task_run = context.task_run
+    _calls[task_run.id, task_run.run_count] += 1
+    number = _calls[task_run.id, task_run.run_count]
+    return TaskCall(task_run.flow_run_id, f"{task_run.task_key}/{task_run.dynamic_key}/{number}")
+
+
+def default_run_name(flow_run_name: str | None, flow_run_id: str) -> str:
+    """Return the run name of a flow run without a parent."""
+    return _name(flow_run_name, flow_run_id[:8])
+
+
+def _name(flow_run_name: str | None, digits: str) -> str:
+    name = _NOT_IN_NAMES.sub("-", flow_run_name or "run").strip("-._") or "run"
+    return check_run_name(f"{name[:150]}-{digits}")

@@ -1,0 +1,167 @@
+"""Ties Prefect's embedded server to the process that started it: it survives a Ctrl-C, and ends when the process is killed."""
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from prefect import get_run_logger
+
+from .server_import import SERVER_MODULE, when_server_is_imported
+
+if TYPE_CHECKING:
+    from prefect.server.api.server import SubprocessASGIServer
+
+# Runs a module in the server's process, as "python -m" does, but searches the working directory last: a queue.py there would
+# end the server. The kernel closes the lifeline however the process at its other end died; end-of-file means that no process
+# is left to stop the server.
+_TIED = """
+import os, sys
+sys.path[:] = [*filter(None, sys.path), os.getcwd()]
+import runpy, signal, threading, time
+
+def end_with_parent():
+    os.read(lifeline, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+    os._exit(1)
+
+lifeline, module, sys.argv[1:] = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+threading.Thread(target=end_with_parent, daemon=True).start()
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+_WATCHER = """
+import contextlib, os, signal, sys
+if not os.read(0, 1):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(sys.argv[1]), signal.SIGTERM)
+"""
+_POLL_S = 1.0
+_MAX_RESTARTS = 3  # within the period; whatever ended the server that often would end it again
+_RESTART_PERIOD_S = 600.0
+_tied: "weakref.WeakSet[subprocess.Popen[Any]]" = weakref.WeakSet()
+_restarting = threading.Lock()  # trainings in threads of one process share one server
+
+
+def tie_embedded_server() -> None:
+    """Ensure that this process's embedded server does not outlive it; costs nothing with a separate server.
+
+    Prefect stops it at a normal exit only: the server of a killed flow would keep running, with its database locked. A server
+    started after this module's import is tied from its first instruction on; a server started before gets a watcher process.
+    """
+    for server in _embedded_servers():
+        process = server.server_process
+        if process is not None and process not in _tied:
+            _tied.add(process)
+            _watch(process)
+
+
+class ServerKeeper:
+    """Restarts an embedded server that died, at the same port and with the same database.
+
+    Attributes:
+        has_given_up: Whether the server died too often to be restarted once more.
+
+    """
+
+    def __init__(self) -> None:
+        self.has_given_up = False
+        self._restarts_s: deque[float] = deque(maxlen=_MAX_RESTARTS)
+
+    def keep(self, ended: threading.Event) -> None:
+        """Restart the servers of this process that die until `ended` is set."""
+        while not ended.wait(_POLL_S) and not self.has_given_up:
+            for server in _embedded_servers():
+                process = server.server_process
+                with _restarting:
+                    if process is not None and process.poll() is not None and server.server_process is process:
+                        self._restart(server, process.returncode)
+
+    def _restart(self, server: "SubprocessASGIServer", returncode: int) -> None:
+        now_s = time.monotonic()
+        if len(self._restarts_s) == _MAX_RESTARTS and now_s - self._restarts_s[0] < _RESTART_PERIOD_S:
+            self.has_given_up = True
+            return
+        self._restarts_s.append(now_s)
+        get_run_logger().warning("Prefect's embedded server has died (exit code %d): starting it again", returncode)
+        try:
+            server.server_process = server._run_uvicorn_command()  # noqa: SLF001 - `start` waits, and takes another port
+        except OSError as exc:
+            get_run_logger().warning("Prefect's embedded server cannot be started: %s", exc)
+
+
+@contextmanager
+def embedded_server_kept_running() -> Iterator[ServerKeeper]:
+    """Restart this process's embedded server whenever it dies while the body runs; costs nothing with a separate server."""
+    keeper, ended = ServerKeeper(), threading.Event()
+    if not _embedded_servers():
+        yield keeper
+        return
+    # In this context, so that the server gets Prefect's current settings and log lines go to this flow run.
+    thread = threading.Thread(target=copy_context().run, args=(keeper.keep, ended), daemon=True)
+    thread.start()
+    try:
+        yield keeper
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _embedded_servers() -> "set[SubprocessASGIServer]":
+    module = sys.modules.get(SERVER_MODULE)
+    return set() if module is None else set(module.SubprocessASGIServer._instances.values())  # noqa: SLF001 - Prefect offers no other way
+
+
+def _tie_from_the_start(module: ModuleType) -> None:
+    """Replace `subprocess.Popen` for the one method of Prefect that starts the server, which builds the command itself."""
+    server = module.SubprocessASGIServer
+    run = server._run_uvicorn_command  # noqa: SLF001 - Prefect offers no other way
+    seen = {**run.__globals__, "subprocess": SimpleNamespace(Popen=_start_tied)}
+    server._run_uvicorn_command = FunctionType(run.__code__, seen)  # noqa: SLF001
+
+
+def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]":
+    python, _, *module = args  # python -m uvicorn ...
+    lifeline, own_end = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [python, "-c", _TIED, str(lifeline), *module],
+            env=env,
+            pass_fds=[lifeline],
+            # A terminal sends Ctrl-C to this process's session; without the server, the final state could not be recorded.
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(own_end)
+        raise
+    finally:
+        os.close(lifeline)
+    weakref.finalize(process, os.close, own_end).atexit = False  # Prefect's own end of it comes first
+    _tied.add(process)
+    return process
+
+
+def _watch(process: "subprocess.Popen[Any]") -> None:
+    watcher = subprocess.Popen(
+        [sys.executable, "-S", "-E", "-c", _WATCHER, str(process.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    atexit.register(_release, watcher)  # runs before Prefect's own, which then stops the server
+
+
+def _release(watcher: "subprocess.Popen[bytes]") -> None:
+    watcher.communicate(b".")
+
+
+when_server_is_imported(_tie_from_the_start)

@@ -1,0 +1,160 @@
+"""The events of a training, for automations: its attempts and checkpoints, and each checkpoint as an asset."""
+
+import math
+from typing import Any
+
+from prefect.events import Event, RelatedResource, Resource
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
+from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
+from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
+from prefect_torch.ckpt.runs.retention import score
+from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned, Happening
+from prefect_torch.tasks.job import TrainJob
+
+from .assets import materialized, referenced
+from .outbox import EventOutbox
+
+ATTEMPT_STARTED = "prefect-torch.attempt.started"
+ATTEMPT_FAILED = "prefect-torch.attempt.failed"
+COMMITTED = "prefect-torch.checkpoint.committed"
+PRUNED = "prefect-torch.checkpoint.pruned"
+QUARANTINED = "prefect-torch.checkpoint.quarantined"
+_LONGEST_CLOSE_S = 15.0  # of the 20 for all observers together
+_LONGEST_TEXT = 4000
+_NO_NUMBER = (1, math.inf)  # sorts above missing scores and NaN, below every number
+
+
+class EventObserver:
+    """Sends the events that automations can trigger on; each has the run, the storage and the attempt as labels.
+
+    The resource of an attempt's event is `prefect-torch.run.<path or URL of the run>`, that of a checkpoint's event
+    `prefect-torch.checkpoint.<path or URL of the checkpoint>`, with the run as a related resource in the role "run". The labels
+    are `run`, `storage`, `attempt`, for a checkpoint also `checkpoint` (its path or URL) and `step`, and for a commit also
+    `is_best`: "true" if no checkpoint of the run has a better score by the retention policy (without a score, the newest is
+    best). Metrics are in the payload, nested ones as "a/b".
+
+    Args:
+        job: The training.
+
+    """
+
+    def __init__(self, job: TrainJob) -> None:
+        self._store = job.open_store()
+        self._best = _Best(job.policy)
+        self._outbox = EventOutbox()
+        self._attempt = 0
+        self._upstream: tuple[str, ...] = ()
+
+    def observe(self, happening: Happening) -> None:
+        """Send the events of `happening`."""
+        if isinstance(happening, AttemptStarted):
+            self._attempt_started(happening.attempt, happening.resumed_from)
+        elif isinstance(happening, CommitEvent):
+            self._committed(happening)
+        elif isinstance(happening, CheckpointsPruned):
+            self._outbox.put(
+                *(self._about_checkpoint(PRUNED, it.id, {"metrics": _plain(it.metrics)}) for it in happening.plan.drop)
+            )
+        elif isinstance(happening, CheckpointQuarantined):
+            self._outbox.put(self._about_checkpoint(QUARANTINED, happening.id, {"reason": happening.reason[:_LONGEST_TEXT]}))
+        elif isinstance(happening, AttemptEnded):
+            self._attempt_ended(happening.outcome)
+        else:
+            assert isinstance(happening, ReportEvent)  # in the history; thousands of events would be a flood
+
+    def refresh(self, *, final: bool) -> None:
+        """Send the remaining events if `final`."""
+        if final:
+            self._outbox.close(_LONGEST_CLOSE_S)
+
+    def _attempt_started(self, attempt: Attempt, resumed_from: str | None) -> None:
+        self._attempt = attempt.number
+        self._best.read(self._store, before=attempt.number)
+        self._upstream = (self._store.path,) if resumed_from is None else (self._store.path, resumed_from)
+        payload = {"resumed_from": resumed_from, "world_size": attempt.world_size}
+        self._outbox.put(self._about_attempt(ATTEMPT_STARTED, attempt.number, payload), *map(referenced, self._upstream))
+
+    def _committed(self, commit: CommitEvent) -> None:
+        is_best = self._best.record(commit.metrics)
+        metadata = {
+            "run": self._store.run,
+            "step": commit.step,
+            "attempt": attempt_of(commit.id),
+            "is_best": is_best,
+            "bytes": commit.bytes,
+            "duration_s": commit.duration_s,
+            "stall_s": commit.stall_s,
+            "metrics": _plain(commit.metrics),
+        }
+        event = self._about_checkpoint(COMMITTED, commit.id, metadata, is_best="true" if is_best else "false")
+        name = f"{self._store.run} step {commit.step}"
+        self._outbox.put(event, materialized(self._store.path_of(commit.id), name, self._upstream, metadata))
+
+    def _attempt_ended(self, outcome: Outcome) -> None:
+        if outcome.ending not in ("failed", "preempted"):
+            return
+        payload = {"ending": outcome.ending, "kind": outcome.kind, "error": (outcome.error or "")[:_LONGEST_TEXT]}
+        self._outbox.put(self._about_attempt(ATTEMPT_FAILED, outcome.attempt, payload, ending=outcome.ending))
+
+    def _about_attempt(self, event: str, attempt: int, payload: dict[str, Any], **labels: str) -> Event:
+        return Event(event=event, resource=Resource({**self._run_labels(attempt), **labels}), payload=payload)
+
+    def _about_checkpoint(self, event: str, checkpoint_id: str, payload: dict[str, Any], **labels: str) -> Event:
+        path = self._store.path_of(checkpoint_id)
+        run = self._run_labels(attempt_of(checkpoint_id))
+        step = step_of(checkpoint_id)
+        about = {
+            "prefect.resource.id": f"prefect-torch.checkpoint.{path}",
+            "prefect.resource.name": f"{self._store.run} step {step}",
+            "checkpoint": path,
+            "step": str(step),
+        }
+        related = RelatedResource({**run, "prefect.resource.role": "run"})
+        return Event(event=event, resource=Resource({**run, **about, **labels}), related=[related], payload=payload)
+
+    def _run_labels(self, attempt: int) -> dict[str, str]:
+        return {
+            "prefect.resource.id": f"prefect-torch.run.{self._store.path}",
+            "prefect.resource.name": self._store.run,
+            "run": self._store.run,
+            "storage": self._store.storage.url,
+            "attempt": str(attempt),
+        }
+
+
+class _Best:
+    """The best score of a run so far, by its retention policy."""
+
+    def __init__(self, policy: RetentionPolicy) -> None:
+        self._policy = policy
+        self._best = _NO_NUMBER
+
+    def read(self, store: CheckpointStore, before: int) -> None:
+        """Read the best score of earlier attempts; a small read for each checkpoint, and none without a score."""
+        self._best = _NO_NUMBER
+        if self._policy.checkpoint_score_attribute is not None:
+            for manifest in store.list():
+                if manifest.attempt < before:
+                    self.record(manifest.metrics)
+
+    def record(self, metrics: Metrics) -> bool:
+        """Record a checkpoint and return whether no earlier one is better; a score that is not a number is never the best."""
+        attribute = self._policy.checkpoint_score_attribute
+        if attribute is None:
+            return True
+        found = score(metrics, attribute, self._policy.checkpoint_score_order)
+        if found < self._best or found <= _NO_NUMBER:
+            return False
+        self._best = found
+        return True
+
+
+def _plain(metrics: Metrics) -> dict[str, Any]:
+    """Return nested metrics as one flat dict for strict JSON, with NaN and infinities as text."""
+    return {name: _finite(value) for name, value in flatten_metrics(metrics)}
+
+
+def _finite(value: object) -> object:
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,125 @@
+"""Events on their way to Prefect's API: in order, none twice, with a few requests a minute, without delaying the training."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from contextvars import copy_context
+from itertools import islice
+
+import httpx
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.events import Event, RelatedResource
+from prefect.events.related import related_resources_from_run_context
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+PERIOD_S = 5.0
+_MOST_PER_REQUEST = 200
+_MOST_WAITING = 20_000
+# Without settings of its own, it would be the flow's client, which this thread must not share.
+_OWN_CLIENT = {"timeout": 5.0}
+_TOO_MANY_REQUESTS = 429
+
+
+class EventOutbox:
+    """Sends events from a thread of its own: immediately after a pause, then every `PERIOD_S`, up to 200 in one request.
+
+    Prefect's own `emit_event` hands each event to a websocket of the process. With the API away it takes eight seconds for
+    each event, and the process does not end before all were tried: minutes for a few dozen. Here, events wait until the API has
+    confirmed them, and a warning counts those that were not sent at the end, so that no loss is silent. The server recognizes
+    an event that is sent twice, because a confirmation was lost, by its id.
+
+    Every event gets the related resources of Prefect's own events: flow run, flow, deployment, work pool, tags.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Event] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._num_dropped = 0
+        self._error: Exception | None = None
+        self._run_resources: list[RelatedResource] | None = None
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="event-outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, *events: Event) -> None:
+        """Add `events` to the outbox without waiting; beyond 20,000 waiting events, the oldest are dropped."""
+        with self._changed:
+            self._waiting.extend(events)
+            while len(self._waiting) > _MOST_WAITING:
+                self._waiting.popleft()
+                self._num_dropped += 1
+            self._changed.notify()
+
+    def close(self, longest_s: float) -> None:
+        """Return once all are sent, a request has failed, or `longest_s` have passed; a warning counts the unsent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(longest_s)
+        with self._changed:
+            num_lost = self._num_dropped + len(self._waiting)
+            self._waiting.clear()
+        if num_lost:
+            get_run_logger().warning(
+                "%d events of this training could not be sent to Prefect (%r); the run's storage is complete",
+                num_lost,
+                self._error,
+            )
+
+    def _run(self) -> None:
+        not_before_s = 0.0
+        while batch := self._next_batch(not_before_s):
+            is_last = self._closing  # no retry at the end: a process that is asked to end must end
+            if not self._deliver(batch) and is_last:
+                return
+            not_before_s = time.monotonic() + PERIOD_S
+
+    def _next_batch(self, not_before_s: float) -> list[Event]:
+        """Return the next events once there are some and the pause is over; none once the outbox is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._waiting)
+            self._changed.wait_for(lambda: self._closing, max(0.0, not_before_s - time.monotonic()))
+            return list(islice(self._waiting, _MOST_PER_REQUEST))
+
+    def _deliver(self, batch: list[Event]) -> bool:
+        """Send `batch` and drop it unless it can be retried; return whether it was dropped."""
+        try:
+            self._send(batch)
+        except Exception as exc:  # noqa: BLE001 - the client also raises RuntimeError without an answer
+            self._error = exc
+            if not _is_permanent(exc):
+                return False
+            get_run_logger().warning("Prefect refuses %d events of this training: %s", len(batch), exc)
+        with self._changed:
+            for event in batch:
+                if self._waiting and self._waiting[0] is event:  # unless it was dropped meanwhile
+                    self._waiting.popleft()
+        return True
+
+    def _send(self, events: list[Event]) -> None:
+        # This thread retries; the client would do so for a minute.
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            if self._run_resources is None:
+                self._run_resources = asyncio.run(_run_resources())
+            body = [_with_related(event, self._run_resources).model_dump(mode="json") for event in events]
+            with get_client(_OWN_CLIENT, sync_client=True) as client:
+                client.request("POST", "/events", json=body)
+
+
+async def _run_resources() -> list[RelatedResource]:
+    async with get_client(httpx_settings=_OWN_CLIENT) as client:
+        return await related_resources_from_run_context(client)
+
+
+def _with_related(event: Event, resources: list[RelatedResource]) -> Event:
+    known = {resource.id for resource in event.involved_resources}
+    return event.model_copy(update={"related": [*event.related, *(it for it in resources if it.id not in known)]})
+
+
+def _is_permanent(exc: Exception) -> bool:
+    """Return whether the server would refuse the same request again."""
+    if not isinstance(exc, httpx.HTTPStatusError):
+        return False
+    return exc.response.is_client_error and exc.response.status_code != _TOO_MANY_REQUESTS

@@ -1,0 +1,1 @@
+"""What Prefect's UI shows of a run: its summary, its checkpoints, its progress."""

@@ -1,0 +1,118 @@
+"""The times of one attempt: its claim, reports, checkpoints and end."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
+from prefect_torch.flows.monitoring.text import seconds_of
+
+from .commit_marks import CommitMarks
+
+Position: TypeAlias = tuple[float, float]  # an attempt and a step; the positions of a run sort by age
+BEGINNING: Position = (0, -1)
+END: Position = (math.inf, math.inf)
+
+
+@dataclass(slots=True)
+class AttemptLog:
+    """The log of one attempt; times are seconds since the epoch.
+
+    Attributes:
+        attempt: The claim of the attempt.
+        outcome: Its outcome; None while it runs, or if its leader was killed.
+        ended_s: The time of its end, or of its last sign of life if its leader was killed; None while it runs.
+        num_reports: The number of rank 0's reports.
+        first_report_s: The time of the first report; None without reports.
+        last_report_s: The time of the last report; None without reports.
+        first_step: The step of the first report.
+        last_step: The step of the last report.
+        checkpoints: The report times of its checkpoints, and how long they stalled the training.
+
+    """
+
+    attempt: Attempt
+    outcome: Outcome | None = None
+    ended_s: float | None = None
+    num_reports: int = 0
+    first_report_s: float | None = None
+    last_report_s: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    checkpoints: CommitMarks = field(default_factory=CommitMarks)
+
+    @property
+    def number(self) -> int:
+        """The attempt's number."""
+        return self.attempt.number
+
+    @property
+    def claimed_s(self) -> float:
+        """The time of its claim."""
+        return seconds_of(self.attempt.claimed_at)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether no end is known."""
+        return self.ended_s is None
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether it completed."""
+        return self.outcome is not None and self.outcome.ending == "completed"
+
+    def record_report(self, record: MetricRecord) -> None:
+        """Record a report."""
+        at_s = seconds_of(record.reported_at)
+        self.num_reports += 1
+        self.first_report_s = at_s if self.first_report_s is None else self.first_report_s
+        self.last_report_s = at_s
+        self.first_step = record.step if self.first_step is None else self.first_step
+        self.last_step = record.step
+        if record.checkpoint is not None:
+            self.checkpoints.record_report(record.checkpoint, at_s)
+
+    def record_commit(self, checkpoint_id: str, stall_s: float | None) -> None:
+        """Record a commit."""
+        if stall_s is not None:
+            self.checkpoints.record_commit(checkpoint_id, stall_s)
+
+    def last_seen_s(self) -> float:
+        """Return the time of its last sign of life: its claim or its last report."""
+        return max(self.claimed_s, self.last_report_s or 0.0)
+
+
+def resume_points(logs: Sequence[AttemptLog]) -> dict[int, Position]:
+    """Return the position up to which later attempts kept each attempt's work, by attempt; the work after it was lost.
+
+    That is the oldest position from which a later attempt resumed: a damaged checkpoint may throw a run back by more than one
+    attempt. Nothing of the newest attempt is lost yet, and nothing of a completed one unless a later attempt resumed from an
+    older position than its newest checkpoint.
+
+    Args:
+        logs: All attempts, oldest first.
+
+    """
+    found: dict[int, Position] = {}
+    oldest = END
+    for log in reversed(logs):
+        newest_checkpoint = max((position_of(mark.newest) for mark in log.checkpoints if mark.num_reported), default=BEGINNING)
+        found[log.number] = END if log.is_completed and newest_checkpoint <= oldest else oldest
+        oldest = min(oldest, _resumed_at(log, logs))
+    return found
+
+
+def position_of(checkpoint_id: str) -> Position:
+    """Return a checkpoint's position in its run."""
+    return (attempt_of(checkpoint_id), step_of(checkpoint_id))
+
+
+def _resumed_at(log: AttemptLog, logs: Sequence[AttemptLog]) -> Position:
+    """Return the position that `log` resumed from: the beginning if it restored no checkpoint of this run."""
+    restored = log.attempt.restored_id
+    if restored is None or not any(restored in other.checkpoints for other in logs):
+        return BEGINNING
+    return position_of(restored)

@@ -1,0 +1,297 @@
+"""SVG charts, readable on light and dark pages: a panel with the curve of each metric, and a bar of where the time went."""
+
+import math
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from prefect_torch.flows.monitoring.text import shorten, show_compact, show_duration, show_number
+
+from .attempt_log import Position
+from .curves import Curve, Point
+from .goodput import TimeSpent
+
+MAX_PANELS = 8
+_MAX_LOST = 6
+_MAX_BOUNDARIES, _MAX_LABELS = 50, 12
+# An image does not know the page's theme: these colours stand out on white and on black, and the background stays clear.
+_COLOURS = ("#3b82f6", "#f97316", "#16a34a", "#a855f7", "#e0457b", "#0d9fb0", "#b8860b", "#6b7fd7")
+_TIME_COLOURS = {"training": "#16a34a", "checkpointing": "#3b82f6", "restarting": "#d99a0b", "lost": "#e5484d"}
+_GREY = "#868e9c"
+_FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+_WIDTH = 720
+_PANEL_HEIGHT = 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 40, 26
+_BAR_HEIGHT, _LINE_HEIGHT = 16, 18
+_LETTER_WIDTH, _ENTRY_MARGIN = 6.6, 34.0  # a letter's mean width; the swatch of a legend's entry and the gap after it
+
+_NUM_TICKS = 4
+_MAX_SQUEEZED = 0.35  # the share of a linear axis below which the middle eight tenths of the values are hard to read
+_WIDE_RATIO = 30.0
+_SMALLEST, _LARGEST = 1e-307, 1e307  # arithmetic between these neither underflows nor overflows
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A scale from values to a share of an axis.
+
+    Attributes:
+        low: The value at 0.
+        high: The value at 1.
+        is_log: Whether equal distances are equal ratios.
+        ticks: The values to write beside it.
+
+    """
+
+    low: float
+    high: float
+    is_log: bool
+    ticks: tuple[float, ...]
+
+    def position(self, value: float) -> float:
+        """Return how far along the axis `value` lies."""
+        low, high, value = (math.log10(it) if self.is_log else it for it in (self.low, self.high, value))
+        return (value - low) / (high - low)
+
+
+def value_axis(values: Sequence[float]) -> Axis:
+    """Return an axis for `values`, logarithmic where a linear one would squeeze most of them together.
+
+    Args:
+        values: Finite numbers, at least one.
+
+    """
+    low, high = min(values), max(values)
+    if low == high:
+        margin = abs(low) / 10 or 1.0
+        return _linear(low - margin, high + margin)
+    if low > 0 and high / low > _WIDE_RATIO and _middle_span(values) < _MAX_SQUEEZED * (high - low):
+        return _logarithmic(low, high)
+    margin = (high - low) / 20
+    return _linear(low - margin, high + margin)
+
+
+def step_axis(first: int, last: int) -> Axis:
+    """Return an axis from a run's first to its last step, with whole steps as ticks."""
+    axis = _linear(float(first), float(max(last, first + 1)))
+    whole = tuple(tick for tick in axis.ticks if tick == int(tick))
+    return Axis(axis.low, axis.high, axis.is_log, whole)
+
+
+def _middle_span(values: Sequence[float]) -> float:
+    """Return the distance between the lowest and the highest of the middle eight tenths of `values`."""
+    by_size = sorted(values)
+    cut = len(by_size) // 10
+    return by_size[len(by_size) - 1 - cut] - by_size[cut]
+
+
+def _linear(low: float, high: float) -> Axis:
+    rough = max((high - low) / _NUM_TICKS, _SMALLEST)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    first = math.ceil(low / step)
+    count = math.floor(high / step) - first + 1
+    ticks = dict.fromkeys(float(f"{(first + index) * step:.12g}") for index in range(count))  # not 0.30000000000000004
+    return Axis(low, high, is_log=False, ticks=tuple(tick for tick in ticks if low <= tick <= high))
+
+
+def _logarithmic(low: float, high: float) -> Axis:
+    margin = 10 ** ((math.log10(high) - math.log10(low)) / 20)
+    low, high = max(low / margin, _SMALLEST), min(high * margin, _LARGEST)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    within = [10.0**power for power in powers if low <= 10.0**power <= high]
+    if len(within) < 3:  # noqa: PLR2004 - fewer ticks do not show a scale
+        within = [factor * 10.0**power for power in powers for factor in (1, 2, 5) if low <= factor * 10.0**power <= high]
+    return Axis(low, high, is_log=True, ticks=tuple(within[:: math.ceil(len(within) / (_NUM_TICKS + 1))]))
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One metric's lines.
+
+    Attributes:
+        curve: The metric.
+        kept: The line that later attempts continued from.
+        lost: The lines that were trained again later.
+
+    """
+
+    curve: Curve
+    kept: list[Point]
+    lost: list[list[Point]]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The area and the axes of a panel, in the picture's units."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    steps: Axis
+    values: Axis
+
+    def x(self, step: float) -> float:
+        """Return the x coordinate of a step."""
+        return self.left + self.steps.position(step) * self.width
+
+    def y(self, value: float) -> float:
+        """Return the y coordinate of a value."""
+        return self.top + (1 - self.values.position(value)) * self.height
+
+    @property
+    def bottom(self) -> float:
+        """The y coordinate of the axis of steps."""
+        return self.top + self.height
+
+
+def draw_curves(curves: Sequence[Curve], resume_points: Mapping[int, Position], first_steps: Mapping[int, int]) -> str | None:
+    """Return the first `MAX_PANELS` of `curves` that have a number as an SVG document; None if none has.
+
+    A panel has a line for what later attempts continued from, pale lines for what was lost and trained again, a dashed vertical
+    line where a later attempt began, and a logarithmic axis where a linear one would squeeze most values together.
+
+    Args:
+        curves: The metrics, in the order of their panels.
+        resume_points: The resume point of each attempt.
+        first_steps: The first step that each attempt reported.
+
+    """
+    panels = [panel for curve in curves if (panel := _panel(curve, resume_points)).kept][:MAX_PANELS]
+    if not panels:
+        return None
+    steps = [step for panel in panels for line in (panel.kept, *panel.lost) for step, _ in line]
+    axis = step_axis(min(steps), max(steps))
+    columns = 1 if len(panels) == 1 else 2
+    width, height = _WIDTH / columns, _PANEL_HEIGHT
+    drawn = [
+        _draw(panel, index, index % columns * width, index // columns * height, width, axis, first_steps)
+        for index, panel in enumerate(panels)
+    ]
+    return _document(_WIDTH, height * -(-len(panels) // columns), drawn)
+
+
+def draw_time(spent: TimeSpent) -> str | None:
+    """Return a bar divided as the time was, above its legend, as an SVG document; None if no time has passed."""
+    if spent.counted <= 0:
+        return None
+    legend = list(_legend(spent))
+    height = max(y for _, y, _, _ in legend) + 12
+    return _document(_WIDTH, height, [*_bar(spent), *(_entry(*entry) for entry in legend)])
+
+
+def as_data_url(svg: str) -> str:
+    """Return the picture as a URL for an image in Markdown: Prefect's UIs strip raw SVG."""
+    return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}"
+
+
+def _panel(curve: Curve, resume_points: Mapping[int, Position]) -> Panel:
+    return Panel(curve, curve.kept(resume_points), curve.lost(resume_points, _MAX_LOST))
+
+
+def _draw(panel: Panel, index: int, left: float, top: float, width: float, steps: Axis, first_steps: Mapping[int, int]) -> str:
+    values = value_axis([value for line in (panel.kept, *panel.lost) for _, value in line])
+    inner = Frame(left + _LEFT, top + _TOP, width - _LEFT - _RIGHT, _PANEL_HEIGHT - _TOP - _BOTTOM, steps, values)
+    colour = _COLOURS[index % len(_COLOURS)]
+    return "".join((
+        *_title(panel.curve, inner, colour),
+        *_grid(inner),
+        *_boundaries(inner, first_steps),
+        *(_line(inner, line, colour, opacity="0.35") for line in panel.lost),
+        _line(inner, panel.kept, colour),
+        _dot(inner, panel.kept[-1], colour),
+    ))  # fmt: skip
+
+
+def _title(curve: Curve, frame: Frame, colour: str) -> Iterable[str]:
+    left, right, y = frame.left - _LEFT + 8, frame.left + frame.width, frame.top - 20
+    notes = [*(["log"] if frame.values.is_log else []), *([f"{curve.num_odd} not finite"] if curve.num_odd else [])]
+    name = shorten(curve.name, 32)
+    words = f"{escape(name)}<tspan font-weight='400' font-size='11'>{escape('  ' + ', '.join(notes) if notes else '')}</tspan>"
+    yield f'<text x="{left:.1f}" y="{y:.1f}" font-size="13" font-weight="600" xml:space="preserve">{words}</text>'
+    style = {"fill": colour, "text_anchor": "end", "font_weight": "600", "font_size": "13"}
+    yield _text(right, y, show_number(curve.last), **style)
+
+
+def _grid(frame: Frame) -> Iterable[str]:
+    for tick in frame.values.ticks:
+        y = frame.y(tick)
+        yield _stroke(frame.left, y, frame.left + frame.width, y, opacity="0.2")
+        yield _text(frame.left - 6, y + 4, show_compact(tick), text_anchor="end")
+    yield _stroke(frame.left, frame.bottom, frame.left + frame.width, frame.bottom, opacity="0.7")
+    for tick in frame.steps.ticks:
+        x = frame.x(tick)
+        yield _stroke(x, frame.bottom, x, frame.bottom + 4, opacity="0.7")
+        yield _text(x, frame.bottom + 16, show_compact(tick), text_anchor="middle")
+
+
+def _boundaries(frame: Frame, first_steps: Mapping[int, int]) -> Iterable[str]:
+    """Draw where the newest `_MAX_BOUNDARIES` later attempts began, the newest `_MAX_LABELS` of them with their numbers."""
+    later = sorted(first_steps)[1:][-_MAX_BOUNDARIES:]
+    for number in later:
+        x = frame.x(first_steps[number])
+        yield _stroke(x, frame.top - 4, x, frame.bottom, opacity="0.75", stroke_dasharray="3 3")
+        if number in later[-_MAX_LABELS:]:
+            yield _text(x, frame.top - 7, f"#{number}", text_anchor="middle", font_size="9")
+
+
+def _line(frame: Frame, points: Sequence[Point], colour: str, opacity: str = "1") -> str:
+    if len(points) == 1:
+        return _dot(frame, points[0], colour, opacity)
+    path = " ".join(f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in points)
+    style = _attributes(stroke=colour, stroke_width="1.8", stroke_opacity=opacity, fill="none", stroke_linejoin="round")
+    return f'<polyline {style} points="{path}"/>'
+
+
+def _dot(frame: Frame, point: Point, colour: str, opacity: str = "1") -> str:
+    return f'<circle cx="{frame.x(point[0]):.1f}" cy="{frame.y(point[1]):.1f}" r="2.8" fill="{colour}" opacity="{opacity}"/>'
+
+
+def _bar(spent: TimeSpent) -> Iterator[str]:
+    yield f'<clipPath id="bar"><rect width="{_WIDTH}" height="{_BAR_HEIGHT}" rx="5"/></clipPath><g clip-path="url(#bar)">'
+    left = 0.0
+    for name, colour in _TIME_COLOURS.items():
+        width = _WIDTH * getattr(spent, name) / spent.counted
+        yield f'<rect x="{left:.2f}" width="{width:.2f}" height="{_BAR_HEIGHT}" fill="{colour}"/>'
+        left += width
+    yield "</g>"
+
+
+def _legend(spent: TimeSpent) -> Iterator[tuple[float, float, str, str]]:
+    """Yield the position, colour and words of each entry; an entry that does not fit begins a new line."""
+    x, y = 0.0, _BAR_HEIGHT + 22.0
+    for name, colour in _TIME_COLOURS.items():
+        seconds = getattr(spent, name)
+        words = f"{name} {show_duration(seconds)} ({seconds / spent.counted:.1%})"
+        width = _ENTRY_MARGIN + _LETTER_WIDTH * len(words)
+        if x + width > _WIDTH:
+            x, y = 0.0, y + _LINE_HEIGHT
+        yield x, y, colour, words
+        x += width
+
+
+def _entry(x: float, y: float, colour: str, words: str) -> str:
+    swatch = f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="10" height="10" rx="2" fill="{colour}"/>'
+    return swatch + _text(x + 16, y, words, font_size="12")
+
+
+def _document(width: float, height: float, parts: Iterable[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}" '
+        f'font-family="{_FONT}" font-size="11" fill="{_GREY}">{"".join(parts)}</svg>'
+    )
+
+
+def _text(x: float, y: float, words: str, **attributes: str) -> str:
+    return f"<text {_attributes(x=f'{x:.1f}', y=f'{y:.1f}', **attributes)}>{escape(words)}</text>"
+
+
+def _stroke(x1: float, y1: float, x2: float, y2: float, **attributes: str) -> str:
+    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f"<line {ends} {_attributes(stroke=_GREY, **attributes)}/>"
+
+
+def _attributes(**attributes: str) -> str:
+    return " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in attributes.items())

@@ -1,0 +1,131 @@
+"""The metrics of a run as curves of bounded size, however long it trains."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
+
+from .attempt_log import Position
+
+MAX_POINTS = 200
+MAX_CURVES = 50
+_HELD_POINTS = 4 * MAX_POINTS
+_LARGEST = 1e300  # differences of larger numbers overflow
+
+Point: TypeAlias = tuple[int, float]
+
+
+@dataclass(slots=True)
+class Curve:
+    """One metric over the steps of a run.
+
+    Attributes:
+        name: "a/b" for a nested one.
+        last: Its last value, of any type.
+        low: Its smallest finite number; None before the first.
+        high: Its largest finite number; None before the first.
+        num_odd: The number of values that are NaN or infinite.
+        points: Step and value of each report with a finite number, thinned, by attempt.
+
+    """
+
+    name: str
+    last: MetricValue = None
+    low: float | None = None
+    high: float | None = None
+    num_odd: int = 0
+    points: dict[int, list[Point]] = field(default_factory=dict)
+
+    def add(self, attempt: int, step: int, value: MetricValue) -> None:
+        """Add a value."""
+        self.last = value
+        number = _number(value)
+        if number is None:
+            return
+        if not math.isfinite(number) or abs(number) > _LARGEST:
+            self.num_odd += 1
+            return
+        self.low = number if self.low is None else min(self.low, number)
+        self.high = number if self.high is None else max(self.high, number)
+        points = self.points.setdefault(attempt, [])
+        points.append((step, number))
+        if len(points) > _HELD_POINTS:
+            self.points[attempt] = thin(points, _HELD_POINTS // 2)
+
+    def kept(self, resume_points: Mapping[int, Position]) -> list[Point]:
+        """Return the points that later attempts continued from, at most `MAX_POINTS`.
+
+        Args:
+            resume_points: The resume point of each attempt.
+
+        """
+        kept = [(step, value) for attempt, step, value in self._all() if (attempt, step) <= resume_points[attempt]]
+        return thin(kept, MAX_POINTS)
+
+    def lost(self, resume_points: Mapping[int, Position], most: int) -> list[list[Point]]:
+        """Return what was trained again later: a line for each of the newest `most` attempts that lost reports."""
+        lines = [
+            [(step, value) for step, value in points if (attempt, step) > resume_points[attempt]]
+            for attempt, points in self.points.items()
+        ]
+        return [thin(line, MAX_POINTS // 4) for line in lines if line][-most:]
+
+    def _all(self) -> Iterator[tuple[int, int, float]]:
+        for attempt, points in self.points.items():
+            for step, value in points:
+                yield attempt, step, value
+
+
+class Curves:
+    """All metrics of a run in the order of their first reports; of more than `MAX_CURVES`, the first ones."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Curve] = {}
+        self.left_out: set[str] = set()
+
+    def add(self, record: MetricRecord) -> None:
+        """Add a report."""
+        for name, value in flatten_metrics(record.metrics):
+            if name not in self._by_name:
+                if len(self._by_name) == MAX_CURVES:
+                    self.left_out.add(name)
+                    continue
+                self._by_name[name] = Curve(name)
+            self._by_name[name].add(record.attempt, record.step, value)
+
+    def sorted(self, first: str | None) -> list[Curve]:
+        """Return the curves, the one named `first` at the front."""
+        return sorted(self._by_name.values(), key=lambda curve: curve.name != first)
+
+
+def thin(points: Sequence[Point], most: int) -> list[Point]:
+    """Return at most `most` of `points` with the same shape: the lowest and the highest of equally wide ranges of steps.
+
+    Args:
+        points: The points in the order in which they are drawn.
+        most: The maximum number of points returned, at least 4.
+
+    """
+    if len(points) <= most:
+        return list(points)
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    width = max(1, last - first) / (most // 2 - 1)  # and a range of its own for the last step
+    chosen: dict[int, tuple[int, int]] = {}  # the indices of the lowest and of the highest, by range
+    for index, (step, value) in enumerate(points):
+        number = int((step - first) / width)
+        low, high = chosen.get(number, (index, index))
+        chosen[number] = (index if value < points[low][1] else low, index if value > points[high][1] else high)
+    kept = sorted({index for pair in chosen.values() for index in pair})
+    return [points[index] for index in kept]
+
+
+def _number(value: MetricValue) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer larger than any float
+        return math.inf if value > 0 else -math.inf

@@ -1,0 +1,126 @@
+"""The observer that shows a training in Prefect's UI, as artifacts of its flow run that are kept up to date."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.flows.monitoring.text import plain_text, show_time
+from prefect_torch.tasks.audience import Happening
+from prefect_torch.tasks.job import TrainJob
+
+from .attempt_log import AttemptLog
+from .checkpoint_table import MAX_ROWS, checkpoint_rows
+from .live_artifact import LiveArtifact, PublishBackoff, artifact_key
+from .rank_logs import RankLogs, page_url
+from .run_view import RunView
+from .summary import SummaryContext, write_summary
+
+_REQUEST_S = 15.0
+
+
+class PageObserver:
+    """Publishes a run's progress, checkpoints and summary as artifacts of the flow run, with a backoff; the last is exact.
+
+    The artifacts' keys are `<run>-<digest>-progress`, `…-checkpoints` and `…-summary`, with a digest of the run's location, so
+    that in the UI a key's page lists the flow runs of one run. A flow run's process creates each of them once and updates it:
+    at most 4 requests at a time, 16 times in the first 100 s, and twice a minute in the long run. There is a progress only if
+    the training reports it (`report(..., progress=)`).
+
+    Args:
+        job: The training.
+        clock: Returns the time in seconds since the epoch.
+        backoff: Bounds how often pages are published.
+
+    """
+
+    def __init__(self, job: TrainJob, clock: Callable[[], float] = time.time, backoff: PublishBackoff | None = None) -> None:
+        self._store = job.open_store()
+        self._first_metric = job.policy.checkpoint_score_attribute
+        self._view = RunView(self._store, job.policy)
+        self._rank_logs = RankLogs()
+        self._clock = clock
+        self._backoff = backoff or PublishBackoff()
+        self._client: SyncPrefectClient | None = None
+        key = artifact_key(job.run, self._store.path)
+        self._progress = LiveArtifact(f"{key}-progress", "progress")
+        self._checkpoints = LiveArtifact(f"{key}-checkpoints", "table")
+        self._summary = LiveArtifact(f"{key}-summary", "markdown")
+
+    def observe(self, happening: Happening) -> None:
+        """Record `happening`; the first time, read the run's past from its storage."""
+        self._view.record(happening, self._clock())
+
+    def refresh(self, *, final: bool) -> float | None:
+        """Publish what has changed if that is due or `final`; otherwise return the seconds until it is due."""
+        newest = self._view.newest
+        if newest is None:  # no attempt has started
+            return None
+        if not final and (wait_s := self._backoff.wait_s()) > 0:
+            return wait_s
+        self._backoff.record()
+        problem = self._read_checkpoints() if final else None
+        # If the API is away, the next publication tries again; retries here would delay the other observers.
+        with nullcontext() if final else temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            self._publish(self._open_client(), newest, problem)
+        if final and self._client is not None:
+            self._client.__exit__()
+        return None
+
+    def _open_client(self) -> SyncPrefectClient:
+        """Return one client for all pages: each new one costs two requests, and the flow's own is bound to its thread."""
+        if self._client is None:
+            self._client = get_client(httpx_settings={"timeout": httpx.Timeout(_REQUEST_S)}, sync_client=True).__enter__()
+        return self._client
+
+    def _read_checkpoints(self) -> str | None:
+        """Read the final checkpoints from storage, which others may have pruned or pinned; return a note if that fails."""
+        try:
+            self._view.read_checkpoints()
+        except (StorageError, OSError) as exc:
+            return f"from the training's reports, because the storage could not be read at the end: {exc}"
+        return None
+
+    def _publish(self, client: SyncPrefectClient, newest: AttemptLog, problem: str | None) -> None:
+        flow_run_id = None if newest.attempt.owner.flow_run_id is None else UUID(newest.attempt.owner.flow_run_id)
+        now_s = self._clock()
+        self._publish_summary(client, flow_run_id, now_s)
+        self._publish_checkpoints(client, flow_run_id, now_s, problem)
+        if self._view.progress is not None:
+            about = f"Run {plain_text(self._store.run)}, attempt {newest.number}"
+            self._progress.show(client, flow_run_id, round(100 * self._view.progress, 1), about)
+
+    def _publish_summary(self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float) -> None:
+        logs = self._view.logs
+        if flow_run_id is not None:
+            self._rank_logs.update(client, flow_run_id, logs)
+        context = SummaryContext(
+            path=self._store.path,
+            first_metric=self._first_metric,
+            flow_runs={log.number: page_url("flow-run", UUID(it)) for log in logs if (it := log.attempt.owner.flow_run_id)},
+            ranks=self._rank_logs.urls(),
+        )
+        page = write_summary(self._store.run, self._view, context, now_s)
+        self._summary.show(client, flow_run_id, page, f"Run {plain_text(self._store.run)}: metrics, time, attempts")
+
+    def _publish_checkpoints(
+        self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float, problem: str | None
+    ) -> None:
+        checkpoints = self._view.checkpoints
+        rows = checkpoint_rows(checkpoints.held, self._view.kept(), self._first_metric, now_s)
+        if not rows and not self._checkpoints.is_shown:
+            return
+        count = f"{checkpoints.num} checkpoint{'' if checkpoints.num == 1 else 's'}"
+        parts = [
+            f"{count} of run {plain_text(self._store.run)} in `{self._store.path}`",
+            *([f"{MAX_ROWS} of them shown"] if checkpoints.num > MAX_ROWS else []),
+            f"ages as of {show_time(now_s)} UTC",
+            *([] if problem is None else [problem]),
+        ]
+        lasting = [{name: cell for name, cell in row.items() if name != "age"} for row in rows]
+        self._checkpoints.show(client, flow_run_id, json.dumps(rows), "; ".join(parts), news=[lasting, problem])

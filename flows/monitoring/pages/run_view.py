@@ -1,0 +1,149 @@
+"""The view of a run that pages show: its past from storage, its present from the events of its training."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime, timezone
+
+from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, list_attempts, read_outcome
+from prefect_torch.ckpt.runs.history import MetricRecord, read_history
+from prefect_torch.ckpt.runs.layout import stem
+from prefect_torch.ckpt.runs.manifest import attempt_of
+from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
+from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned, Happening
+
+from .attempt_log import AttemptLog
+from .curves import Curves
+from .stored_checkpoints import MAX_HELD, StoredCheckpoint, StoredCheckpoints
+
+
+class RunView:
+    """Attempts, metrics and checkpoints of a run, in bounded memory and without requests while the training runs.
+
+    Everything before the first attempt of this process is read from storage when that attempt starts. Everything later comes
+    from the training's events alone, so that nothing is recorded twice.
+
+    Args:
+        store: The run.
+        policy: Its retention policy.
+
+    """
+
+    def __init__(self, store: CheckpointStore, policy: RetentionPolicy) -> None:
+        self._store = store
+        self._policy = policy
+        self._logs: dict[int, AttemptLog] = {}
+        self.checkpoints = StoredCheckpoints(policy)
+        self.curves = Curves()
+        self.quarantined: dict[str, str] = {}
+        self.progress: float | None = None
+
+    @property
+    def logs(self) -> list[AttemptLog]:
+        """Every attempt, oldest first."""
+        return [self._logs[number] for number in sorted(self._logs)]
+
+    @property
+    def newest(self) -> AttemptLog | None:
+        """The newest attempt; None before the first."""
+        return max(self._logs.values(), key=lambda log: log.number, default=None)
+
+    def kept(self) -> dict[str, tuple[str, ...]]:
+        """Return the reasons to keep each checkpoint, by id; the next prune deletes those that are missing."""
+        newest = self.newest
+        restored = newest.attempt.restored_id if newest is not None and newest.is_running else None
+        in_use = () if restored is None else (restored,)
+        held = self.checkpoints.held
+        overdue = overdue_evaluations(held, self._policy, datetime.now(timezone.utc))
+        return plan(held, self._policy, pinned=self.checkpoints.pinned, in_use=in_use, overdue=overdue).keep
+
+    def record(self, happening: Happening, now_s: float) -> None:
+        """Record `happening`, at `now_s` (seconds since the epoch)."""
+        match happening:
+            case AttemptStarted(attempt, resumed_from):
+                self._add_attempt(replace(attempt, resumed_from=resumed_from))
+            case ReportEvent(record, progress):
+                self._record_report(record)
+                self.progress = progress if progress is not None else self.progress
+            case CommitEvent():
+                self.checkpoints.add(
+                    StoredCheckpoint(happening.id, happening.step, happening.metrics, happening.bytes, created_s=now_s)
+                )
+                self._logs[attempt_of(happening.id)].record_commit(happening.id, happening.stall_s)
+            case CheckpointsPruned(decided):
+                self._record_prune(decided)
+            case CheckpointQuarantined(checkpoint_id, reason):
+                self.quarantined[checkpoint_id] = reason
+                self.checkpoints.discard(checkpoint_id)
+            case AttemptEnded(outcome):
+                self._end(outcome, now_s)
+
+    def read_checkpoints(self) -> None:
+        """Read from storage which checkpoints exist and which are pinned; costs two listings, and a small read for each.
+
+        If there are more than can be held, no checkpoint is read, and those held that no longer exist are removed.
+
+        Raises:
+            StorageError: If the storage does not answer.
+
+        """
+        listed = list(self._store.listed())
+        if len(listed) <= MAX_HELD:
+            self._replace(self._store.readable(listed))
+            return
+        self.checkpoints.pinned = self._store.pinned()
+        existing = {it.id for it in listed}
+        for checkpoint in self.checkpoints.held:
+            if checkpoint.id not in existing:
+                self.checkpoints.discard(checkpoint.id)
+
+    def _replace(self, manifests: Iterable[Manifest]) -> None:
+        self.checkpoints.replace(map(StoredCheckpoint.of, manifests), self._store.pinned())
+
+    def _add_attempt(self, attempt: Attempt) -> None:
+        try:
+            if not self._logs:
+                self._read_past(attempt.number)
+        finally:  # the present is shown even if the past cannot be read
+            self._logs[attempt.number] = AttemptLog(attempt)
+
+    def _end(self, outcome: Outcome, now_s: float) -> None:
+        if outcome.attempt not in self._logs:  # it ended before its AttemptStarted
+            claimed = [attempt for attempt in list_attempts(self._store) if attempt.number == outcome.attempt]
+            if not claimed:
+                return
+            self._add_attempt(claimed[0])
+        log = self._logs[outcome.attempt]
+        log.outcome, log.ended_s = outcome, now_s
+
+    def _record_report(self, record: MetricRecord) -> None:
+        self.curves.add(record)
+        self._logs[record.attempt].record_report(record)
+
+    def _record_prune(self, decided: Plan[Manifest]) -> None:
+        for manifest in decided.drop:
+            self.checkpoints.remove(manifest.id, manifest.total_bytes)
+        self.checkpoints.pinned = frozenset(key for key, reasons in decided.keep.items() if "pinned" in reasons)
+
+    def _read_past(self, number: int) -> None:
+        """Read everything before attempt `number`; an error leaves the view unchanged."""
+        logs = {it.number: AttemptLog(it) for it in _newest_claims(list_attempts(self._store)) if it.number < number}
+        manifests = [manifest for manifest in self._store.list() if attempt_of(manifest.id) in logs]
+        history = [record for record in read_history(self._store) if record.attempt in logs]
+        outcomes = {it: read_outcome(self._store, it) for it in logs}
+        written = {stem(info.key): info.modified_s for info in self._store.storage.list(self._store.layout.outcomes)}
+        self._replace(manifests)
+        self._logs = logs
+        for manifest in manifests:
+            logs[attempt_of(manifest.id)].record_commit(manifest.id, manifest.timings.get("stall_s"))
+        for record in history:
+            self._record_report(record)
+        for log in logs.values():
+            log.outcome = outcomes[log.number]
+            log.ended_s = max(log.last_seen_s(), written.get(f"{log.number:06d}", 0.0))
+
+
+def _newest_claims(attempts: Iterable[Attempt]) -> Iterable[Attempt]:
+    """Return one claim for each number: the others lost to it and were not deleted."""
+    return {attempt.number: attempt for attempt in attempts}.values()

@@ -1,0 +1,99 @@
+"""The checkpoints of a run in storage, in bounded memory."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from prefect_torch.ckpt import Manifest, RetentionPolicy
+from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.retention import rank_best
+
+MAX_HELD = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A checkpoint in storage.
+
+    Attributes:
+        id: Its id.
+        step: Its step.
+        metrics: Its metrics.
+        bytes: The total size of its files.
+        created_s: The time of its commit, in seconds since the epoch.
+
+    """
+
+    id: str
+    step: int
+    metrics: Metrics
+    bytes: int
+    created_s: float
+
+    @property
+    def created_at(self) -> datetime:
+        """The time of its commit."""
+        return datetime.fromtimestamp(self.created_s, timezone.utc)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "StoredCheckpoint":
+        """Return the checkpoint of a manifest."""
+        return cls(manifest.id, manifest.step, manifest.metrics, manifest.total_bytes, manifest.created_at.timestamp())
+
+
+class StoredCheckpoints:
+    """Counts all checkpoints and holds up to 2,000 of them: of more, the newest, the best and the pinned.
+
+    Args:
+        policy: The retention policy, which defines the best.
+
+    Attributes:
+        num: The number of all checkpoints.
+        bytes: The total size of all checkpoints.
+        pinned: The ids of the pinned checkpoints.
+
+    """
+
+    def __init__(self, policy: RetentionPolicy) -> None:
+        self._policy = policy
+        self._held: dict[str, StoredCheckpoint] = {}
+        self.num = 0
+        self.bytes = 0
+        self.pinned: frozenset[str] = frozenset()
+
+    @property
+    def held(self) -> list[StoredCheckpoint]:
+        """The held checkpoints, oldest first."""
+        return [self._held[key] for key in sorted(self._held)]
+
+    def replace(self, checkpoints: Iterable[StoredCheckpoint], pinned: Collection[str]) -> None:
+        """Replace all checkpoints by those in storage."""
+        self.num = self.bytes = 0
+        self.pinned = frozenset(pinned)
+        self._held.clear()
+        for checkpoint in checkpoints:
+            self.add(checkpoint)
+
+    def add(self, checkpoint: StoredCheckpoint) -> None:
+        """Record a committed checkpoint."""
+        self.num += 1
+        self.bytes += checkpoint.bytes
+        self._held[checkpoint.id] = checkpoint
+        if len(self._held) > MAX_HELD:
+            self._drop_half()
+
+    def remove(self, checkpoint_id: str, num_bytes: int) -> None:
+        """Record that a checkpoint of that size is deleted; no effect if it is unknown."""
+        if self._held.pop(checkpoint_id, None) is not None or self.num > len(self._held):
+            self.num -= 1
+            self.bytes -= num_bytes
+
+    def discard(self, checkpoint_id: str) -> None:
+        """Record that a checkpoint is deleted if it is held, since the size of others is unknown."""
+        if (held := self._held.get(checkpoint_id)) is not None:
+            self.remove(checkpoint_id, held.bytes)
+
+    def _drop_half(self) -> None:
+        best = rank_best(self.held, self._policy.checkpoint_score_attribute, self._policy.checkpoint_score_order)
+        kept = {it.id for it in (*best[: MAX_HELD // 4], *self.held[-MAX_HELD // 4 :])} | self.pinned
+        self._held = {key: it for key, it in self._held.items() if key in kept}

@@ -1,0 +1,202 @@
+"""The summary page of a run: its state, metrics, time, attempts, logs and checkpoints; pure Markdown."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.flows.monitoring.text import plain_text, shorten, show_duration, show_number, show_time
+
+from .attempt_log import AttemptLog, position_of, resume_points
+from .chart import MAX_PANELS, as_data_url, draw_curves, draw_time
+from .curves import Curve
+from .goodput import TimeSpent, time_spent
+from .run_view import RunView
+
+_MAX_ATTEMPTS = 20
+_MAX_LINKED_ATTEMPTS = 5
+_MAX_LINKED_RANKS = 16
+_LONGEST_ERROR = 2000
+_MANY_METRICS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryContext:
+    """The part of a summary that does not come from the run's view.
+
+    Attributes:
+        path: The run's local path or URL.
+        first_metric: The score, which comes first among the metrics; None without a score.
+        flow_runs: The URLs of the flow runs that led the attempts, by attempt.
+        ranks: The URLs of the ranks' task runs, by attempt and rank.
+
+    """
+
+    path: str
+    first_metric: str | None = None
+    flow_runs: Mapping[int, str] = field(default_factory=dict)
+    ranks: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
+
+
+def write_summary(run: str, view: RunView, context: SummaryContext, now_s: float) -> str:
+    """Return the page.
+
+    Args:
+        run: The run's name.
+        view: The view of the run.
+        context: The location and the links of the run.
+        now_s: The current time (seconds since the epoch).
+
+    """
+    spent = time_spent(view.logs, now_s)
+    parts = (
+        _head(run, view, context, now_s, spent),
+        _metrics(view, context.first_metric),
+        _time(spent),
+        _attempts(run, view, now_s),
+        _log_links(context),
+        _checkpoints(view),
+    )
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
+
+
+def state_of(log: AttemptLog | None) -> str:
+    """Return the state of an attempt in a word."""
+    if log is None:
+        return "starting"
+    if log.outcome is not None:
+        return log.outcome.ending
+    return "running" if log.is_running else "killed"
+
+
+def _head(run: str, view: RunView, context: SummaryContext, now_s: float, spent: TimeSpent) -> Iterator[str]:
+    newest = view.newest
+    facts = [f"**{state_of(newest)}**"]
+    if newest is not None:
+        facts.append(f"attempt {newest.number}")
+        facts.extend([f"step {newest.last_step}"] if newest.last_step is not None else [])
+    facts.extend([f"{view.progress:.0%} done"] if view.progress is not None else [])
+    facts.extend([f"goodput {spent.goodput:.1%}"] if spent.goodput is not None else [])
+    yield f"# {plain_text(run)}"
+    yield ""
+    yield " · ".join(facts)
+    yield ""
+    # A killed flow leaves its last page as it is; the words let a later reader recognize that.
+    updates = ", updated every 2 to 30 s while there is news" if newest is None or newest.is_running else ""
+    yield f"As of {show_time(now_s)} UTC{updates} · `{context.path}`"
+    if newest is not None and newest.outcome is not None and newest.outcome.error is not None:
+        yield from ("", "```text", newest.outcome.error[-_LONGEST_ERROR:].replace("```", "'''").strip(), "```")
+
+
+def _metrics(view: RunView, first: str | None) -> Iterator[str]:
+    curves = view.curves.sorted(first)
+    if not curves:
+        return
+    first_steps = {log.number: log.first_step for log in view.logs if log.first_step is not None}
+    picture = draw_curves(curves, resume_points(view.logs), first_steps)
+    yield from ("## Metrics", "")
+    if picture is not None:
+        yield f"![Metrics over steps]({as_data_url(picture)})"
+        yield from _reading_aid(curves, later=len(first_steps) > 1)
+    yield from ("", "| metric | last | lowest | highest |", "| :-- | --: | --: | --: |")
+    yield from (
+        f"| {plain_text(shorten(it.name, 60))} | {plain_text(shorten(show_number(it.last), 40))} "
+        f"| {show_number(it.low)} | {show_number(it.high)} |"
+        for it in curves[:_MANY_METRICS]
+    )
+    more = len(curves) - _MANY_METRICS + len(view.curves.left_out)
+    if more > 0:
+        yield from ("", f"{more} more are in `Result.from_storage(...).metrics_dataframe`.")
+
+
+def _reading_aid(curves: list[Curve], *, later: bool) -> Iterator[str]:
+    hints = ["over steps"]
+    if later:
+        hints.append("dashed lines: starts of later attempts")
+        hints.append("pale lines: lost and trained again")
+    if sum(curve.low is not None for curve in curves) > MAX_PANELS:
+        hints.append(f"the first {MAX_PANELS} metrics")
+    yield from ("", f"*{'; '.join(hints)}*")
+
+
+def _time(spent: TimeSpent) -> Iterator[str]:
+    picture = draw_time(spent)
+    if picture is None or spent.goodput is None:
+        return
+    yield from ("## Time", "", f"![Time spent]({as_data_url(picture)})", "")
+    yield (
+        f"Goodput **{spent.goodput:.1%}**: the share of training in {show_duration(spent.counted)}. *Checkpointing* is the "
+        "time for which checkpoints stalled the slowest rank; *restarting* the time from a claim, or the end of the attempt "
+        "before, to the first step; *lost* the time of work that is done again."
+    )
+    if spent.away >= 1:
+        yield f"In addition, {show_duration(spent.away)} passed between flow runs."
+
+
+def _attempts(run: str, view: RunView, now_s: float) -> Iterator[str]:
+    logs = view.logs
+    if not logs:
+        return
+    yield from ("## Attempts", "")
+    yield "| # | started (UTC) | duration | ranks | resumed from | steps | state |"
+    yield "| --: | :-- | --: | --: | :-- | :-- | :-- |"
+    shown = logs[: -_MAX_ATTEMPTS - 1 : -1]
+    for log in shown:
+        duration_s = max(0.0, (now_s if log.ended_s is None else log.ended_s) - log.claimed_s)
+        steps = "none" if log.first_step is None else f"{log.first_step} to {log.last_step}"
+        yield (
+            f"| {log.number} | {show_time(log.claimed_s)[5:]} | {show_duration(duration_s)} | {log.attempt.world_size} "
+            f"| {_origin(log, run)} | {steps} | {state_of(log)} |"
+        )
+    if len(logs) > len(shown):
+        yield from ("", f"{len(logs) - len(shown)} earlier attempts are not shown.")
+    yield from ("", *(f"- attempt {log.number}: {reason}" for log in shown if (reason := _reason(log))))
+    yield from (
+        f"- set aside as damaged: `{checkpoint_id}`, {plain_text(shorten(reason))}"
+        for checkpoint_id, reason in view.quarantined.items()
+    )
+
+
+def _origin(log: AttemptLog, run: str) -> str:
+    restored = (log.attempt.resumed_from or "").rstrip("/")
+    if not restored:
+        return "fresh start"
+    checkpoint_id = restored.rpartition("/")[2]
+    if not is_id(checkpoint_id):
+        return plain_text(checkpoint_id)
+    attempt, step = position_of(checkpoint_id)
+    origin = restored.removesuffix(f"/checkpoints/{checkpoint_id}").rpartition("/")[2]
+    return f"step {step:.0f}, attempt {attempt:.0f}" + ("" if origin == run else f" of run {plain_text(origin)}")
+
+
+def _reason(log: AttemptLog) -> str:
+    """Return in one line why an attempt ended: the first line of its error."""
+    if log.outcome is None:
+        return "" if log.is_running else "killed with its flow's process"
+    if log.outcome.error is None:
+        return ""
+    error = plain_text(shorten(log.outcome.error.strip().split("\n", 1)[0]))
+    return f"{log.outcome.kind}: {error}" if log.outcome.kind else error
+
+
+def _log_links(context: SummaryContext) -> Iterator[str]:
+    """Yield links from each of the newest attempts to its ranks' logs and to the flow run that led it."""
+    attempts = sorted({*context.ranks, *context.flow_runs}, reverse=True)
+    if attempts:
+        yield from ("## Logs", "")
+    for attempt in attempts[:_MAX_LINKED_ATTEMPTS]:
+        ranks = context.ranks.get(attempt, {})
+        links = [f"[rank {rank}]({url})" for rank, url in list(ranks.items())[:_MAX_LINKED_RANKS]]
+        more = [f"{len(ranks) - len(links)} more ranks"] if len(ranks) > len(links) else []
+        leader = [f"[flow run]({context.flow_runs[attempt]})"] if attempt in context.flow_runs else []
+        yield f"- attempt {attempt}: {' · '.join((*links, *more, *leader))}"
+
+
+def _checkpoints(view: RunView) -> Iterator[str]:
+    checkpoints = view.checkpoints
+    if not checkpoints.held:
+        return
+    newest = checkpoints.held[-1]
+    yield from ("## Checkpoints", "")
+    total = show_bytes(checkpoints.bytes)
+    yield f"{checkpoints.num} in storage, {total} in total; the newest is `{newest.id}`, step {newest.step}."

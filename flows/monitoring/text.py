@@ -1,0 +1,60 @@
+"""Numbers, durations, times and foreign text as pages and the terminal show them."""
+
+from datetime import datetime, timezone
+
+from prefect_torch.ckpt.runs.metrics import MetricValue
+
+_SHORT = 160
+_MARKUP = str.maketrans({character: f"\\{character}" for character in r"\`*_[]<>|~$"})
+
+
+def show_number(value: MetricValue) -> str:
+    """Return a metric with five digits."""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "" if value is None else str(value)
+
+
+def show_compact(value: float) -> str:
+    """Return the number of a tick in few characters: 12000 is 12k."""
+    for power, suffix in ((9, "G"), (6, "M"), (3, "k")):
+        if 10**power <= abs(value) < 10 ** (power + 3) and (power > 3 or abs(value) >= 10**4):  # noqa: PLR2004 - 1200 is short
+            return f"{value / 10**power:.4g}{suffix}"
+    if value == 0 or 1e-3 <= abs(value) < 1e9:  # noqa: PLR2004 - what reads well without an exponent
+        return f"{value:.5g}"
+    mantissa, _, exponent = f"{value:.3g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+def show_duration(seconds: float) -> str:
+    """Return a duration in at most two units."""
+    if seconds < 10:  # noqa: PLR2004 - below, tenths matter
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
+
+
+def show_time(at_s: float) -> str:
+    """Return a time (seconds since the epoch) to the second, in UTC."""
+    return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def seconds_of(iso: str) -> float:
+    """Return an ISO 8601 time as seconds since the epoch."""
+    return datetime.fromisoformat(iso).timestamp()
+
+
+def shorten(text: str, longest: int = _SHORT) -> str:
+    """Return `text` on one line, cut to `longest` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= longest else f"{line[: longest - 1].rstrip()}…"
+
+
+def plain_text(text: str) -> str:
+    """Return `text` on one line, escaped so that Markdown shows it literally, also in a table's cell."""
+    return " ".join(text.split()).translate(_MARKUP)

@@ -1,0 +1,206 @@
+"""What automations are told of a training, read from a real server."""
+
+import math
+import threading
+import time
+
+import pytest
+from prefect import flow
+from prefect.events import Event
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect_servers import Proxy
+from prefect_torch.ckpt import Plan, RetentionPolicy
+from prefect_torch.ckpt.reporting.events import ReportEvent
+from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.flows.monitoring.events import outbox as module
+from prefect_torch.flows.monitoring.events.outbox import EventOutbox
+from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
+from servers import free_port
+from told_trainings import Job, events_about, tell_all
+
+LOW_LOSS = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory):
+    """Two attempts: the first commits and fails, the second finds one damaged, commits, prunes and completes."""
+    job = Job(str(tmp_path_factory.mktemp("events")), LOW_LOSS)
+    store = job.open_store()
+    first = job.claim()
+    commits = [job.commit(1, step, loss=loss, deep={"acc": 0.5}) for step, loss in enumerate((0.5, 0.7, math.nan, 0.4))]
+    second = job.claim()
+    commits += [job.commit(2, 4, loss=0.45), job.commit(2, 5, loss=0.4), job.commit(2, 6, accuracy=1)]
+    reported = ReportEvent(MetricRecord(1, 0, {"loss": 0.5}, None, "2026-01-01T00:00:00+00:00"))
+    unscored = Job(job.folder, run="unscored")
+    tell_all(unscored, AttemptStarted(unscored.claim(), None), unscored.commit(1, 0), unscored.commit(1, 1))
+    flow_run_id = tell_all(
+        job,
+        AttemptStarted(first, None),
+        *(reported, *commits[:4]),
+        AttemptEnded(Outcome(1, "failed", None, "user", "boom" * 2000)),
+        CheckpointQuarantined(commits[3].id, "a bit flipped"),
+        AttemptStarted(second, f"{store.path}/checkpoints/{commits[0].id}"),
+        *commits[4:],
+        CheckpointsPruned(Plan({}, (store.get(commits[1].id),))),
+        AttemptEnded(Outcome(2, "completed")),
+    )
+    about_run = events_about(f"prefect-torch.run.{store.path}", 3)
+    about_checkpoints = events_about(f"prefect-torch.checkpoint.{store.path}", 9)
+    return flow_run_id, store, commits, about_run, about_checkpoints
+
+
+def committed(training):
+    return [event for event in training[4] if event.event == "prefect-torch.checkpoint.committed"]
+
+
+def test_each_happening_arrives_once_and_in_order(training):
+    _, store, commits, about_run, about_checkpoints = training
+    assert [(event.event, event.resource["attempt"]) for event in about_run] == [
+        ("prefect-torch.attempt.started", "1"),
+        ("prefect-torch.attempt.failed", "1"),
+        ("prefect-torch.attempt.started", "2"),
+    ]
+    places = [f"{store.path}/checkpoints/{commit.id}" for commit in commits]
+    assert [
+        (event.event.removeprefix("prefect-torch.checkpoint."), event.resource["checkpoint"]) for event in about_checkpoints
+    ] == [
+        *(("committed", place) for place in places[:4]),
+        ("quarantined", places[3]),
+        *(("committed", place) for place in places[4:]),
+        ("pruned", places[1]),
+    ]
+
+
+def test_a_commit_has_labels_to_match_and_metrics_to_read(training):
+    flow_run_id, store, commits, _, _ = training
+    event = committed(training)[0]
+    place = f"{store.path}/checkpoints/{commits[0].id}"
+    assert dict(event.resource.root) == {
+        "prefect.resource.id": f"prefect-torch.checkpoint.{place}",
+        "prefect.resource.name": "run step 0",
+        "run": "run",
+        "storage": store.storage.url,
+        "attempt": "1",
+        "checkpoint": place,
+        "step": "0",
+        "is_best": "true",
+    }
+    assert event.payload["metrics"] == {"loss": 0.5, "deep/acc": 0.5}
+    assert (event.payload["bytes"], event.payload["duration_s"], event.payload["stall_s"]) == (7, 0.5, 0.25)
+    related = {resource.role: resource.id for resource in event.related}
+    assert related["run"] == f"prefect-torch.run.{store.path}"
+    assert related["flow-run"] == f"prefect.flow-run.{flow_run_id}"
+    assert "flow" in related
+
+
+def test_best_is_what_the_policy_ranks_first_whatever_attempt_it_is_of(training):
+    """0.5 is the first; 0.7 is worse; NaN never is; 0.4 is; then 0.45 is not, 0.4 is newer, and no score never is."""
+    assert [event.resource["is_best"] for event in committed(training)] == [
+        "true",
+        "false",
+        "false",
+        "true",
+        "false",
+        "true",
+        "false",
+    ]
+
+
+def test_a_failure_says_why_in_bounds(training):
+    failed = training[3][1]
+    assert failed.resource["ending"] == "failed"
+    assert failed.payload["kind"] == "user"
+    assert failed.payload["error"] == "boom" * 1000
+
+
+def test_without_a_score_the_newest_is_best(training):
+    events = events_about(f"prefect-torch.checkpoint.{training[1].storage.url}/unscored", 2)
+    assert [event.resource["is_best"] for event in events] == ["true", "true"]
+
+
+def event(number: int, name: str = "prefect-torch.test", about: str = "test") -> Event:
+    return Event(event=name, resource={"prefect.resource.id": f"{about}.{number:03}"})
+
+
+@flow(name="posting")
+def posting(use):
+    use(EventOutbox())
+
+
+def test_the_first_is_sent_at_once_and_the_next_only_after_a_pause(monkeypatch):
+    sent, is_sent = [], threading.Event()
+
+    def send(self, events):
+        sent.append(len(events))
+        is_sent.set()
+
+    monkeypatch.setattr(EventOutbox, "_send", send)
+    monkeypatch.setattr(module, "PERIOD_S", 60)
+
+    def use(outbox):
+        outbox.put(event(0))
+        assert is_sent.wait(10)
+        is_sent.clear()
+        for number in range(450):
+            outbox.put(event(number))
+        assert not is_sent.wait(0.3)
+        outbox.close(10)
+
+    posting(use)
+    assert sent == [1, 200, 200, 50]
+
+
+def test_what_happens_while_the_api_is_away_arrives_once_when_it_is_back(monkeypatch):
+    monkeypatch.setattr(module, "PERIOD_S", 0.1)
+    proxy = Proxy(int(PREFECT_API_URL.value().split(":")[2].partition("/")[0]))
+    failed = threading.Event()
+    deliver = EventOutbox._deliver
+
+    def watched(self, batch):
+        if not (is_delivered := deliver(self, batch)):
+            failed.set()
+        return is_delivered
+
+    monkeypatch.setattr(EventOutbox, "_deliver", watched)
+
+    def use(_):
+        with temporary_settings({PREFECT_API_URL: proxy.api}):
+            outbox = EventOutbox()
+        outbox.put(*(event(number, about="away") for number in range(20)))
+        assert failed.wait(10)
+        proxy.accept()
+        outbox.put(event(20, about="away"))
+        outbox.close(10)
+
+    try:
+        posting(use)
+    finally:
+        proxy.refuse()
+    found = events_about("away.", 21)
+    assert [it.resource.id for it in found] == [f"away.{number:03}" for number in range(21)]
+
+
+def test_an_api_that_stays_away_holds_the_end_up_for_seconds_and_the_loss_is_told(caplog):
+    def use(_):
+        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
+            outbox = EventOutbox()
+        outbox.put(*map(event, range(300)))
+        begun_s = time.monotonic()
+        outbox.close(20)
+        assert time.monotonic() - begun_s < 15
+
+    posting(use)
+    assert "300 events of this training could not be sent to Prefect (" in caplog.text
+
+
+def test_events_that_the_server_refuses_are_told_and_hold_up_no_others(caplog, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_PER_REQUEST", 1)
+
+    def use(outbox):
+        outbox.put(event(0, "x" * 2000, "refused"), event(1, about="accepted"))
+        outbox.close(20)
+
+    posting(use)
+    assert "Prefect refuses 1 events of this training" in caplog.text
+    assert len(events_about("accepted.", 1)) == 1

@@ -1,0 +1,131 @@
+"""Pictures of curves: valid SVG of bounded size, whatever was reported."""
+
+import math
+import re
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect_torch.flows.monitoring.pages.attempt_log import END
+from prefect_torch.flows.monitoring.pages.chart import draw_curves, draw_time, step_axis, value_axis
+from prefect_torch.flows.monitoring.pages.curves import MAX_CURVES, MAX_POINTS, Curves, thin
+from prefect_torch.flows.monitoring.pages.goodput import TimeSpent
+from run_stories import record
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def curves_of(**metrics):
+    curves = Curves()
+    for step in range(max(len(values) for values in metrics.values())):
+        curves.add(record(1, step, **{name: values[step] for name, values in metrics.items() if step < len(values)}))
+    return curves.sorted(None)
+
+
+def drawn(curves, until=None, begun=None):
+    picture = draw_curves(curves, until or {1: END}, begun or {1: 0})
+    return None if picture is None else ET.fromstring(picture)
+
+
+def words(picture):
+    return ["".join(text.itertext()).strip() for text in picture.iter(f"{SVG}text")]
+
+
+def lines(picture):
+    return [line.get("points").split() for line in picture.iter(f"{SVG}polyline")]
+
+
+def test_each_metric_has_a_panel_with_its_name_last_value_and_ticks():
+    picture = drawn(curves_of(loss=[4.0, 2.0, 1.0], **{"<b>&": [1, 2, 3]}))
+    assert {"loss", "1", "<b>&", "3"} <= set(words(picture))
+    assert {"0", "1", "2"} <= set(words(picture))
+    assert [len(line) for line in lines(picture)] == [3, 3]
+
+
+def test_a_line_of_very_many_reports_keeps_its_spikes_and_few_points():
+    values = [math.sin(step / 500) for step in range(20_000)]
+    values[7_777], values[12_345] = 50.0, -50.0
+    [curve] = curves_of(loss=values)
+    points = curve.kept({1: END})
+    assert len(points) <= MAX_POINTS
+    assert {(7_777, 50.0), (12_345, -50.0)} <= set(points)
+    assert points[-1][0] == 19_999
+    assert len(curve.points[1]) <= 4 * MAX_POINTS
+
+
+def test_what_is_not_finite_is_left_out_and_counted():
+    picture = drawn(curves_of(loss=[1.0, math.nan, math.inf, 2.0, -math.inf, 10**400, True, None, "text", 3.0]))
+    assert [len(line) for line in lines(picture)] == [3]
+    assert any("4 not finite" in text for text in words(picture))
+
+
+def test_nothing_is_drawn_without_a_number():
+    assert drawn(curves_of(name=["a", "b"], loss=[math.nan])) is None
+    assert drawn([]) is None
+
+
+def test_attempts_have_boundaries_and_what_was_lost_is_pale():
+    curves = Curves()
+    for step in range(10):
+        curves.add(record(1, step, loss=1.0 - step / 10))
+    for step in range(7, 12):
+        curves.add(record(2, step, loss=1.0 - step / 9))
+    picture = drawn(curves.sorted(None), {1: (1, 6), 2: END}, {1: 0, 2: 7})
+    lost, kept = picture.findall(f"{SVG}polyline")
+    assert (len(lost.get("points").split()), lost.get("stroke-opacity")) == (3, "0.35")
+    assert (len(kept.get("points").split()), kept.get("stroke-opacity")) == (12, "1")
+    assert [line.get("stroke-dasharray") for line in picture.iter(f"{SVG}line")].count("3 3") == 1
+    assert "#2" in words(picture)
+
+
+def test_more_metrics_than_fit_are_neither_drawn_nor_held():
+    curves = Curves()
+    curves.add(record(1, 0, **{f"m{number}": number for number in range(MAX_CURVES + 5)}))
+    assert len(curves.sorted(None)) == MAX_CURVES
+    assert len(curves.left_out) == 5
+    assert curves.sorted("m7")[0].name == "m7"
+    assert sum(text.startswith("m") for text in words(drawn(curves.sorted(None)))) == 8
+
+
+def test_an_axis_is_logarithmic_only_where_that_helps():
+    decay = [2.3 * math.exp(-step / 20) + 1e-3 for step in range(1000)]
+    cosine = [1e-3 * (1 + math.cos(math.pi * step / 1000)) for step in range(1000)]
+    assert value_axis(decay).is_log
+    assert value_axis(decay).ticks == (0.001, 0.01, 0.1, 1.0)
+    assert not value_axis(cosine).is_log
+    assert not value_axis([*decay, -1.0]).is_log
+    assert value_axis([0.1, 0.3]).ticks == (0.1, 0.2, 0.3)
+    assert all(tick == int(tick) for tick in step_axis(0, 3).ticks)
+
+
+extreme = st.floats() | st.integers() | st.sampled_from([5e-324, 1e-300, 1e300, 1.7e308, 0.0, 1.0, 1.0 + 2e-16])
+
+
+@given(st.lists(extreme, min_size=1, max_size=30))
+def test_whatever_numbers_are_reported_the_picture_is_sound(values):
+    picture = draw_curves(curves_of(loss=values), {1: END}, {1: 0})
+    if picture is not None:
+        ET.fromstring(picture)
+        places = re.findall(r' (?:points|cx|cy|x1|y1|x|y)="([^"]*)"', picture)
+        numbers = [float(number) for place in places for number in re.split("[ ,]", place)]
+        assert all(-100 <= number <= 1000 for number in numbers)
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.floats(-1e9, 1e9)), max_size=300), st.integers(4, 50))
+def test_thinning_keeps_the_extremes_and_the_order(points, most):
+    points = sorted(points, key=lambda point: point[0])
+    kept = thin(points, most)
+    assert len(kept) <= most
+    if points:
+        values, left = [value for _, value in points], [value for _, value in kept]
+        assert (min(left), max(left)) == (min(values), max(values))
+        assert [step for step, _ in kept] == sorted(step for step, _ in kept)
+
+
+def test_the_bar_of_time_is_divided_as_the_time_was():
+    picture = ET.fromstring(draw_time(TimeSpent(60, 20, 15, 5, 1000)))
+    widths = [float(part.get("width")) for part in picture.find(f"{SVG}g")]
+    assert widths == pytest.approx([432, 144, 108, 36])
+    assert words(picture)[0] == "training 1 min 00 s (60.0%)"
+    assert draw_time(TimeSpent()) is None

@@ -1,0 +1,53 @@
+"""The keys of artifacts, and how often they are published, by a clock that no test waits for."""
+
+import re
+from itertools import pairwise
+
+import pytest
+from prefect_torch.flows.monitoring.pages.live_artifact import PublishBackoff, artifact_key
+
+
+def published_within(seconds, asked_every_s=0.1):
+    now_s = [0.0]
+    backoff = PublishBackoff(clock=lambda: now_s[0])
+    times = []
+    while now_s[0] < seconds:
+        if backoff.wait_s() == 0:
+            backoff.record()
+            times.append(now_s[0])
+        now_s[0] += asked_every_s
+    return times
+
+
+def test_a_hundred_seconds_of_news_publish_at_most_sixteen_times():
+    times = published_within(100)
+    assert times[0] == 0
+    assert 14 <= len(times) <= 16
+    assert times[1] < 2.2
+
+
+def test_in_the_long_run_it_is_twice_a_minute():
+    times = [at_s for at_s in published_within(7200, 1.0) if at_s >= 3600]
+    assert len(times) <= 121
+    assert max(later - at_s for at_s, later in pairwise(times)) <= 31
+
+
+def test_it_tells_how_long_to_wait():
+    now_s = [5.0]
+    backoff = PublishBackoff(clock=lambda: now_s[0])
+    assert backoff.wait_s() == 0
+    backoff.record()
+    now_s[0] = 6.5
+    assert backoff.wait_s() == 0.5
+
+
+@pytest.mark.parametrize("run", ["plain-1", "Plain-1", "plain_1", "plain.1", "-", "a" * 200])
+def test_a_key_is_what_prefect_takes_and_says_the_name(run):
+    key = artifact_key(run, f"/storage/{run}")
+    assert re.fullmatch("[a-z0-9]([a-z0-9-]*[a-z0-9])", key)
+    assert key.startswith(f"{run}-") == (run in ("plain-1", "a" * 200))
+
+
+def test_no_two_runs_have_the_same_key():
+    runs = ("plain-1", "Plain-1", "plain_1", "plain.1", "plain--1", "plain-1-")
+    assert len({artifact_key(run, f"{storage}/{run}") for run in runs for storage in ("/a", "s3://b/c")}) == 12

@@ -1,0 +1,185 @@
+"""The page of a run from what its storage and its audience tell; no server."""
+
+import re
+import tracemalloc
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import pytest
+from faulty_storage import FaultyStorage
+from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageError
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.history import HistoryWriter
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.flows.monitoring.pages.run_view import RunView
+from prefect_torch.flows.monitoring.pages.summary import SummaryContext, write_summary
+from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
+from ranks import Attempt, folder
+from run_stories import BEGUN_S, checkpoint_id, claim, record
+
+POLICY = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="score")
+CONTEXT = SummaryContext("/store/run")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(str(tmp_path / "store"), "run")
+
+
+def view_of(store, *happenings):
+    view = RunView(store, POLICY)
+    for at_s, happening in enumerate(happenings):
+        view.record(happening, BEGUN_S + at_s)
+    return view
+
+
+def page_of(view, context=CONTEXT):
+    return write_summary("run", view, context, BEGUN_S + 100)
+
+
+def commit(attempt, step, **metrics):
+    return CommitEvent(checkpoint_id(attempt, step), step, metrics, 7, 0.5, 0.25)
+
+
+def test_a_running_training_shows_what_it_said_last(store):
+    view = view_of(
+        store,
+        AttemptStarted(claim(1), None),
+        ReportEvent(record(1, 3, 10.0, score=1.0), 0.25),
+        commit(1, 3, score=1.0),
+        commit(1, 4, score=0.5),
+    )
+    page = page_of(view)
+    assert "**running** · attempt 1 · step 3 · 25% done · goodput" in page
+    assert "2 in storage, 14 B in total" in page
+    assert view.kept() == {checkpoint_id(1, 4): ("latest",), checkpoint_id(1, 3): ("best",)}
+
+
+def test_what_another_process_left_behind_is_read_from_storage(store, tmp_path):
+    """Its leader was killed, so that no outcome was written, and the last report is known from a manifest alone."""
+    before = Attempt(store)
+    session = before.session()
+    for score in (1.0, 2.0):
+        session.report({"score": score}, folder(tmp_path / "c", model=str(score)))
+    first, second = store.list()
+    HistoryWriter(store, 1).append(replace(record(1, 0, score=1.0), checkpoint=first.id))
+    store.pin(first.id)
+    claimed = claim_attempt(store, Owner.current("b"), world_size=2, lineage=1)
+    path = f"{store.path}/checkpoints/{second.id}"
+    record_resumed_from(store, claimed, path)
+    view = view_of(store, AttemptStarted(claimed, path), ReportEvent(record(2, 2, 10.0, score=3.0)))
+    page = page_of(view)
+    assert "- attempt 1: killed with its flow's process" in page
+    assert re.search(r"^\| 1 \|.*\| fresh start \| 0 to 1 \| killed \|$", page, re.MULTILINE)
+    assert re.search(r"^\| 2 \|.*\| step 1, attempt 1 \| 2 to 2 \| running \|$", page, re.MULTILINE)
+    assert view.kept() == {second.id: ("latest", "best", "in use"), first.id: ("pinned",)}
+    assert [len(points) for points in view.curves.sorted(None)[0].points.values()] == [2, 1]
+    assert {mark.newest for mark in view.logs[0].checkpoints if mark.num_timed} == {first.id, second.id}
+
+
+def test_an_attempt_that_could_not_choose_where_to_begin_is_told_too(store):
+    claimed = claim_attempt(store, Owner.current("a"), world_size=2)
+    error = "CheckpointCorruptError('2 checkpoints and none is whole')"
+    view = view_of(
+        store,
+        CheckpointQuarantined(checkpoint_id(1, 1), "a bit | flipped"),
+        AttemptEnded(Outcome(claimed.number, "failed", "a", "final", error)),
+    )
+    page = page_of(view)
+    assert "- attempt 1: final: CheckpointCorruptError" in page
+    assert f"- set aside as damaged: `{checkpoint_id(1, 1)}`, a bit \\| flipped" in page
+
+
+def test_what_was_pruned_is_gone_and_pins_are_known_from_the_plan(store):
+    view = view_of(store, AttemptStarted(claim(1), None), *(commit(1, step, score=step) for step in range(3)))
+    committed_at = datetime.fromtimestamp(BEGUN_S, timezone.utc)
+    dropped = Manifest(checkpoint_id(1, 1), 1, 1, {}, (FileEntry("f", 7, "", 0),), 1, None, committed_at)
+    view.record(CheckpointsPruned(Plan({checkpoint_id(1, 0): ("pinned",)}, (dropped,))), BEGUN_S)
+    assert [it.step for it in view.checkpoints.held] == [0, 2]
+    assert (view.checkpoints.num, view.checkpoints.bytes) == (2, 14)
+    assert view.kept() == {checkpoint_id(1, 2): ("latest", "best"), checkpoint_id(1, 0): ("pinned",)}
+
+
+def test_the_end_is_read_from_storage_where_others_prune_and_pin(store, tmp_path):
+    session = Attempt(store).session()
+    session.report({"score": 1}, folder(tmp_path / "c", model="1"))
+    (kept,) = store.list()
+    view = view_of(store, AttemptStarted(claim(2), None), commit(2, 7, score=1))
+    store.pin(kept.id)
+    view.read_checkpoints()
+    assert {it.id for it in view.checkpoints.held} == {kept.id}
+    assert view.kept() == {kept.id: ("latest", "best", "pinned")}
+
+
+def test_errors_are_shortened_in_the_list_whole_at_the_top_and_no_markdown(store):
+    error = f"rank 1 failed: ValueError: {'<b>*x*|' * 100}\n\nTraceback\n```\nline"
+    page = page_of(view_of(store, AttemptStarted(claim(1), None), AttemptEnded(Outcome(1, "failed", "a", "user", error))))
+    (reason,) = re.findall("^- attempt 1: (.*)$", page, re.MULTILINE)
+    assert reason.startswith(r"user: rank 1 failed: ValueError: \<b\>\*x\*\|")
+    assert reason.endswith("…")
+    fence = page.split("```")
+    assert len(fence) == 3
+    assert "Traceback" in fence[1]
+
+
+def test_links_lead_to_the_newest_attempts_ranks(store):
+    ranks = {number: {rank: f"http://ui/{number}-{rank}" for rank in range(20)} for number in range(1, 9)}
+    context = SummaryContext("s3://b/run", flow_runs={2: "http://ui/two", 8: "http://ui/eight"}, ranks=ranks)
+    page = page_of(view_of(store, AttemptStarted(claim(1), None), commit(1, 0, score=1)), context)
+    assert "[flow run](http://ui/eight)" in page
+    linked = re.findall(r"\[rank (\d+)\]\(http://ui/(\d)-\d+\)", page)
+    assert {number for _, number in linked} == set("45678")
+    assert page.count("· 4 more ranks") == 5
+
+
+def test_a_long_run_has_a_page_of_bounded_size(store):
+    view = view_of(store, AttemptStarted(claim(1), None))
+    for number in range(1, 301):
+        view.record(AttemptStarted(claim(number, number), None), BEGUN_S + number)
+        for step in range(5):
+            view.record(ReportEvent(record(number, step, number, **{f"m{name}": step for name in range(30)})), BEGUN_S + number)
+        write_outcome(store, Outcome(number, "failed"))
+        view.record(AttemptEnded(Outcome(number, "failed", "a", "user", "boom " * 100)), BEGUN_S + number)
+    page = page_of(view)
+    assert "280 earlier attempts are not shown." in page
+    assert "18 more are in" in page
+    assert len(page) < 400_000
+
+
+def test_a_training_that_never_ends_is_noted_in_bounded_memory(store):
+    """Every one of ten thousand reports has a checkpoint, and all are kept: memory does not grow with them."""
+    view = view_of(store, AttemptStarted(claim(1), None))
+
+    def report(steps):
+        for step in steps:
+            view.record(ReportEvent(record(1, step, float(step), checkpoint_id(1, step), score=step % 1000)), BEGUN_S + step)
+            view.record(commit(1, step, score=step % 1000), BEGUN_S + step)
+
+    report(range(5000))
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        report(range(5000, 10_000))
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 2_500_000, "an entry for each of 5,000 checkpoints would take more"
+    assert (view.checkpoints.num, view.checkpoints.bytes) == (10_000, 70_000)
+    (log,) = view.logs
+    assert sum(mark.num_reported for mark in log.checkpoints) == 10_000
+    assert sum(mark.stall_s for mark in log.checkpoints) == 2500
+    assert view.checkpoints.held[-1].step == 9999
+    assert max(it.metrics["score"] for it in view.checkpoints.held) == 999
+    assert checkpoint_id(1, 7) in log.checkpoints
+    assert checkpoint_id(2, 7) not in log.checkpoints
+
+
+def test_what_happens_now_is_told_even_if_the_past_cannot_be_read(store, tmp_path):
+    Attempt(store).session().report({"score": 1}, folder(tmp_path / "c", model="1"))
+    away = FaultyStorage(store.storage, crash_at=1, error=StorageError("no answer"))
+    view = RunView(replace(store, storage=away), POLICY)
+    with pytest.raises(StorageError, match="no answer"):
+        view.record(AttemptStarted(claim(2), None), BEGUN_S)
+    view.record(ReportEvent(record(2, 3, 10.0, score=1.0)), BEGUN_S)
+    assert "**running** · attempt 2 · step 3" in page_of(view)
