@@ -69,8 +69,8 @@ def test_every_page_is_built_and_can_be_found(site):
 
 
 def test_links_to_sources_lead_to_pages_of_them(site):
-    assert 'href="source/ckpt/commit.py.html"' in (site / "design.html").read_text()
-    assert "def commit" in re.sub("<[^>]+>", "", (site / "source/ckpt/commit.py.html").read_text())
+    assert 'href="source/ckpt/reporting/commit.py.html"' in (site / "design.html").read_text()
+    assert "def commit" in re.sub("<[^>]+>", "", (site / "source/ckpt/reporting/commit.py.html").read_text())
 
 
 def test_the_reference_has_every_public_name(site):
