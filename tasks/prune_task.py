@@ -9,9 +9,9 @@ from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.tasks.options.settings import configured_storage
 
 from .run_logs import library_logs_in_run
-from .settings import configured_storage
 
 _SHOWN = 20  # a log line has its limits
 

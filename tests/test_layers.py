@@ -101,7 +101,7 @@ def test_importing_ckpt_takes_a_tenth_of_a_second():
 
 
 def test_the_guard_of_a_rank_needs_nothing_but_the_standard_library():
-    names = {name.partition(".")[0] for name in imports(ROOT / "tasks/rank_guard.py")}
+    names = {name.partition(".")[0] for name in imports(ROOT / "tasks/rank/guard.py")}
     assert names <= set(sys.stdlib_module_names)
 
 

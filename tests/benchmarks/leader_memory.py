@@ -24,9 +24,9 @@ from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.flows.monitoring.pages.run_view import RunView
-from prefect_torch.tasks import retention_schedule
-from prefect_torch.tasks.audience import AttemptStarted
-from prefect_torch.tasks.rendezvous import Rendezvous, connect
+from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
+from prefect_torch.tasks.training import retention_schedule
+from prefect_torch.tasks.training.observers import AttemptStarted
 
 RESULT = Path(__file__).parent / "results" / "leader_memory.txt"
 POLICY = RetentionPolicy(3, "loss", "min", keep_every_n_steps=10)

@@ -32,7 +32,7 @@ from prefect_torch.flows import (
     TrainingFailedError,
     train,
 )
-from prefect_torch.tasks import attempt
+from prefect_torch.tasks.training import start
 
 TWO = ScalingConfig(num_workers=2)
 NO_RESTARTS = FailureConfig(max_infrastructure_failures=0)
@@ -95,7 +95,7 @@ def test_without_restarts_left_the_last_error_is_raised_and_the_result_stays_rea
 
 
 def test_a_lost_process_does_not_count_as_the_users_failure(run):
-    with pytest.raises(RankFailedError, match=r"rank 0 of attempt 2 failed: its process was killed by SIGKILL"):
+    with pytest.raises(RankFailedError, match=r"rank 0 of start 2 failed: its process was killed by SIGKILL"):
         train(
             "trainings:train_epochs",
             epochs(3, how="kill", rank=0, at=1, times=9),
@@ -321,7 +321,7 @@ def test_memory_that_ran_out_is_tried_again_where_that_is_asked(run):
 
 
 def test_a_claim_that_always_fails_ends_with_the_budget(run, monkeypatch):
-    """Though no attempt tells of it."""
+    """Though no start tells of it."""
     claims = []
 
     def fail(store, owner, **_):
@@ -330,7 +330,7 @@ def test_a_claim_that_always_fails_ends_with_the_budget(run, monkeypatch):
             pytest.fail("it goes on for ever")
         raise StorageError("no answer")
 
-    monkeypatch.setattr(attempt, "claim_attempt", fail)
+    monkeypatch.setattr(start, "claim_attempt", fail)
     with pytest.raises(StorageError, match="no answer"):
         train("trainings:train_epochs", epochs(1), run=run, failure=FailureConfig(max_infrastructure_failures=2))
     assert len(claims) == 3

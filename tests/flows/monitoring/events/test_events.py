@@ -15,7 +15,7 @@ from prefect_torch.ckpt.runs.attempts import Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows.monitoring.events import outbox as module
 from prefect_torch.flows.monitoring.events.outbox import EventOutbox
-from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
+from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 from servers import free_port
 from told_trainings import Job, events_about, tell_all
 
