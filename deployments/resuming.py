@@ -13,7 +13,7 @@ from prefect.events.filters import EventFilter
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
 from prefect_torch.flows.run_name import name_run
-from prefect_torch.tasks.restarts import UNLIMITED
+from prefect_torch.tasks.training.restarts import UNLIMITED
 from pydantic import Field
 
 if TYPE_CHECKING:

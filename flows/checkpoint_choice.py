@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.layout import check_run_name
 from prefect_torch.ckpt.manifest import is_id
-from prefect_torch.tasks.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.settings import configured_storage
+from prefect_torch.tasks.options.settings import configured_storage
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
 
 def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) -> CheckpointRef:

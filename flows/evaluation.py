@@ -11,16 +11,16 @@ from prefect_torch.ckpt.evaluations import check_evaluation_name
 from prefect_torch.ckpt.metrics import Metrics
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
 from prefect_torch.tasks.api_outage import outlast_api_outages
-from prefect_torch.tasks.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.embedded_server import tie_embedded_server
 from prefect_torch.tasks.evaluation_task import EvaluationJob
-from prefect_torch.tasks.function import PackedFunction, pack_function
-from prefect_torch.tasks.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.liveness import is_being_trained
-from prefect_torch.tasks.run_form import WithoutNull, none_if_empty, shown_as
+from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
+from prefect_torch.tasks.options.settings import configured_storage
+from prefect_torch.tasks.options.storage_choice import StorageChoice
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.function import PackedFunction, pack_function
 from prefect_torch.tasks.run_logs import library_logs_in_run
-from prefect_torch.tasks.settings import configured_storage
-from prefect_torch.tasks.storage_choice import StorageChoice
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 

@@ -10,9 +10,9 @@ from prefect_torch.ckpt.manifest import Manifest
 from prefect_torch.ckpt.prune_limits import prune_limits
 from prefect_torch.ckpt.runs import list_runs
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
-from prefect_torch.tasks.run_form import shown_as
-from prefect_torch.tasks.settings import configured_storage
-from prefect_torch.tasks.storage_choice import StorageChoice
+from prefect_torch.tasks.options.run_form import shown_as
+from prefect_torch.tasks.options.settings import configured_storage
+from prefect_torch.tasks.options.storage_choice import StorageChoice
 from pydantic import Field
 
 

@@ -19,16 +19,16 @@ from prefect_torch.tasks import (
     train_workers,
 )
 from prefect_torch.tasks.api_outage import outlast_api_outages
-from prefect_torch.tasks.audience import Audience
-from prefect_torch.tasks.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.embedded_server import tie_embedded_server
-from prefect_torch.tasks.function import pack_function
-from prefect_torch.tasks.gang import ONE_THREAD_PER_RANK
-from prefect_torch.tasks.job import TrainJob
-from prefect_torch.tasks.restarts import Restarts, failure_kind
-from prefect_torch.tasks.run_form import WithoutNull, none_if_empty, shown_as
-from prefect_torch.tasks.settings import configured_storage
-from prefect_torch.tasks.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
+from prefect_torch.tasks.options.settings import configured_storage
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.training.job import TrainJob
+from prefect_torch.tasks.training.observers import Audience
+from prefect_torch.tasks.training.restarts import Restarts, failure_kind
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 

@@ -6,29 +6,30 @@ Lazy for one reason: a rank's process runs a module of this folder, and must not
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from .data_loading import prepare_data_loader
-    from .errors import RankFailedError
+    from prefect_torch.tasks.gang.rank_task import train_rank
+    from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from prefect_torch.tasks.prepare.data_loader import prepare_data_loader
+    from prefect_torch.tasks.prepare.device import get_device
+    from prefect_torch.tasks.prepare.model import prepare_model
+    from prefect_torch.tasks.rank.errors import RankFailedError
+    from prefect_torch.tasks.training.workers_task import train_workers
+
     from .evaluation_task import evaluate_checkpoint
-    from .parallel_model import prepare_model
     from .prune_task import prune_checkpoints
-    from .rank_device import get_device
-    from .rank_task import train_rank
-    from .workers_task import train_workers
 
 _MODULES = {
-    "CheckpointConfig": "config",
-    "FailureConfig": "config",
-    "RankFailedError": "errors",
-    "RunConfig": "config",
-    "ScalingConfig": "config",
+    "CheckpointConfig": "options.config",
+    "FailureConfig": "options.config",
+    "RankFailedError": "rank.errors",
+    "RunConfig": "options.config",
+    "ScalingConfig": "options.config",
     "evaluate_checkpoint": "evaluation_task",
-    "get_device": "rank_device",
-    "prepare_data_loader": "data_loading",
-    "prepare_model": "parallel_model",
+    "get_device": "prepare.device",
+    "prepare_data_loader": "prepare.data_loader",
+    "prepare_model": "prepare.model",
     "prune_checkpoints": "prune_task",
-    "train_rank": "rank_task",
-    "train_workers": "workers_task",
+    "train_rank": "gang.rank_task",
+    "train_workers": "training.workers_task",
 }
 
 __all__ = [

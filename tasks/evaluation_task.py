@@ -11,15 +11,15 @@ from prefect_torch.ckpt.evaluations import check_free
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.manifest import attempt_of
 from prefect_torch.ckpt.metrics import Metrics
+from prefect_torch.tasks.gang.gang import meet
+from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.function import PackedFunction
+from prefect_torch.tasks.rank.rendezvous import Address
+from prefect_torch.tasks.rank.spec import RankSpec, on_one_machine
 
-from .checkpoint_ref import CheckpointRef
-from .errors import RankFailedError
-from .function import PackedFunction
-from .gang import meet
-from .rank_spec import RankSpec, on_one_machine
-from .rendezvous import Address
 from .run_logs import library_logs_in_run
-from .termination import Termination
 
 
 @dataclass(frozen=True, slots=True)

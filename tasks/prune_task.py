@@ -9,9 +9,9 @@ from prefect_torch.ckpt.attempts import check_fence
 from prefect_torch.ckpt.manifest import Manifest
 from prefect_torch.ckpt.manifest_memory import ManifestMemory
 from prefect_torch.ckpt.pruning import collect_garbage
+from prefect_torch.tasks.options.settings import configured_storage
 
 from .run_logs import library_logs_in_run
-from .settings import configured_storage
 
 _SHOWN = 20  # a log line has its limits
 

@@ -16,10 +16,7 @@ MAY_IMPORT = {
 }
 MODULES = [path for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))]
 INTEGRATIONS = ("accelerate", "lightning", "transformers")
-RANK_SIDE = [
-    *("rank_main", "rank_spec", "rank_result", "checkpoint_ref", "function", "rendezvous"),
-    *("errors", "failures", "oom_kills", "job"),
-]
+RANK_SIDE = [*sorted(f"rank.{path.stem}" for path in (ROOT / "tasks/rank").glob("[a-z]*.py")), "training.job"]
 
 
 def imports(path: Path, *, only_top: bool = False):
@@ -42,9 +39,10 @@ def test_a_folder_imports_only_folders_below_it(path):
     for name in imports(path):
         assert not name.startswith(".."), f"{name}: across folders, import from prefect_torch"
         if name.startswith("prefect_torch"):
-            own, *rest = path.relative_to(ROOT).parts
+            own, *_ = path.relative_to(ROOT).parts
             folder = name.split(".")[1]
-            assert folder in MAY_IMPORT[own] or (folder == own and len(rest) > 1), name
+            is_of_another_wing = tuple(name.split(".")[1:-1]) != path.relative_to(ROOT).parent.parts
+            assert folder in MAY_IMPORT[own] or (folder == own and is_of_another_wing), name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ckpt").glob("*.py")), ids=lambda path: path.name)
@@ -101,7 +99,7 @@ def test_importing_ckpt_takes_a_tenth_of_a_second():
 
 
 def test_the_guard_of_a_rank_needs_nothing_but_the_standard_library():
-    names = {name.partition(".")[0] for name in imports(ROOT / "tasks/rank_guard.py")}
+    names = {name.partition(".")[0] for name in imports(ROOT / "tasks/rank/guard.py")}
     assert names <= set(sys.stdlib_module_names)
 
 

@@ -43,8 +43,8 @@ from prefect_torch.flows import (
     train,
 )
 from prefect_torch.flows.run_name import default_run_name
-from prefect_torch.tasks.function import check_signature
-from prefect_torch.tasks.restarts import _failures_before
+from prefect_torch.tasks.rank.function import check_signature
+from prefect_torch.tasks.training.restarts import _failures_before
 from pydantic import ValidationError
 from ranks import Attempt, folder, read_files
 from ray_behaviours import behaviour

@@ -58,7 +58,7 @@ def check_backends() -> Iterator[Finding]:
 
 def check_loopback() -> Iterator[Finding]:
     """Let a leader and a rank meet as they do in a training."""
-    from prefect_torch.tasks.rendezvous import Rendezvous, connect  # noqa: PLC0415 - for doctor only
+    from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect  # noqa: PLC0415 - for doctor only
 
     started_s = time.monotonic()
     try:

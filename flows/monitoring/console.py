@@ -12,7 +12,13 @@ from prefect_torch.ckpt.attempts import Outcome
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.metrics import flatten_metrics
 from prefect_torch.ckpt.wording import show_bytes
-from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned, Happening
+from prefect_torch.tasks.training.observers import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointQuarantined,
+    CheckpointsPruned,
+    Happening,
+)
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar

@@ -10,8 +10,14 @@ from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.manifest import attempt_of, step_of
 from prefect_torch.ckpt.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.retention import score
-from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned, Happening
-from prefect_torch.tasks.job import TrainJob
+from prefect_torch.tasks.training.job import TrainJob
+from prefect_torch.tasks.training.observers import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointQuarantined,
+    CheckpointsPruned,
+    Happening,
+)
 
 from .assets import materialized, referenced
 from .outbox import EventOutbox

@@ -10,8 +10,8 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt.errors import StorageError
-from prefect_torch.tasks.audience import Happening
-from prefect_torch.tasks.job import TrainJob
+from prefect_torch.tasks.training.job import TrainJob
+from prefect_torch.tasks.training.observers import Happening
 
 from .attempt_log import AttemptLog
 from .checkpoint_table import MAX_ROWS, checkpoint_rows

@@ -11,7 +11,13 @@ from prefect_torch.ckpt.history import MetricRecord, read_history
 from prefect_torch.ckpt.layout import stem
 from prefect_torch.ckpt.manifest import attempt_of
 from prefect_torch.ckpt.retention import overdue_evaluations, plan
-from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned, Happening
+from prefect_torch.tasks.training.observers import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointQuarantined,
+    CheckpointsPruned,
+    Happening,
+)
 
 from .attempt_log import AttemptLog
 from .curves import Curves

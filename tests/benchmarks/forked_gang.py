@@ -1,7 +1,7 @@
 """A leader and its ranks as forked processes: the package's own rank program and storage calls, without Prefect.
 
 A fork of a process that has imported torch starts in milliseconds, so that a whole training can be killed and started again
-thousands of times. The ranks run `prefect_torch.tasks.rank_main` with a real TCPStore and gloo; the leader makes the same calls
+thousands of times. The ranks run `prefect_torch.tasks.rank.main` with a real TCPStore and gloo; the leader makes the same calls
 to storage, in the same order, as `prefect_torch.tasks` does from its Prefect tasks.
 """
 
@@ -30,11 +30,11 @@ from prefect_torch.ckpt.history import HistoryWriter, lost_records
 from prefect_torch.ckpt.pruning import collect_garbage
 from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.session import ReportSettings
-from prefect_torch.tasks import rank_main
-from prefect_torch.tasks.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.function import pack_function
-from prefect_torch.tasks.rank_spec import RankSpec
-from prefect_torch.tasks.rendezvous import Rendezvous
+from prefect_torch.tasks.rank import main
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.rank.rendezvous import Rendezvous
+from prefect_torch.tasks.rank.spec import RankSpec
 
 RUN = "run"
 POLICY = RetentionPolicy(1, "val_loss", "min")
@@ -142,7 +142,7 @@ def _run_rank(training, plan, spec) -> None:
     code = 1
     try:
         file_faults.arm(plan, f"rank {spec.rank}")
-        result = rank_main._run(spec)
+        result = main._run(spec)
         if result.kind is not None:
             print(result.traceback, flush=True)
         elif spec.rank == 0:

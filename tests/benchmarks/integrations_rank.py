@@ -17,7 +17,7 @@ from prefect_torch.ckpt import Checkpoint, CheckpointStore, get_context, report
 from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.prompts import CheckpointPrompts
 from prefect_torch.ckpt.session import RankSession
-from prefect_torch.tasks.rendezvous import Address, Rendezvous, connect
+from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 from rank_processes import process_group, training
 from sklearn.datasets import load_digits
 from torch import nn

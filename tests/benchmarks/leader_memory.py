@@ -24,9 +24,9 @@ from prefect_torch.ckpt.events import CommitEvent, EventReceiver, EventSender, R
 from prefect_torch.ckpt.history import MetricRecord
 from prefect_torch.ckpt.manifest_memory import ManifestMemory
 from prefect_torch.flows.monitoring.run_notes import RunNotes
-from prefect_torch.tasks import retention_schedule
-from prefect_torch.tasks.audience import AttemptStarted
-from prefect_torch.tasks.rendezvous import Rendezvous, connect
+from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
+from prefect_torch.tasks.training import retention_schedule
+from prefect_torch.tasks.training.observers import AttemptStarted
 
 RESULT = Path(__file__).parent / "results" / "leader_memory.txt"
 POLICY = RetentionPolicy(3, "loss", "min", keep_every_n_steps=10)

@@ -231,7 +231,7 @@ class UnsyncedStorage(LocalStorage):
 
 def most_answers_per_s(address, seconds=1.0):
     """Return how often a TCPStore answers a second when four threads of this process ask as fast as they can."""
-    from prefect_torch.tasks.rendezvous import connect
+    from prefect_torch.tasks.rank.rendezvous import connect
 
     def ask():
         key_value, number, ends = connect(address), 0, time.monotonic() + seconds
@@ -270,7 +270,7 @@ class CountedStore:
 
 
 def connect_counted(address):
-    from prefect_torch.tasks.rendezvous import TcpKeyValue, connect
+    from prefect_torch.tasks.rank.rendezvous import TcpKeyValue, connect
 
     store = CountedStore(connect(address).store)
     return TcpKeyValue(store), store.calls
@@ -312,7 +312,7 @@ def plan_of_state(key_value, world_size):
 
 
 def measure_ranks(world_sizes, show):
-    from prefect_torch.tasks.rendezvous import Rendezvous
+    from prefect_torch.tasks.rank.rendezvous import Rendezvous
 
     show("\nranks")
     show(

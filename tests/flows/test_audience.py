@@ -4,8 +4,8 @@ import threading
 
 from prefect import flow
 from prefect_torch.ckpt.attempts import Outcome
-from prefect_torch.tasks import audience as module
-from prefect_torch.tasks.audience import AttemptEnded, Audience
+from prefect_torch.tasks.training import observers as module
+from prefect_torch.tasks.training.observers import AttemptEnded, Audience
 
 LATER = AttemptEnded(Outcome(2, "completed"))
 FIRST = AttemptEnded(Outcome(1, "failed"))

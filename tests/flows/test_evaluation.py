@@ -19,10 +19,10 @@ from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, newest_at
 from prefect_torch.ckpt.manifest_memory import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
 from prefect_torch.flows.checkpoint_choice import find_named
-from prefect_torch.tasks.audience import Audience
 from prefect_torch.tasks.liveness import is_being_trained
-from prefect_torch.tasks.rank_main import _as_metrics
-from prefect_torch.tasks.retention_schedule import RetentionSchedule
+from prefect_torch.tasks.rank.main import _as_metrics
+from prefect_torch.tasks.training.observers import Audience
+from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 from ranks import Attempt, folder
 
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -32,7 +32,7 @@ from prefect_torch.flows import (
     TrainingFailedError,
     train,
 )
-from prefect_torch.tasks import attempt
+from prefect_torch.tasks.training import start
 
 TWO = ScalingConfig(num_workers=2)
 NO_RESTARTS = FailureConfig(max_infrastructure_failures=0)
@@ -330,7 +330,7 @@ def test_a_claim_that_always_fails_ends_with_the_budget(run, monkeypatch):
             pytest.fail("it goes on for ever")
         raise StorageError("no answer")
 
-    monkeypatch.setattr(attempt, "claim_attempt", fail)
+    monkeypatch.setattr(start, "claim_attempt", fail)
     with pytest.raises(StorageError, match="no answer"):
         train("trainings:train_epochs", epochs(1), run=run, failure=FailureConfig(max_infrastructure_failures=2))
     assert len(claims) == 3

@@ -4,7 +4,7 @@ import pytest
 from prefect import flow
 from prefect.assets import Asset, AssetProperties, materialize
 from prefect_torch.flows.monitoring.assets import asset_key
-from prefect_torch.tasks.audience import AttemptStarted
+from prefect_torch.tasks.training.observers import AttemptStarted
 from told_trainings import Job, events_about, tell_all
 
 SEED = "s3://bucket/seeds/checkpoints/000001-00000009-0123abcd"

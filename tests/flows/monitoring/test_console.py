@@ -20,7 +20,7 @@ from prefect_torch.ckpt.attempts import Attempt, Outcome, Owner
 from prefect_torch.ckpt.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.history import MetricRecord
 from prefect_torch.flows.monitoring.console import console_progress
-from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
+from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 
 SUPPORT = Path(__file__).parents[2] / "support"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

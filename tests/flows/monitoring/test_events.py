@@ -15,7 +15,7 @@ from prefect_torch.ckpt.events import ReportEvent
 from prefect_torch.ckpt.history import MetricRecord
 from prefect_torch.flows.monitoring import outbox as module
 from prefect_torch.flows.monitoring.outbox import EventOutbox
-from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
+from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 from servers import free_port
 from told_trainings import Job, events_about, tell_all
 

@@ -14,7 +14,7 @@ from prefect_torch.ckpt.history import HistoryWriter
 from prefect_torch.ckpt.manifest import FileEntry, Manifest
 from prefect_torch.flows.monitoring.run_notes import RunNotes
 from prefect_torch.flows.monitoring.summary import Surroundings, write_summary
-from prefect_torch.tasks.audience import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
+from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 from ranks import Attempt, folder
 from run_stories import BEGUN_S, checkpoint_id, claim, record
 

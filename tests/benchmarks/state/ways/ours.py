@@ -11,7 +11,7 @@ from prefect_torch.ckpt.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.reporting import start_session
 from prefect_torch.ckpt.resume import choose_checkpoint
 from prefect_torch.ckpt.session import RankSession
-from prefect_torch.tasks.rendezvous import Address, Rendezvous, connect
+from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 
 from ways import WAYS
 

@@ -1,0 +1,1 @@
+"""Starting all ranks of an attempt, watching them and stopping them."""

@@ -1,0 +1,126 @@
+"""One rank's process as its supervisor sees it: lines, an ending, and no way to outlive the supervisor."""
+
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .output import OutputLines
+
+_GUARD = Path(__file__).parents[1] / "rank/guard.py"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How a process ended.
+
+    Attributes:
+        returncode: Its exit code; negative for the signal that killed it; None when even its guard was killed.
+        message: What it wrote into its result pipe before it ended.
+
+    """
+
+    returncode: int | None
+    message: bytes
+
+
+class RankProcess:
+    """A command under a guard that ends it, with all its descendants, when this object or this process is gone.
+
+    Args:
+        command: What to run; it finds the number of its result pipe in the last argument.
+        environment: Its whole environment.
+        stdin: What it reads, and then the end of file.
+
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], stdin: bytes) -> None:
+        lifeline, self._lifeline = os.pipe()
+        self._status, status = os.pipe()
+        self._result, result = os.pipe()
+        guard = [sys.executable, "-S", "-E", str(_GUARD), str(lifeline), str(status), str(result)]
+        try:
+            self._guard = subprocess.Popen(
+                [*guard, *command, str(result)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[lifeline, status, result],
+                start_new_session=True,  # Ctrl-C at a terminal is the supervisor's to pass on
+            )
+        finally:
+            for descriptor in (lifeline, status, result):
+                os.close(descriptor)
+        # A thread, since a rank that dies before it reads must not block its supervisor on a full pipe.
+        threading.Thread(target=self._feed, args=(stdin,), daemon=True).start()
+        self._lifeline_lock = threading.Lock()
+        self._returncode: bytes = b""
+        self._message: list[bytes] = []
+
+    def lines(self, poll_s: float) -> Iterator[list[str]]:
+        """Yield the lines (OutputLines) that were written since the last yield, at least every `poll_s`, until its end."""
+        assert self._guard.stdout is not None
+        output = OutputLines()
+        with selectors.DefaultSelector() as selector:
+            for descriptor in (self._guard.stdout.fileno(), self._status, self._result):
+                selector.register(descriptor, selectors.EVENT_READ)
+            while selector.get_map():
+                written = b""
+                for ready, _ in selector.select(poll_s):
+                    data = os.read(ready.fd, 65536)
+                    if not data:
+                        selector.unregister(ready.fd)
+                    elif ready.fd == self._status:
+                        self._returncode += data
+                    elif ready.fd == self._result:
+                        self._message.append(data)
+                    else:
+                        written = data
+                yield output.feed(written, time.monotonic())
+        yield output.feed(b"", time.monotonic(), final=True)
+
+    def ending(self) -> ProcessEnd:
+        """Return how the process ended; call it after `lines` is used up."""
+        self.kill()
+        self._guard.wait()
+        os.close(self._status)
+        os.close(self._result)
+        assert self._guard.stdout is not None
+        self._guard.stdout.close()
+        return ProcessEnd(int(self._returncode) if self._returncode else None, b"".join(self._message))
+
+    def terminate(self) -> None:
+        """Ask the process to end (SIGTERM); harmless when it has."""
+        self._order(b"t")
+
+    def write_stacks(self) -> None:
+        """Have the process write the stack of each of its threads among its lines; harmless when it has ended."""
+        self._order(b"s")
+
+    def kill(self) -> None:
+        """End the process and all its descendants (SIGKILL); harmless when they have."""
+        with self._lifeline_lock:
+            if self._lifeline >= 0:
+                os.close(self._lifeline)
+                self._lifeline = -1
+
+    def _order(self, order: bytes) -> None:
+        with self._lifeline_lock:
+            if self._lifeline >= 0:
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(self._lifeline, order)
+
+    def _feed(self, data: bytes) -> None:
+        assert self._guard.stdin is not None
+        # Unbuffered, so that closing has nothing left to write; a rank that died before it read tells by its ending.
+        with contextlib.suppress(BrokenPipeError), self._guard.stdin.detach() as pipe:  # type: ignore[attr-defined]  # a BufferedWriter
+            view = memoryview(data)
+            while view:
+                view = view[pipe.write(view) :]

@@ -1,0 +1,119 @@
+"""What makes a model a distributed one: `model = prepare_model(Net())`. Imports torch, never prefect: ranks use it."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .device import get_device, get_place
+
+ParallelStrategy: TypeAlias = Literal["ddp", "fsdp2"]
+
+
+def prepare_model(
+    model: nn.Module,
+    move_to_device: bool | str | torch.device = True,
+    parallel_strategy: ParallelStrategy | None = "ddp",
+    parallel_strategy_kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Return `model` on this rank's device, its gradients averaged over all ranks; call it on every rank.
+
+    A single rank gets the bare model, whatever the other arguments: nothing to average. A model that is parallel already is
+    only moved.
+
+    With "fsdp2", each item of the outermost ModuleLists and Sequentials is sharded on its own, then what is left of the model:
+    so the whole of one item is in memory at a time, and not the whole model. An item that shares a parameter with another
+    module belongs to what is left. A model in which `fully_shard` was called on any part is sharded there and in what is left,
+    nowhere else: do so where a loop calls other methods of an item than its forward.
+
+    Args:
+        model: The module; it is moved in place, and sharded in place by "fsdp2".
+        move_to_device: Whether to move it to `get_device()`, or the device to move it to.
+        parallel_strategy: "ddp" gives every rank the whole model (`DistributedDataParallel`), "fsdp2" a part of it
+            (`torch.distributed.fsdp.fully_shard`), None neither.
+        parallel_strategy_kwargs: More arguments of `DistributedDataParallel`, or of every `fully_shard`; without `mesh` the
+            parts are spread over all ranks.
+
+    Raises:
+        ValueError: If the strategy is none of these, or a part of the model is sharded already: "ddp" takes none, "fsdp2" one
+            that is tensor parallel with a `mesh` of another dimension.
+
+    """
+    _check_strategy(parallel_strategy)
+    if move_to_device is not False:
+        model = model.to(get_device() if move_to_device is True else move_to_device)
+    if parallel_strategy is None or _is_parallel(model) or get_place()[1] == 1:
+        return model
+    arguments = dict(parallel_strategy_kwargs or {})
+    return _replicated(model, arguments) if parallel_strategy == "ddp" else _sharded(model, arguments)
+
+
+def _check_strategy(strategy: str | None) -> None:
+    if strategy == "fsdp":
+        raise ValueError("parallel_strategy='fsdp': give 'fsdp2', which is torch's fully_shard")
+    if strategy not in ("ddp", "fsdp2", None):
+        raise ValueError(f"parallel_strategy={strategy!r}: give 'ddp', 'fsdp2' or None")
+
+
+def _is_parallel(model: nn.Module) -> bool:
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    return isinstance(inner, (DistributedDataParallel, FSDPModule, FullyShardedDataParallel))
+
+
+def _replicated(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+    if _has_shards(model):
+        raise ValueError(
+            "a part of the model is sharded already, which DDP does not take: give parallel_strategy='fsdp2' or None"
+        )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) == 1 and (device := devices.pop()).type != "cpu":  # one spread over devices must not name any
+        arguments.setdefault("device_ids", [device])
+    return DistributedDataParallel(model, **arguments)
+
+
+def _sharded(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+    is_begun = any(isinstance(module, FSDPModule) for module in model.modules())
+    if "mesh" not in arguments:  # fully_shard's own takes a GPU wherever there is one
+        if _has_shards(model) and not is_begun:
+            raise ValueError(
+                "the model is tensor parallel: say over which other ranks to shard it, as in "
+                "parallel_strategy_kwargs={'mesh': mesh['fsdp']}"
+            )
+        arguments["mesh"] = init_device_mesh(get_device().type, (dist.get_world_size(),))
+    if not is_begun:
+        for block in list(_blocks(model)):
+            fully_shard(block, **arguments)
+    fully_shard(model, **arguments)
+    return model
+
+
+def _has_shards(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the items of the outermost ModuleLists and Sequentials that have parameters, and share none."""
+    everywhere = _uses(model)
+    for item in _items(model):
+        here = _uses(item)
+        if here and all(everywhere[parameter] == count for parameter, count in here.items()):
+            yield item
+
+
+def _items(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield child
+        else:
+            yield from _items(child)
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))

@@ -1,0 +1,81 @@
+"""Ends a rank with everything it started as soon as its supervisor is gone. A program of its own: stdlib only, no import.
+
+    python guard.py <lifeline fd> <status fd> <passed fd> <command ...>
+
+It starts the command and waits. A "t" on the lifeline asks the command to end (SIGTERM), any other byte to write the stacks
+of its threads (STACKS_SIGNAL, which the command must handle); the lifeline's end of file, which
+the kernel delivers however the supervisor died, kills the command and all its descendants (SIGKILL). The command's return
+code goes to the status pipe. The guard needs no lock of the command's, so a rank that hangs in native code is ended too.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # one that nobody else uses: Lightning takes SIGUSR1
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(lifeline: int, status: int, passed: int, command: list[str]) -> None:
+    """Run `command` until it ends, or the supervisor does."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal to the whole group is the command's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become our children, where `_kill_descendants` finds them
+    with subprocess.Popen(
+        command,
+        pass_fds=[passed],
+        start_new_session=True,
+        preexec_fn=_prepare_command,  # noqa: PLW1509 - this process has one thread yet
+    ) as child:
+        os.close(passed)
+        threading.Thread(target=_watch, args=(lifeline, child), daemon=True).start()
+        returncode = child.wait()
+    _kill_descendants()
+    os.write(status, str(returncode).encode())
+
+
+def _prepare_command() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should somebody kill the guard itself
+
+
+def _watch(lifeline: int, child: "subprocess.Popen[bytes]") -> None:
+    while order := os.read(lifeline, 1):
+        child.send_signal(signal.SIGTERM if order == b"t" else STACKS_SIGNAL)
+    child.kill()
+
+
+def _kill_descendants() -> None:
+    while descendants := _descendants():
+        for pid in descendants:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
+def _descendants() -> list[int]:
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+    found = [os.getpid()]
+    for pid in found:
+        found.extend(child for child, parent in parents.items() if parent == pid)
+    return found[1:]
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,231 @@
+"""The program that a rank's process runs: join the others, run the user's function, say how it ended.
+
+Its last argument is the number of the pipe for the RankResult; it reads a pickled RankSpec from stdin. It imports torch, never
+prefect.
+"""
+
+import faulthandler
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import cloudpickle
+from prefect_torch.ckpt import CheckpointStore, TrainContext
+from prefect_torch.ckpt.evaluation_session import EvaluationSession
+from prefect_torch.ckpt.metrics import Metrics, clean_metrics
+from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.ckpt.session import RankSession
+
+from .failures import RankFailureKind, of_exception
+from .function import TrainFunction, takes_config, unpack_function
+from .guard import STACKS_SIGNAL
+from .oom_kills import count_oom_kills
+from .rendezvous import ENDS_SOON_KEY, TcpKeyValue, connect
+from .result import RankResult
+from .spec import RankSpec
+
+
+def main() -> None:
+    """Run one rank and leave a RankResult in the pipe."""
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    result_fd = int(sys.argv[-1])
+    os.set_inheritable(result_fd, False)
+    spec: RankSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
+    sys.argv = [spec.function.name]
+    result = _run(spec)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with os.fdopen(result_fd, "wb") as pipe:
+        pickle.dump(result, pipe)
+    # Not sys.exit: what a failed collective or a stuck user thread left behind must not keep the rank alive.
+    os._exit(0 if result.kind is None else 1)
+
+
+def _run(spec: RankSpec) -> RankResult:
+    _prepare(spec)
+    try:
+        function, config = unpack_function(spec.function)
+    except BaseException as exc:  # noqa: BLE001 - importing a module runs it
+        return _failure(exc, "final")
+    try:
+        key_value = connect(spec.rendezvous)
+        try:
+            store = _open_run(spec)
+            backend = _check_backend(spec)
+        except (RuntimeError, ValueError) as exc:
+            return _failure(exc, "final")
+        session = _session(spec, store, key_value)
+        _join_process_group(spec, backend, key_value)
+        result = _train(function, config, session, spec)
+        if result.kind is None:  # a group whose peer is gone may wait for it for ever
+            _leave_process_group()
+    except Exception as exc:  # noqa: BLE001 - reported, not hidden
+        kind = of_exception(exc)
+        return _failure(exc, "infrastructure" if kind == "user" else kind)  # nothing of the user's has run
+    return result
+
+
+def _prepare(spec: RankSpec) -> None:
+    os.environ.update(spec.environment())
+    if spec.rendezvous.host == "127.0.0.1" and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host's name up, which may lead elsewhere
+    # Else every rank computes with as many threads as there are cores, and all of them with far more than there are.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.local_world_size)))
+    if not spec.use_gpu:
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator takes each rank for a training of its own
+    os.chdir(spec.function.cwd)
+    sys.path[:] = spec.function.sys_path
+
+
+def _open_run(spec: RankSpec) -> CheckpointStore:
+    store = CheckpointStore.open(spec.storage, spec.run)
+    if next(store.storage.list(store.layout.attempts), None) is None:
+        raise RuntimeError(
+            f"rank {spec.rank} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process has written: "
+            "every rank needs the same storage (a shared folder or a URL; memory:// lives in one process only)"
+        )
+    return store
+
+
+def _session(spec: RankSpec, store: CheckpointStore, key_value: TcpKeyValue) -> RankSession:
+    context = TrainContext(
+        world_rank=spec.rank,
+        local_rank=spec.local_rank,
+        node_rank=spec.node_rank,
+        world_size=spec.world_size,
+        local_world_size=spec.local_world_size,
+        run_name=spec.run,
+        attempt=spec.attempt,
+    )
+    restored = None if spec.restored is None else spec.restored.open()
+    session = EvaluationSession if spec.evaluates else RankSession
+    return session(context, store, key_value, restored, spec.reports, lambda: key_value.check(ENDS_SOON_KEY))
+
+
+def _check_backend(spec: RankSpec) -> str:
+    import torch.distributed as dist  # noqa: PLC0415 - after the environment is set
+
+    backend = spec.backend or ("nccl" if spec.use_gpu else "gloo")
+    for name in (part.rpartition(":")[2] for part in backend.split(",")):  # "gloo", or "cpu:gloo,cuda:nccl"
+        if not dist.is_backend_available(name):
+            raise ValueError(f"backend={spec.backend!r}: torch here has no backend {name!r}; leave it empty for the usual one")
+    return backend
+
+
+def _join_process_group(spec: RankSpec, backend: str, key_value: TcpKeyValue) -> None:
+    import torch  # noqa: PLC0415 - as above
+    import torch.distributed as dist  # noqa: PLC0415
+
+    device = None
+    if spec.use_gpu:
+        device = torch.device("cuda", spec.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=key_value.store,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        device_id=device,
+    )
+    import prefect_torch.ckpt.state_reports  # noqa: F401, PLC0415 - torch is here by now; else the first report waits for it
+
+
+def _leave_process_group() -> None:
+    import torch.distributed as dist  # noqa: PLC0415 - as above
+
+    if dist.is_initialized():  # else the user's function has left it
+        dist.destroy_process_group()
+
+
+def _train(function: TrainFunction, config: dict[str, Any] | None, session: RankSession, spec: RankSpec) -> RankResult:
+    start_session(session)
+    oom_kills = count_oom_kills()
+    try:
+        with _this_process_only():
+            value = _call(function, config)
+            if spec.evaluates and spec.rank == 0:
+                value = _as_metrics(value, spec)
+        session.finish()
+    except SystemExit as exc:
+        if exc.code not in (None, 0):
+            session.fail(f"sys.exit({exc.code!r})", spec.flush_s)
+            return _failure(exc, "user")
+        value = None
+        session.finish()
+    except BaseException as exc:  # noqa: BLE001 - the user's, sent to where it is raised again
+        kind = of_exception(exc, oom_killed=count_oom_kills() != oom_kills)
+        session.fail(_one_line(exc), spec.flush_s)
+        return _failure(exc, kind)
+    finally:
+        start_session(None)
+    return RankResult(return_value=_dump_value(value) if spec.rank == 0 else None)
+
+
+def _call(function: TrainFunction, config: dict[str, Any] | None) -> Any:
+    if takes_config(function):
+        return function({} if config is None else config)
+    if config:
+        raise TypeError(f"config is given but {function.__name__}() takes no argument")
+    return function()
+
+
+def _as_metrics(value: object, spec: RankSpec) -> Metrics:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{spec.function.name} returned a {type(value).__name__} on rank 0: return a dict of metrics")
+    return clean_metrics(value)
+
+
+@contextmanager
+def _this_process_only() -> Iterator[None]:
+    """End a process that the body forked and that leaves the body, too: there is one session, and it is its parent's."""
+    pid = os.getpid()
+    returncode = 1
+    try:
+        yield
+        returncode = 0
+    except Exception:
+        if os.getpid() != pid:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != pid:
+            sys.stdout.flush()
+            os._exit(returncode)
+
+
+def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
+    text = _printable("".join(traceback.format_exception(exc)))
+    try:
+        pickled = cloudpickle.dumps(exc)
+        pickle.loads(pickled)  # noqa: S301 - many exceptions pickle and then cannot be rebuilt
+        str(exc).encode()  # Prefect cannot store a state whose text holds a lone surrogate
+    except Exception:  # noqa: BLE001 - the text travels in any case
+        pickled = None
+    return RankResult(kind=kind, error=_one_line(exc), traceback=text, exception=pickled)
+
+
+def _one_line(exc: BaseException) -> str:
+    return _printable(traceback.format_exception_only(exc)[-1].strip())
+
+
+def _printable(text: str) -> str:
+    """Return `text` with lone surrogates, which no log and no JSON column takes, spelled out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _dump_value(value: Any) -> bytes | None:
+    try:
+        pickled: bytes = cloudpickle.dumps(value)
+    except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
+        print(f"the return value is dropped, since it cannot be pickled: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
+        return None
+    return pickled
+
+
+if __name__ == "__main__":
+    main()

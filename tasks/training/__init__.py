@@ -1,0 +1,1 @@
+"""Leading the attempts of a training: start, records, retention, restarts."""

@@ -1,0 +1,132 @@
+"""Whether a training that failed is started again: its budgets, and how much of them is used up."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx
+from prefect_torch.ckpt import CheckpointStore, StorageError
+from prefect_torch.ckpt.attempts import FailureKind, Owner, list_attempts, read_outcomes
+from prefect_torch.ckpt.manifest import attempt_of
+from prefect_torch.tasks.liveness import find_end_before_rerun
+from prefect_torch.tasks.rank.errors import RankFailedError, RestartsUsedUpError
+from prefect_torch.tasks.rank.failures import counts_against, is_full, of_exception
+
+from .job import TrainJob
+
+UNLIMITED = -1
+_MOST_RETRIES = 1_000_000  # what Prefect is told for "unlimited"
+_HAPPENED: dict[FailureKind, str] = {
+    "user": "failed by exceptions of its function",
+    "infrastructure": "lost its processes, its storage or its network",
+    "out_of_memory": "ran out of memory",
+    "preemption": "was ended from outside",
+    "final": "failed for good",
+}
+
+
+class Restarts:
+    """The failures of one flow run's training, against its budgets.
+
+    Those of this process are counted in memory, since the storage that should remember them may be what failed; those of the
+    flow run's earlier processes are read from storage when an attempt begins.
+
+    Args:
+        job: The training.
+        flow_run_id: The Prefect flow run, or None outside one.
+        is_rerun: Whether the flow run has run before.
+
+    """
+
+    def __init__(self, job: TrainJob, flow_run_id: str | None, *, is_rerun: bool = False) -> None:
+        self._budgets: dict[FailureKind, tuple[str, int]] = {
+            "user": ("max_failures", job.max_failures),
+            "infrastructure": ("max_infrastructure_failures", job.max_infrastructure_failures),
+            "out_of_memory": ("max_out_of_memory_failures", job.max_out_of_memory_failures),
+            "preemption": ("max_preemptions", job.max_preemptions),
+            "final": ("no restarts for that", 0),
+        }
+        self._flow_run_id = flow_run_id
+        self._is_rerun = is_rerun and flow_run_id is not None
+        self._owner: Owner | None = None
+        self._here: Counter[FailureKind] = Counter()
+        self._earlier: Counter[FailureKind] | None = None
+
+    @property
+    def owner(self) -> Owner:
+        """The owner of attempts that this process is; asks Prefect, once, where the flow run has run before."""
+        if self._owner is None:
+            budget = find_end_before_rerun(str(self._flow_run_id)) if self._is_rerun else None
+            self._owner = Owner.current(self._flow_run_id, budget)
+        return self._owner
+
+    @property
+    def most_retries(self) -> int:
+        """How often Prefect may retry the task at most; `take` decides each time."""
+        budgets = [budget for _, budget in self._budgets.values()]
+        return _MOST_RETRIES if UNLIMITED in budgets else sum(budgets)
+
+    def take(self, kind: FailureKind) -> bool:
+        """Count a failure of this process, and return whether its budget allows another attempt."""
+        self._here[kind] += 1
+        return not self._is_used_up(kind)
+
+    def refuse_if_used_up(self, store: CheckpointStore) -> None:
+        """Look before an attempt: the process of the one before may not have lived to decide.
+
+        Costs nothing where the flow run has not run before, else small reads of the run's attempts and outcomes, once.
+
+        Raises:
+            RestartsUsedUpError: If a budget is used up.
+
+        """
+        if self._earlier is not None or not self._is_rerun:
+            return
+        self._earlier = Counter(_failures_before(store, self.owner))
+        for kind, number in self._earlier.items():
+            if self._is_used_up(kind):
+                name, budget = self._budgets[kind]
+                raise RestartsUsedUpError(
+                    f"flow run {self._flow_run_id} trained run {store.run!r} and {_HAPPENED[kind]} {number} times, with "
+                    f"{name}{'' if kind == 'final' else f'={budget}'}; run it again, or a new flow run with this name, to go "
+                    "on with the run and with new budgets"
+                )
+
+    def _is_used_up(self, kind: FailureKind) -> bool:
+        budget = self._budgets[kind][1]
+        earlier = 0 if self._earlier is None else self._earlier[kind]
+        return budget != UNLIMITED and self._here[kind] + earlier > budget
+
+
+def failure_kind(error: BaseException) -> FailureKind:
+    """Return which budget what ended an attempt counts against, as its leader sees it; "final" has none."""
+    failed = error if isinstance(error, RankFailedError) else error.__cause__
+    if isinstance(failed, RankFailedError):
+        return counts_against(failed.kind)
+    if isinstance(error, (StorageError, httpx.HTTPError)):  # of Prefect's API, the latter
+        return "infrastructure"
+    if is_full(error):
+        return "user"
+    kind = of_exception(error)
+    if kind == "out_of_memory":
+        return kind
+    return "infrastructure" if kind == "communication" else "final"
+
+
+def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKind]:
+    """Yield how the attempts of the flow run's earlier processes failed.
+
+    One without an outcome was killed, and nobody knows by whom: it counts as preempted if it had committed a checkpoint, and as
+    infrastructure otherwise, or a flow that is killed each time for lack of memory would be restarted for ever.
+    """
+    kinds = {outcome.attempt: outcome.kind for outcome in read_outcomes(store)}
+    for attempt in list_attempts(store):
+        if not attempt.owner.is_earlier_process_of(owner):
+            continue
+        if attempt.number not in kinds:
+            yield "preemption" if _has_committed(store, attempt.number) else "infrastructure"
+        elif (kind := kinds[attempt.number]) in _HAPPENED:  # else it completed, or a newer version knows more kinds
+            yield kind
+
+
+def _has_committed(store: CheckpointStore, attempt: int) -> bool:
+    return any(attempt_of(checkpoint_id) == attempt for checkpoint_id in store.ids())

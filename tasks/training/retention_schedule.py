@@ -1,0 +1,156 @@
+"""Retention beside a training: one prune at a time, as soon as there is something to drop."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from prefect import get_run_logger
+from prefect.futures import PrefectFuture
+from prefect_torch.ckpt import Plan, RetentionPolicy
+from prefect_torch.ckpt.manifest_memory import ManifestMemory
+from prefect_torch.ckpt.metrics import find_score
+from prefect_torch.ckpt.retention import Committed, plan
+from prefect_torch.tasks.prune_task import prune_checkpoints
+
+from .job import TrainJob
+from .observers import Audience, CheckpointsPruned
+
+_LASTING = frozenset({"every", "pinned"})  # a checkpoint that is unpinned meanwhile goes with a prune of the next attempt
+_GARBAGE_EVERY_S = 600.0  # finding it takes a listing of all files of all checkpoints
+
+
+class RetentionSchedule:
+    """Submits prunes after commits; however fast these come, at most one runs, and the last one is never left out.
+
+    Remembers only the checkpoints that the policy may yet delete, so that a decision costs as much after a million commits as
+    after a hundred. A prune itself decides by what is in storage.
+
+    Args:
+        job: The training.
+        attempt: The attempt's number.
+        known: What was committed before.
+        restored: The id that the ranks restore, which must stay.
+        audience: Who is told what was pruned.
+        memory: The manifests that were read to know it; prunes read only others.
+
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        attempt: int,
+        known: Sequence[Committed],
+        restored: str | None,
+        audience: Audience,
+        memory: ManifestMemory,
+    ) -> None:
+        self._job = job
+        self._attempt = attempt
+        self._audience = audience
+        self._candidates: list[Committed] = list(known)
+        self._in_use: tuple[str, ...] = () if restored is None else (restored,)
+        self._memory = memory
+        self._garbage_due_s = time.monotonic()
+        self._running: PrefectFuture[Any] | None = None
+        self._done = False
+        self._changed = True  # the policy may be another one than when these were committed
+        self._warned = False
+        self._recorded: str | None = None
+
+    def committed(self, checkpoint: Committed) -> None:
+        """Take a new checkpoint into account."""
+        if self._job.policy.num_to_keep is not None:
+            self._candidates.append(checkpoint)
+            self._changed = True
+        if self._job.policy.evaluation_timeout_s is None:  # else its score is yet to be attached
+            self._warn_of_missing_score(checkpoint, self._job.policy)
+
+    def prune_due(self, recorded: str | None) -> None:
+        """Submit a prune if there is something to drop and none is running; returns at once.
+
+        Args:
+            recorded: The newest checkpoint whose report is in the metric history; of a newer one, the manifest alone would
+                tell the report after a crash, so it stays for now.
+
+        """
+        if recorded != self._recorded:
+            self._recorded, self._changed = recorded, True
+        if self._running is not None and self._done:
+            self._take_result(self._running)
+        if not self._changed or recorded is None or self._running is not None:
+            return
+        self._changed = False
+        if self._may_drop(recorded):
+            self._done = False
+            self._running = prune_checkpoints.submit(
+                self._job.storage,
+                self._job.run,
+                self._job.policy,
+                self._in_use,
+                up_to=recorded,
+                attempt=self._attempt,
+                memory=self._memory,
+                garbage=self._is_garbage_due(),
+            )
+            self._running.add_done_callback(self._finished)
+
+    def _may_drop(self, recorded: str) -> bool:
+        policy = self._job.policy
+        if policy.evaluation_timeout_s is None:
+            decided = plan(self._candidates, policy, in_use=self._in_use, up_to=recorded)
+            self._forget_settled(decided)
+            return bool(decided.drop)
+        # Which have been evaluated since, and which were too late, only the storage and the time of the prune tell.
+        return policy.num_to_keep is not None and len(self._candidates) > policy.num_to_keep
+
+    def _forget_settled(self, decided: Plan[Any]) -> None:
+        """Forget what stays whatever is committed later, and so can neither be deleted nor be among the best or the last."""
+        settled = {checkpoint_id for checkpoint_id, why in decided.keep.items() if _LASTING.issuperset(why)}
+        if settled:
+            self._candidates = [checkpoint for checkpoint in self._candidates if checkpoint.id not in settled]
+
+    def _is_garbage_due(self) -> bool:
+        due = time.monotonic() >= self._garbage_due_s
+        if due:
+            self._garbage_due_s = time.monotonic() + _GARBAGE_EVERY_S
+        return due
+
+    def finish(self, recorded: str | None) -> None:
+        """Return once storage holds what the policy keeps, or one more prune has failed at it."""
+        self._wait()
+        self._in_use = ()  # no rank is left to restore it
+        self._garbage_due_s = time.monotonic()
+        self._changed = True
+        self.prune_due(recorded)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._running is not None:
+            self._running.wait()
+            self._take_result(self._running)
+
+    def _finished(self, _: PrefectFuture[Any]) -> None:
+        self._done = True
+
+    def _take_result(self, prune: PrefectFuture[Any]) -> None:
+        """Forget what was dropped; a prune that failed shows in its own task run, and the next one tries again."""
+        self._running = None
+        decided = prune.result(raise_on_failure=False)
+        if not isinstance(decided, BaseException):
+            self._audience.tell(CheckpointsPruned(decided))
+            dropped = {manifest.id for manifest in decided.drop}
+            self._candidates = [checkpoint for checkpoint in self._candidates if checkpoint.id not in dropped]
+            self._forget_settled(decided)
+
+    def _warn_of_missing_score(self, checkpoint: Committed, policy: RetentionPolicy) -> None:
+        attribute = policy.checkpoint_score_attribute
+        if attribute is None or self._warned or find_score(checkpoint.metrics, attribute) is not None:
+            return
+        self._warned = True
+        get_run_logger().warning(
+            "checkpoint %s has no metric %r that is a number, by which checkpoints are ranked; it has %s. "
+            "Such checkpoints rank below all others, and the latest is kept in any case",
+            checkpoint.id,
+            attribute,
+            ", ".join(sorted(checkpoint.metrics)) or "none",
+        )

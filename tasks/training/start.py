@@ -1,0 +1,139 @@
+"""The beginning of an attempt: whether this process may lead the run, and from which checkpoint the ranks go on."""
+
+from dataclasses import asdict, dataclass, field
+
+from prefect import get_run_logger
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
+from prefect_torch.ckpt.attempts import (
+    Attempt,
+    claim_attempt,
+    claim_unless_led,
+    newest_attempt,
+    read_outcome,
+    record_resumed_from,
+)
+from prefect_torch.ckpt.manifest import Manifest
+from prefect_torch.ckpt.node_copy import NodeCopy
+from prefect_torch.ckpt.resume import choose_checkpoint
+from prefect_torch.tasks.liveness import has_ended
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+
+from .job import TrainJob
+from .observers import Audience, CheckpointQuarantined
+from .restarts import Restarts
+
+
+def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
+    """Claim the next attempt of the run, which fences off whoever led it before.
+
+    Raises:
+        RunBusyError: If another living flow run leads this run, unless the job takes it over.
+        RestartsUsedUpError: If the flow run was started again though a budget was used up.
+
+    """
+    owner = restarts.owner
+    restarts.refuse_if_used_up(store)
+
+    def claim_after(previous: Attempt | None) -> Attempt:
+        return claim_attempt(
+            store,
+            owner,
+            world_size=job.num_workers,
+            lineage=_lineage(previous, job, owner.flow_run_id),
+            settings=asdict(job.policy),
+        )
+
+    if job.takeover:
+        return claim_after(newest_attempt(store))
+    return claim_unless_led(store, lambda attempt: _refuse_if_alive(store, attempt, owner.flow_run_id), claim_after)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the ranks of an attempt begin from.
+
+    Attributes:
+        restored: The checkpoint that all of them restore, with its manifest, so that no rank reads that again; None on a fresh
+            start.
+        path: Where it lies.
+        own: Its manifest, where it is this run's own.
+        node_copy: What was read of it to prove it whole, to be released once the ranks have restored it.
+
+    """
+
+    restored: CheckpointRef | None = None
+    path: str | None = None
+    own: Manifest | None = None
+    node_copy: NodeCopy = field(default_factory=NodeCopy)
+
+
+def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, audience: Audience) -> Start:
+    """Return what every rank of a claimed attempt begins from.
+
+    After the claim, so that nothing which an overtaken process still commits can be missed. Reads the manifest once, and every
+    byte of a bucket's checkpoint once for all ranks of this node.
+
+    Raises:
+        CheckpointNotFoundError: If the job must resume and there is nothing to resume from.
+        CheckpointCorruptError: If there are checkpoints and none is whole.
+
+    """
+    node_copy = NodeCopy()
+    try:
+        chosen = _choose(store, job, attempt.lineage, audience, node_copy)
+        if chosen is None:
+            get_run_logger().info("attempt %d: starting from the beginning", attempt.number)
+            return Start()
+        checkpoint = chosen.open()
+        get_run_logger().info("attempt %d: resuming from %s, step %d", attempt.number, checkpoint.id, checkpoint.step)
+        record_resumed_from(store, attempt, checkpoint.path)
+    except BaseException:
+        node_copy.release()
+        raise
+    return Start(chosen, checkpoint.path, None if chosen == job.seed else checkpoint.manifest, node_copy)
+
+
+def _lineage(previous: Attempt | None, job: TrainJob, flow_run_id: str | None) -> int | None:
+    if previous is None:
+        return None
+    begins_anew = job.resume == "never" and previous.owner.flow_run_id != flow_run_id
+    return None if begins_anew else previous.lineage
+
+
+def _choose(
+    store: CheckpointStore, job: TrainJob, lineage: int, audience: Audience, node_copy: NodeCopy
+) -> CheckpointRef | None:
+    manifest = choose_checkpoint(
+        store,
+        lineage=lineage,
+        verify=job.verify,
+        node_copy=node_copy,
+        on_quarantine=lambda checkpoint_id, reason: audience.tell(CheckpointQuarantined(checkpoint_id, reason)),
+    )
+    if manifest is not None:
+        return CheckpointRef(job.storage, job.run, manifest.id).with_manifest(manifest)
+    if job.seed is not None:
+        seed = job.seed.open()
+        assert seed.store is not None
+        node_copy.verify(seed.store, seed.manifest, job.verify)
+        return job.seed.with_manifest(seed.manifest)
+    if job.resume == "must":
+        raise CheckpointNotFoundError(
+            f"run {store.run!r} in {store.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
+        )
+    return None
+
+
+def _refuse_if_alive(store: CheckpointStore, previous: Attempt, flow_run_id: str | None) -> None:
+    owner = previous.owner
+    if flow_run_id is not None and owner.flow_run_id == flow_run_id:
+        return  # this flow run's own earlier try
+    if read_outcome(store, previous.number) is not None or owner.is_dead():
+        return
+    if owner.flow_run_id is not None and has_ended(owner.flow_run_id):
+        return
+    raise RunBusyError(
+        f"run {store.run!r} in {store.storage.url} is being trained by flow run {owner.flow_run_id} "
+        f"(process {owner.pid} on {owner.machine}, attempt {previous.number}, since {previous.claimed_at}); "
+        "wait for it, cancel it, choose another name, or give takeover=True"
+    )

@@ -1,0 +1,170 @@
+"""The Prefect task that leads the attempts of a training; Prefect's own retries make the next attempt."""
+
+import json
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.transactions import CommitMode, transaction
+from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt.attempts import Attempt, Outcome, write_outcome
+from prefect_torch.ckpt.manifest import step_of
+from prefect_torch.ckpt.metrics import from_json, to_json
+from prefect_torch.ckpt.records import check_depth
+from prefect_torch.tasks.gang.gang import meet
+from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.liveness import is_being_cancelled
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.rendezvous import Address
+from prefect_torch.tasks.rank.spec import RankSpec, on_one_machine
+from prefect_torch.tasks.run_logs import library_logs_in_run
+
+from .job import TrainJob
+from .observers import AttemptEnded, AttemptStarted, Audience
+from .recorder import Journal
+from .restarts import Restarts, failure_kind
+from .start import Start, choose_start, claim
+
+_FLUSH_S = 30.0
+_MAX_RETURN_BYTES = 1 << 20
+
+
+@task(name="train_workers", task_run_name="train-{job.run}", cache_policy=NO_CACHE, persist_result=False)
+def train_workers(job: TrainJob, audience: Audience, termination: Termination, restarts: Restarts) -> Any:
+    """Run one attempt of all ranks to its end and return rank 0's return value.
+
+    A failed attempt is recorded in the run's storage before it is raised. No rank's process outlives this call, however it
+    ends. Ended from outside, it gives ranks the grace for a last checkpoint, and `termination` says how that went.
+
+    Args:
+        job: The training.
+        audience: Who is told what happens.
+        termination: Whether the flow run is being ended.
+        restarts: What has failed before in this flow run.
+
+    Raises:
+        Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
+        RankFailedError: If a rank died, or its exception cannot be rebuilt here.
+        CheckpointError: If the attempt could not begin.
+
+    """
+    return termination.outlast(_Leader(job, audience, termination, restarts).lead)
+
+
+class _Leader:
+    """Leads one attempt, in a thread that nothing interrupts."""
+
+    def __init__(self, job: TrainJob, audience: Audience, termination: Termination, restarts: Restarts) -> None:
+        self._job = job
+        self._restarts = restarts
+        self._audience = audience
+        self._termination = termination
+        self._store = job.open_store()
+        self._journal: Journal | None = None
+
+    def lead(self) -> Any:
+        self._termination.raise_if_requested()
+        claimed = claim(self._store, self._job, self._restarts)
+        try:
+            with library_logs_in_run():
+                start = choose_start(self._store, self._job, claimed, self._audience)
+            self._audience.tell(AttemptStarted(claimed, start.path))
+            try:
+                # Else Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
+                with transaction(commit_mode=CommitMode.EAGER):
+                    value = self._run_ranks(claimed.number, start)
+            finally:
+                start.node_copy.release()
+        except Exception as exc:
+            if self._termination.is_requested:
+                self._record_termination(claimed)
+                raise
+            self._record(_failure(claimed, exc))
+            if isinstance(exc, RankFailedError) and exc.original is not None:
+                raise exc.original from exc
+            raise
+        self._record(Outcome(claimed.number, "completed", claimed.owner.flow_run_id, return_value=_as_json(value)))
+        return value
+
+    def _run_ranks(self, attempt: int, start: Start) -> Any:
+        job, termination, restored = self._job, self._termination, start.restored
+        journal = self._journal = Journal(self._store, job, attempt, start.own, self._audience)
+        journal.on_first_report = start.node_copy.release  # by then every rank has restored it, and needs the space
+        termination.raise_if_requested()
+        gang, key_value = meet(lambda address: _specs(job, attempt, restored, address), job.hang_timeout_s)
+        try:
+            return gang.run(key_value, journal, termination)
+        finally:
+            try:
+                gang.stop(key_value, "the attempt is over")
+            finally:
+                if termination.is_requested:
+                    termination.end_retries()
+                journal.close()
+
+    def _record_termination(self, claimed: Attempt) -> None:
+        flow_run_id = claimed.owner.flow_run_id
+        is_cancelled = flow_run_id is not None and is_being_cancelled(flow_run_id)
+        by = type(self._termination.cause).__name__
+        message = f"{'cancelled' if is_cancelled else 'ended from outside'} ({by}); {self._what_is_safe()}"
+        if is_cancelled:
+            outcome = Outcome(claimed.number, "cancelled", flow_run_id, error=message)
+        else:
+            outcome = Outcome(claimed.number, "preempted", flow_run_id, "preemption", message)
+        self._termination.outcome = outcome
+        get_run_logger().warning("attempt %d: %s", claimed.number, message)
+        self._record(outcome)
+
+    def _record(self, outcome: Outcome) -> None:
+        """Write an outcome down and tell it; where storage refuses, say so, and leave what is being raised as it is."""
+        try:
+            write_outcome(self._store, outcome)
+        except (StorageError, OSError) as exc:
+            get_run_logger().warning("the outcome of attempt %d could not be written: %s", outcome.attempt, exc)
+        self._audience.tell(AttemptEnded(outcome))
+
+    def _what_is_safe(self) -> str:
+        """Return it as this process knows it: the storage may be what is away."""
+        if self._journal is None:
+            return "no rank was started"
+        newest = self._journal.newest
+        return "nothing was committed yet" if newest is None else f"work is safe up to step {step_of(newest)} ({newest})"
+
+
+def _failure(claimed: Attempt, error: Exception) -> Outcome:
+    if isinstance(error, RankFailedError):
+        message, errors = str(error), {} if error.rank is None else {str(error.rank): str(error)}
+    else:
+        message, errors = repr(error), {}
+    return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, failure_kind(error), message, errors)
+
+
+def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvous: Address) -> list[RankSpec]:
+    return on_one_machine(
+        RankSpec(
+            world_size=job.num_workers,
+            local_world_size=job.num_workers,
+            rendezvous=rendezvous,
+            storage=job.storage,
+            run=job.run,
+            attempt=attempt,
+            restored=restored,
+            function=job.function,
+            use_gpu=job.use_gpu,
+            backend=job.backend,
+            reports=job.reports,
+            flush_s=_FLUSH_S,
+        )
+    )
+
+
+def _as_json(value: Any) -> Any:
+    """Return `value` as JSON gives it back, None where it does not fit: an outcome tells a result, it carries no models."""
+    try:
+        encoded = json.dumps(to_json(value))
+        plain = json.loads(encoded)
+        check_depth(plain, "it")
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return from_json(plain) if len(encoded) <= _MAX_RETURN_BYTES else None

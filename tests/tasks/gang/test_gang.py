@@ -1,0 +1,58 @@
+"""What the leader does about ranks that do not end; whole gangs of real processes are in tests/flows."""
+
+import logging
+
+import pytest
+from prefect_torch.ckpt.key_value import MemoryKeyValue
+from prefect_torch.tasks.gang import gang
+from prefect_torch.tasks.gang.gang import Gang
+from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.rendezvous import STOP_KEY
+
+
+class Supervisor:
+    """Stands for the task run of a rank whose process the kernel does not let go of: SIGKILL waits for a disk, say."""
+
+    def __init__(self):
+        self.done = []
+
+    def submit(self, spec):
+        return self
+
+    def add_done_callback(self, done):
+        self.done.append(done)
+
+
+@pytest.fixture
+def supervisor(monkeypatch):
+    supervisor = Supervisor()
+    monkeypatch.setattr(gang, "train_rank", supervisor)
+    monkeypatch.setattr(gang, "get_run_logger", lambda: logging.getLogger("gang"))
+    monkeypatch.setattr(gang, "_POLL_S", 0.001)
+    monkeypatch.setattr(gang, "_STOP_WARNING_S", 0.01)
+    return supervisor
+
+
+def test_a_rank_that_cannot_be_ended_is_named_and_no_attempt_begins_beside_it(supervisor, monkeypatch, caplog):
+    monkeypatch.setattr(gang, "_LONGEST_STOP_S", 0.1)
+    key_value, ranks = MemoryKeyValue(), Gang([None, None], None)
+    supervisor.done[0](None)
+    for _ in range(2):  # the second time, it does not wait as long again
+        with pytest.raises(RankFailedError, match=r"rank 1 could not be ended within 0\.1 s") as caught:
+            ranks.stop(key_value, "over")
+        assert caught.value.kind == "final"
+    assert key_value.check(STOP_KEY)
+    assert 2 <= caplog.text.count("rank 1 was killed and has not ended yet") <= 10
+
+
+def test_stopping_waits_for_a_rank_that_takes_longer_than_the_first_warning(supervisor, monkeypatch, caplog):
+    class EndAtTheSecondWarning(logging.Filter):
+        def filter(self, record):
+            if caplog.text.count("has not ended yet") == 1:
+                supervisor.done[0](None)
+            return True
+
+    ranks = Gang([None], None)
+    monkeypatch.setattr(logging.getLogger("gang"), "filters", [EndAtTheSecondWarning()])
+    ranks.stop(MemoryKeyValue(), "over")
+    assert caplog.text.count("rank 0 was killed and has not ended yet") == 2

@@ -1,0 +1,100 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from prefect_torch.tasks.gang.process import RankProcess
+
+
+def run(program: str, stdin: bytes = b"") -> tuple[list[str], object]:
+    process = RankProcess([sys.executable, "-u", "-c", program], dict(os.environ), stdin)
+    lines = [line for some in process.lines(0.05) for line in some]
+    return lines, process.ending()
+
+
+def test_lines_of_both_streams_come_in_order_with_the_ending():
+    lines, ending = run("import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)")
+    assert lines == ["one", "two"]
+    assert (ending.returncode, ending.message) == (3, b"")
+
+
+def test_stdin_and_the_result_pipe_carry_any_amount():
+    program = "import sys, os; data = sys.stdin.buffer.read(); os.fdopen(int(sys.argv[-1]), 'wb').write(data[::-1])"
+    data = bytes(range(256)) * 20_000
+    assert run(program, data)[1].message == data[::-1]
+
+
+def test_a_process_that_dies_before_it_reads_does_not_block():
+    assert run("import os; os._exit(4)", b"x" * 5_000_000)[1].returncode == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_signal_is_told(number):
+    assert run(f"import os; os.kill(os.getpid(), {int(number)})")[1].returncode == -number
+
+
+def test_output_that_is_no_text_and_has_no_end_of_line_comes_through():
+    assert run(r"import sys; sys.stdout.buffer.write(b'\xff\xfe tail')")[0] == ["\ufffd\ufffd tail"]
+
+
+def test_terminate_lets_the_process_clean_up():
+    program = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\nprint('up')\ntime.sleep(60)"
+    process = RankProcess([sys.executable, "-u", "-c", program], dict(os.environ), b"")
+    seen = []
+    for lines in process.lines(0.05):
+        seen += lines
+        if seen:
+            process.terminate()
+    assert process.ending().returncode == 9
+
+
+def test_kill_ends_what_ignores_every_request_and_all_it_started():
+    grandchild = "import os, time; os.setsid(); print('grandchild', os.getpid(), flush=True); time.sleep(600)"
+    program = (
+        "import signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"subprocess.Popen([sys.executable, '-c', {grandchild!r}])\ntime.sleep(600)"
+    )
+    process = RankProcess([sys.executable, "-u", "-c", program], dict(os.environ), b"")
+    pid = None
+    for lines in process.lines(0.05):
+        for line in lines:
+            pid = int(line.split()[1])
+            process.terminate()
+            process.kill()
+    assert process.ending().returncode == -signal.SIGKILL
+    assert pid is not None
+    assert not psutil.pid_exists(pid)
+
+
+def test_what_a_process_leaves_behind_ends_with_it():
+    program = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+    lines, ending = run(program)
+    assert ending.returncode == 0
+    assert not psutil.pid_exists(int(lines[0]))
+
+
+def test_a_supervisor_that_is_killed_takes_the_process_along():
+    program = (
+        "import os, sys\nfrom prefect_torch.tasks.gang.process import RankProcess\n"
+        "process = RankProcess([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'],"
+        " dict(os.environ), b'')\n"
+        "for lines in process.lines(0.05):\n    for line in lines: print(line, flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True) as supervisor:
+        pid = int(supervisor.stdout.readline())
+        assert psutil.pid_exists(pid)
+        supervisor.kill()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_bar_of_a_rank_is_one_line_and_not_one_per_refresh():
+    program = "import tqdm\nfor _ in tqdm.trange(300, mininterval=0, miniters=1): pass\nprint('after')"
+    bar, after = run(program)[0]
+    assert "300/300" in bar
+    assert after == "after"

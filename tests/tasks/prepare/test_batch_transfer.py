@@ -1,0 +1,72 @@
+"""Batches on their way to a device; the device "meta" stands in for a GPU, except where a stream is needed."""
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from prefect_torch.tasks.prepare.batch_transfer import moved, on_device, one_ahead
+
+META = torch.device("meta")
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_tensors_move_however_nested():
+    one = torch.ones(1)
+    packed = torch.nn.utils.rnn.pack_sequence([one])
+    batch = {"tensors": [one, (one, 3)], "pair": Pair(one, "text"), "packed": packed, "none": None, "more": OrderedDict(a=one)}
+    after = moved(batch, META)
+    assert after["tensors"][0].is_meta
+    assert after["tensors"][1][0].is_meta
+    assert after["pair"].first.is_meta
+    assert after["packed"].data.is_meta
+    assert after["more"]["a"].is_meta
+    assert not batch["more"]["a"].is_meta
+    assert (after["tensors"][1][1], after["pair"].second, after["none"]) == (3, "text", None)
+
+
+def test_without_a_device_or_on_the_cpu_batches_stay_what_the_loader_gives():
+    batches = iter([torch.ones(1)])
+    assert on_device(batches, None, may_look_ahead=True) is batches
+    assert on_device(batches, torch.device("cpu"), may_look_ahead=True) is batches
+    (batch,) = on_device(batches, META, may_look_ahead=False)
+    assert batch.is_meta
+
+
+def test_the_next_batch_is_begun_before_the_one_at_hand_is_handed_out_and_no_more_are_taken():
+    told = []
+
+    def source():
+        for number in range(3):
+            told.append(f"take {number}")
+            yield number
+
+    def begin(number):
+        told.append(f"begin {number}")
+        return number
+
+    ahead = one_ahead(source(), begin, lambda number: told.append(f"hand over {number}"))
+    assert next(ahead) == 0
+    assert told == ["take 0", "begin 0", "hand over 0", "take 1", "begin 1"]
+    assert list(ahead) == [1, 2]
+    assert told[5:] == ["hand over 1", "take 2", "begin 2", "hand over 2"]
+    assert list(one_ahead([], begin)) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams need a GPU")
+def test_on_a_gpu_copies_beside_the_computation_arrive_whole():
+    device = torch.device("cuda", torch.cuda.current_device())
+    batches = [{"x": torch.full((1024, 1024), float(number)).pin_memory()} for number in range(20)]
+    sums = []
+    for batch in on_device(iter(batches), device, may_look_ahead=True):
+        assert batch["x"].device == device
+        busy = batch["x"]
+        for _ in range(10):  # so that the next copy begins while this is computed on, and its memory is free
+            busy = busy * 1.0
+        sums.append(busy.mean())
+        del batch, busy
+    assert torch.stack(sums).tolist() == [float(number) for number in range(20)]

@@ -1,0 +1,428 @@
+"""Loaders that continue in the middle of an epoch, as one of several ranks; real ranks are in tests/flows."""
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect_torch.ckpt import CheckpointStore, RankLocalStateError
+from prefect_torch.tasks import prepare_data_loader
+from prefect_torch.tasks.prepare import data_loader, prepared_loader
+from ranks import Attempt
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
+
+# torchdata 0.11 calls what torch 2.13 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+def loader_of(rank=0, num_ranks=1, length=24, batch_size=2, kind=DataLoader, **arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_loader, "get_place", lambda: (rank, num_ranks))
+        arguments = {"shuffle": True, "batch_size": batch_size, **arguments}
+        return prepare_data_loader(kind(range(length), **arguments), resumable=True)
+
+
+def take(loader, num_batches):
+    """Return the samples of the first batches, and leave the loop there."""
+    iterator = iter(loader)
+    return [sample for _ in range(num_batches) for sample in next(iterator).tolist()]
+
+
+def rest_of(loader):
+    return [sample for batch in loader for sample in batch.tolist()]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4))
+def test_attempts_with_any_ranks_and_batch_sizes_use_each_sample_once(attempts):
+    used, state = [], None
+    for num_ranks, batch_size, num_batches in attempts:
+        loaders = [loader_of(rank, num_ranks, length=240, batch_size=batch_size) for rank in range(num_ranks)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+            used += take(loader, num_batches)
+        state = loaders[0].state_dict()
+        assert all(loader.state_dict() == state for loader in loaders)
+    last = loader_of(length=240)
+    last.load_state_dict(state)
+    assert sorted(used + rest_of(last)) == list(range(240))
+    assert sorted(rest_of(last)) == list(range(240))
+
+
+def test_what_was_not_handed_to_the_loop_was_not_used():
+    loader = loader_of()
+    iterator = iter(loader)
+    assert loader.state_dict()["used"] == 0
+    next(iterator)
+    assert loader.state_dict()["used"] == 2
+    assert len(loader) == 12
+
+
+def test_a_resumed_epoch_is_the_rest_of_the_undisturbed_one_and_the_next_follow():
+    undisturbed = loader_of(1, 2)
+    epochs = [rest_of(undisturbed) for _ in range(3)]
+    loader = loader_of(1, 2)
+    rest_of(loader)
+    begun = take(loader, 2)
+    resumed = loader_of(1, 2)
+    resumed.load_state_dict(loader.state_dict())
+    assert (resumed.epoch, len(resumed)) == (1, 6)
+    assert begun + rest_of(resumed) == epochs[1]
+    assert resumed.epoch == 2
+    assert rest_of(resumed) == epochs[2]
+
+
+def test_after_the_loop_comes_the_next_epoch_and_after_its_last_batch_an_empty_rest():
+    loader = loader_of()
+    states = [loader.state_dict() for _ in loader]
+    resumed = loader_of()
+    resumed.load_state_dict(states[-1])
+    assert (resumed.epoch, rest_of(resumed), resumed.epoch) == (0, [], 1)
+    between = loader_of()
+    between.load_state_dict(loader.state_dict())
+    assert between.epoch == 1
+    assert rest_of(between) == rest_of(resumed)
+
+
+@pytest.mark.parametrize("taken", ["at the last batch", "after the loop"])
+def test_loaders_that_are_zipped_end_their_epochs_together_and_resume_so(taken):
+    """Only the first of equally long ones is told by zip() that it has ended."""
+    zipped = [loader_of(), loader_of(length=23, batch_size=2)]
+    for _ in zip(*zipped, strict=False):
+        states = [loader.state_dict() for loader in zipped]
+    if taken == "after the loop":
+        states = [loader.state_dict() for loader in zipped]
+        assert [loader.epoch for loader in zipped] == [1, 1]
+    resumed = [loader_of(), loader_of(length=23, batch_size=2)]
+    for loader, state in zip(resumed, states, strict=True):
+        loader.load_state_dict(state)
+    if taken == "at the last batch":
+        assert list(zip(*resumed, strict=False)) == []
+    for epoch in (1, 2):
+        assert [loader.epoch for loader in resumed] == [epoch, epoch]
+        assert len(list(zip(*resumed, strict=False))) == 12
+
+
+def test_a_loop_that_leaves_every_epoch_early_says_that_the_next_one_comes():
+    def epochs_of(loader):
+        for epoch in range(loader.epoch, 3):
+            yield take(loader, 2)
+            loader.set_epoch(epoch + 1)
+            states.append(loader.state_dict())
+
+    states = []
+    undisturbed = list(epochs_of(loader_of()))
+    resumed = loader_of()
+    resumed.load_state_dict(states[0])
+    assert list(epochs_of(resumed)) == undisturbed[1:]
+
+
+def test_a_position_that_is_restored_within_a_loop_is_where_the_next_loop_begins():
+    loader = loader_of()
+    states = [loader.state_dict() for _ in loader]
+    for number, _ in enumerate(loader, 1):
+        if number == len(states):
+            loader.load_state_dict(states[3])
+    assert (loader.epoch, len(rest_of(loader))) == (0, 24 - 8)
+
+
+def test_a_position_that_was_restored_and_not_used_is_the_state():
+    loader = loader_of()
+    take(loader, 3)
+    state = loader.state_dict()
+    resumed = loader_of()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    iter(resumed)
+    assert resumed.state_dict() == state
+    assert len(rest_of(resumed)) == 24 - 6
+
+
+def test_a_restored_epoch_that_was_broken_off_is_followed_by_a_whole_one():
+    loader = loader_of()
+    take(loader, 3)
+    resumed = loader_of()
+    resumed.load_state_dict(loader.state_dict())
+    resumed.set_epoch(0)
+    assert len(take(resumed, 1)) == 2
+    assert sorted(rest_of(resumed)) == list(range(24))
+    for _ in range(2):
+        resumed.load_state_dict(loader_of().state_dict())
+        assert (resumed.epoch, rest_of(resumed)) == (0, rest_of(loader_of()))
+
+
+def test_a_set_epoch_begins_at_its_beginning_unless_it_is_the_restored_one():
+    loader = loader_of()
+    take(loader, 3)
+    state = loader.state_dict()
+    loader.set_epoch(0)
+    assert (loader.state_dict()["used"], len(rest_of(loader))) == (0, 24)
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="leave set_epoch out"):
+        loader.set_epoch(1)
+    rest_of(loader)
+    loader.set_epoch(5)
+    assert loader.epoch == 5
+    assert sorted(rest_of(loader)) == list(range(24))
+
+
+def test_the_newest_iteration_is_what_counts():
+    loader = loader_of()
+    first, second = iter(loader), iter(loader)
+    next(second)
+    next(first)
+    next(first)
+    assert (loader.epoch, loader.state_dict()["used"]) == (1, 2)
+
+
+def test_with_drop_last_an_epoch_has_whole_batches_and_no_sample_twice():
+    shares = [loader_of(rank, 2, length=23, batch_size=3, drop_last=True) for rank in range(2)]
+    samples = [sample for loader in shares for sample in rest_of(loader)]
+    assert len(samples) == len(set(samples)) == 18
+
+
+def test_a_loader_without_batches_counts_single_items():
+    loader = loader_of(length=5, batch_size=None, shuffle=False)
+    iterator = iter(loader)
+    assert [next(iterator) for _ in range(2)] == [0, 1]
+    resumed = loader_of(length=5, batch_size=None, shuffle=False)
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == [2, 3, 4]
+
+
+WITH_WORKERS = """
+from prefect_torch.tasks import prepare_data_loader
+from torch.utils.data import DataLoader
+def loader():
+    workers = {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}
+    return prepare_data_loader(DataLoader(range(30), batch_size=2, shuffle=True, **workers), resumable=True)
+first = loader()
+used = []
+for batch in first:
+    used += batch.tolist()
+    if len(used) == 10:
+        break
+second = loader()
+second.load_state_dict(first.state_dict())
+rest = [[sample for batch in second for sample in batch.tolist()] for epoch in range(2)]
+assert sorted(used + rest[0]) == sorted(rest[1]) == list(range(30)), (used, rest)
+"""
+
+
+def test_what_workers_have_loaded_ahead_was_not_used():
+    """In a process of its own, as a rank is one: a worker is a fork, and this process may hold a whole server's threads."""
+    ran = subprocess.run([sys.executable, "-c", WITH_WORKERS], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+@pytest.mark.parametrize("resumable", [False, True])
+def test_an_iteration_that_begins_draws_nothing_from_the_process_nor_from_the_loaders_generator(resumable, generator):
+    plain = DataLoader(range(4), generator=generator)
+    loader = prepare_data_loader(plain, resumable=resumable)
+    used = generator or torch.default_generator
+    before = used.get_state()
+    iter(loader)
+    assert torch.equal(used.get_state(), before)
+    assert plain.generator is loader._wrapped().generator is generator
+
+
+WORKER_SEEDS = """
+import torch
+from prefect_torch.tasks import prepared_loader, prepare_data_loader
+from torch.utils.data import DataLoader, get_worker_info
+class Seeds:
+    def __len__(self):
+        return 4
+    def __getitem__(self, number):
+        return get_worker_info().seed
+def loader(rank=0):
+    prepared_loader.get_place = lambda: (rank, 2)
+    loader = prepare_data_loader(DataLoader(Seeds(), batch_size=1, shuffle=True, num_workers=1), resumable=True)
+    vars(loader)["_number"] = 0  # as the first of its process
+    return loader
+def seeds(loader):
+    return [int(seed) for seed in loader]
+undisturbed, between, within = loader(), loader(), loader()
+first, second = seeds(undisturbed), seeds(undisturbed)
+torch.rand(5)
+between.load_state_dict({"epoch": 1, "used": 0, "length": 4, "seed": 0, "order": 0})
+assert seeds(between) == second != first, "not those of the undisturbed epoch"
+iterator = iter(undisturbed)
+next(iterator)
+within.load_state_dict(undisturbed.state_dict())
+torch.rand(5)
+rest = seeds(within)
+assert len(rest) == 3 and not set(rest) & {*first, *second, *seeds(loader(rank=1))}, "the same once more"
+"""
+
+
+def test_workers_are_seeded_by_the_epoch_the_position_and_the_rank():
+    """In a process of its own, as above."""
+    ran = subprocess.run([sys.executable, "-c", WORKER_SEEDS], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+class Stream(IterableDataset):
+    """This rank's part of a stream, which knows how far it is."""
+
+    def __init__(self, first=0, step=1):
+        self.first, self.step, self.at = first, step, 0
+
+    def __iter__(self):
+        while self.at < 8:
+            self.at += 1
+            yield self.first + self.step * (self.at - 1)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def stateful(dataset, **arguments):
+    """Return torchdata's loader, imported only here: what is tested else must not find it loaded."""
+    from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415 - as said
+
+    return StatefulDataLoader(dataset, **arguments)
+
+
+def stream_of(rank, num_ranks):
+    loader = stateful(Stream(rank, num_ranks), batch_size=2)
+    return prepare_data_loader(loader, add_distributed_sampler=False, resumable=True)
+
+
+def test_a_stream_continues_at_as_many_ranks_and_is_refused_at_others(tmp_path):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    used, rests = {}, {}
+
+    def begin(session, rank):
+        loader = stream_of(rank, 2)
+        used[rank] = take(loader, 2)
+        session.report({}, state={"loader": loader})
+
+    def go_on(session, rank):
+        loader = stream_of(rank, 2)
+        attempt.restored.load_state({"loader": loader}, rank=rank, world_size=2)
+        rests[rank] = [rest_of(loader), rest_of(loader), loader.epoch]
+
+    attempt = Attempt(store, 2)
+    assert attempt.run(begin) == [None, None]
+    attempt = Attempt(store, 2)
+    assert attempt.run(go_on) == [None, None]
+    for rank in range(2):
+        whole = list(range(rank, 16, 2))
+        assert rests[rank] == [whole[4:], whole, 2]
+        assert used[rank] == whole[:4]
+    with pytest.raises(RankLocalStateError, match="loader"):
+        attempt.restored.load_state({"loader": stream_of(0, 1)}, rank=0, world_size=1)
+
+
+class Drawing(IterableDataset):
+    """Cannot go to a position, and draws with every item."""
+
+    def __iter__(self):
+        return (float(torch.rand(())) + random.random() + np.random.random() for _ in range(8))  # noqa: NPY002 - the process's
+
+
+def test_a_stream_that_is_read_again_up_to_its_position_leaves_the_generators_as_they_were_restored():
+    def prepared():
+        return prepare_data_loader(stateful(Drawing(), batch_size=2), add_distributed_sampler=False, resumable=True)
+
+    loader, resumed = prepared(), prepared()
+    taken = iter(loader)
+    next(taken)
+    state = loader.state_dict()
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the process's
+    rest = [batch.tolist() for batch in taken]
+    np.random.random()  # noqa: NPY002 - the process's
+    torch.set_rng_state(kept[0])
+    random.setstate(kept[1])
+    np.random.set_state(kept[2])  # noqa: NPY002 - the process's
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == rest
+
+
+def test_a_loader_with_a_sampler_of_its_own_continues_in_the_order_of_that_epoch():
+    def prepared():
+        sampler = DistributedSampler(range(24), 2, 1, shuffle=True)
+        loader = stateful(range(24), batch_size=2, sampler=sampler)
+        return prepare_data_loader(loader, add_distributed_sampler=False, resumable=True)
+
+    undisturbed, loader, resumed = prepared(), prepared(), prepared()
+    epochs = [rest_of(undisturbed) for _ in range(3)]
+    rest_of(loader)
+    used = take(loader, 2)
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.epoch == 1
+    assert [used + rest_of(resumed), rest_of(resumed)] == epochs[1:]
+
+
+def test_a_loader_that_is_asked_for_its_position_is_not_looked_ahead_of(monkeypatch):
+    asked = []
+
+    def on_device(batches, device, *, may_look_ahead):
+        asked.append(may_look_ahead)
+        return batches
+
+    monkeypatch.setattr(prepared_loader, "on_device", on_device)
+    iter(stream_of(0, 1))
+    iter(loader_of())  # the next batch, loaded in this process, would draw random numbers that belong behind the state
+    iter(prepare_data_loader(DataLoader(range(4))))
+    assert asked == [False, False, True]
+
+
+def test_torchdatas_loader_of_items_is_shared_and_resumed_like_torchs():
+    loader = loader_of(0, 2, kind=stateful)
+    used = take(loader, 2) + take(loader_of(1, 2, kind=stateful), 2)
+    resumed = loader_of(kind=stateful)
+    resumed.load_state_dict(loader.state_dict())
+    assert sorted(used + rest_of(resumed)) == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("loader", "add", "message"),
+    [
+        (DataLoader(Stream()), True, "an IterableDataset \\(Stream\\) has no items"),
+        (DataLoader(range(4), sampler=DistributedSampler(range(4), 1, 0)), True, "a DistributedSampler would be lost"),
+        (DataLoader(range(4), sampler=RandomSampler(range(4), replacement=True)), True, "with replacement"),
+        (DataLoader(range(4), num_workers=2, in_order=False), True, "in_order=False hands out batches as they come"),
+        (DataLoader(range(4)), False, "add_distributed_sampler=False"),
+    ],
+)
+def test_what_has_no_position_is_refused(loader, add, message):
+    with pytest.raises(ValueError, match=f"resumable=True, but .*{message}.*StatefulDataLoader"):
+        prepare_data_loader(loader, add_distributed_sampler=add, resumable=True)
+
+
+def test_a_stream_that_ranks_would_read_twice_is_refused(monkeypatch):
+    monkeypatch.setattr(data_loader, "get_place", lambda: (0, 2))
+    with pytest.raises(ValueError, match="an IterableDataset"):
+        prepare_data_loader(stateful(Stream()), resumable=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sampler": WeightedRandomSampler([1.0] * 4, 4)},
+        {"batch_sampler": BatchSampler(RandomSampler(range(4)), 2, drop_last=False)},
+    ],
+)
+def test_a_position_in_an_order_that_is_drawn_anew_is_refused(arguments):
+    with pytest.raises(ValueError, match=r"resumable=True, but a \w*RandomSampler draws anew after a restart.*shuffle=True"):
+        prepare_data_loader(stateful(range(4), **arguments), resumable=True)
+
+
+def test_a_loader_is_made_resumable_when_it_is_prepared_or_never():
+    prepared = prepare_data_loader(DataLoader(range(4)))
+    assert not hasattr(prepared, "state_dict")
+    with pytest.raises(ValueError, match="prepared without resumable=True"):
+        prepare_data_loader(prepared, resumable=True)
+    resumable = loader_of()
+    assert prepare_data_loader(resumable) is prepare_data_loader(resumable, resumable=True) is resumable

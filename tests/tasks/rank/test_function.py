@@ -1,0 +1,245 @@
+import functools
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from prefect_torch.tasks.gang import rank_task
+from prefect_torch.tasks.rank.function import check_signature, pack_function, takes_config, unpack_function
+
+
+def in_a_new_interpreter(packed) -> str:
+    """Return what the function gives there; its standard output is its answer."""
+    program = (
+        "import pickle, sys, os\npacked = pickle.load(sys.stdin.buffer)\nos.chdir(packed.cwd)\nsys.path[:] = packed.sys_path\n"
+        "from prefect_torch.tasks.rank.function import unpack_function\nfunction, config = unpack_function(packed)\n"
+        "print(function(config))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=cloudpickle.dumps(packed), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "beside_it.py").write_text("VALUE = 'beside'")
+    (tmp_path / "user_training.py").write_text(
+        "import beside_it\nfrom os.path import join as renamed\n"
+        "def train_fn(config):\n    return beside_it.VALUE, config\n"
+        "alias = train_fn\nnot_a_function = 3\nif __name__ == '__main__':\n    raise SystemExit('ran as a program')\n"
+    )
+    (tmp_path / "broken.py").write_text("def train_fn(:\n")
+    (tmp_path / "nothing.py").write_bytes(b"def train_fn(): pass\n\0")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["train_fn", "alias"])
+@pytest.mark.parametrize("place", ["user_training", "user_training.py", "./user_training.py"])
+def test_a_reference_is_found_in_the_working_folder(folder, place, name):
+    assert in_a_new_interpreter(pack_function(f"{place}:{name}", {"a": 1})) == "('beside', {'a': 1})"
+
+
+def test_a_file_named_as_a_standard_module_replaces_it_for_nobody(folder):
+    (folder / "trainings").mkdir()
+    (folder / "trainings/beside_queue.py").write_text("import queue\nVALUE = queue.Queue.__name__\n")
+    (folder / "trainings/queue.py").write_text(
+        "import beside_queue, pickle, sys\nclass Result: pass\n"
+        "def train_fn(config):\n"
+        "    import queue\n"
+        "    assert pickle.loads(pickle.dumps(Result())).__class__ is Result\n"
+        "    return beside_queue.VALUE, queue.__file__ == sys.modules['queue'].__file__, queue.Queue.__module__, __file__\n"
+    )
+    answer = in_a_new_interpreter(pack_function("trainings/queue.py:train_fn", None))
+    assert answer == str(("Queue", True, "queue", str(folder / "trainings/queue.py")))
+
+
+def test_a_module_that_is_the_standard_one_is_named_with_the_way_to_a_file(folder):
+    (folder / "queue.py").write_text("def train_fn(config): pass\n")
+    with pytest.raises(ValueError, match=r"queue\.py defines no 'train_fn' \(for a file of yours, give queue\.py:train_fn\)"):
+        pack_function("queue:train_fn", None)
+
+
+def test_a_rank_looks_for_no_module_in_the_folder_that_it_is_started_in(folder):
+    for name in ("queue", "importlib", "sys"):
+        (folder / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    (folder / "lib").mkdir()
+    (folder / "lib/program.py").write_text("import queue\ndef main(): print(queue.Queue.__module__)\n")
+    environment = {**os.environ, "PYTHONPATH": str(folder / "lib")}
+    done = subprocess.run(
+        [sys.executable, "-c", rank_task._RUN, "program"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("queue\n", "")
+
+
+def test_functions_that_are_looked_up_in_several_threads_do_not_disturb_each_other(folder):
+    """As ast.parse does before CPython 3.11.8: another thread runs in the middle of it where garbage collection lets it."""
+
+    def look_up() -> None:
+        for _ in range(100):
+            pack_function("user_training:train_fn", None)
+
+    def let_another_run(_phase, _info) -> None:
+        time.sleep(0)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(let_another_run)
+    gc.set_threshold(20)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for looked_up in [pool.submit(look_up) for _ in range(2)]:
+                looked_up.result()
+    finally:
+        gc.callbacks.remove(let_another_run)
+        gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from os.path import *",
+        "from os.path import \\\n    *",
+        "def make():\n    global train_fn\n    def train_fn(config): pass\nmake()",
+        "# -*- coding: latin-1 -*-\n# \xe9\ndef train_fn(config): pass",
+        "if (train_fn := print): pass",
+        "import os.path as train_fn",
+        "class train_fn: pass",
+        "for train_fn in [print]: pass",
+    ],
+)
+def test_a_name_may_be_bound_in_any_way(folder, program):
+    (folder / "binding.py").write_bytes(program.encode("latin-1"))
+    pack_function("binding.py:train_fn", None)
+
+
+def test_a_reference_is_looked_up_but_not_imported(folder):
+    pack_function("user_training:train_fn", None)
+    assert "user_training" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("user_training:nosuch", "defines no 'nosuch'"),
+        ("user_training:config", "defines no 'config'"),  # only within a function
+        ("nothing.py:train_fn", "is not valid Python"),
+        ("user_training.py:nosuch", "defines no 'nosuch'"),
+        ("nosuch_module:f", "there is no module 'nosuch_module'"),
+        ("nosuch/file.py:f", "there is no file"),
+        ("broken:train_fn", "is not valid Python"),
+        ("user_training", "give 'module:function'"),
+        ("user_training:", "give 'module:function'"),
+        ("", "give 'module:function'"),
+    ],
+)
+def test_what_does_not_exist_is_named(folder, reference, message):
+    with pytest.raises(ValueError, match=message):
+        pack_function(reference, None)
+
+
+def test_what_is_no_function_is_named_where_it_is_imported(folder):
+    with pytest.raises(ValueError, match="has no function 'not_a_function'"):
+        unpack_function(pack_function("user_training:not_a_function", None))
+    sys.modules.pop("user_training", None)
+
+
+def test_a_file_that_starts_its_own_training_wherever_it_is_imported_is_refused(folder):
+    (folder / "unguarded.py").write_text(
+        "from prefect_torch.tasks.rank.function import pack_function\n"
+        "def train_fn(config):\n    pass\n"
+        "pack_function('unguarded.py:train_fn', None)\n"
+    )
+    packed = pack_function("unguarded.py:train_fn", None)
+    with pytest.raises(RuntimeError, match=r'unguarded.py:train_fn would start ranks itself.* `if __name__ == "__main__":`'):
+        unpack_function(packed)
+    pack_function("user_training:train_fn", None)
+
+
+@pytest.mark.parametrize("value", [3, None, ["module:function"], object()])
+def test_what_is_neither_a_function_nor_a_reference_is_refused(value):
+    with pytest.raises(TypeError, match="train_fn must be a function"):
+        pack_function(value, None)
+
+
+def test_a_closure_travels_with_what_it_uses():
+    offset = 40
+
+    def train_fn(config):
+        return helper(config["x"]) + offset
+
+    assert in_a_new_interpreter(pack_function(train_fn, {"x": 1})) == "42"
+
+
+def helper(x):
+    return x + 1
+
+
+def test_a_function_that_a_new_interpreter_can_import_travels_by_name():
+    packed = pack_function(os.path.basename, None)
+    assert len(packed.payload) < 100
+    assert unpack_function(packed)[0] is os.path.basename
+
+
+@pytest.mark.parametrize("what", [threading.Lock(), Path(__file__).open, (value for value in [1])])
+def test_what_cannot_travel_is_a_type_error(what):
+    with pytest.raises(TypeError, match="cannot travel to the ranks"):
+        pack_function(helper, {"what": what} if not callable(what) else {"what": threading.Lock()})
+
+
+async def coroutine(config): ...
+def generator(config): yield  # fmt: skip
+
+
+async def async_generator(config): yield  # fmt: skip
+
+
+def needs_two(config, other): ...
+def needs_a_keyword(*, config): ...
+
+
+class Trainer: ...  # fmt: skip
+
+
+class Callable:
+    async def __call__(self, config): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (coroutine, "coroutine is async or a generator"),
+        (generator, "generator is async or a generator"),
+        (async_generator, "async_generator is async or a generator"),
+        (functools.partial(coroutine, None), "async or a generator"),
+        (Callable(), "async or a generator"),
+        (needs_two, r"needs_two\(config, other\) must take one argument"),
+        (needs_a_keyword, "must take one argument"),
+        (Trainer, "Trainer is a class"),
+    ],
+)
+def test_what_a_rank_could_not_run_to_its_end_is_refused(function, message):
+    with pytest.raises(TypeError, match=message):
+        pack_function(function, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_given_it"),
+    [
+        (lambda: 0, False),
+        (lambda config: 0, True),
+        (lambda *args: 0, True),
+        (lambda config=None: 0, True),
+        (lambda *, verbose=False: 0, False),
+        (lambda **options: 0, False),
+        (functools.partial(needs_two, other=1), True),
+        (print, True),
+    ],
+)
+def test_a_function_gets_its_configuration_if_it_can_take_it(function, is_given_it):
+    assert takes_config(check_signature(function)) is is_given_it

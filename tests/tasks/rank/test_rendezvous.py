@@ -1,0 +1,90 @@
+import threading
+import time
+
+import pytest
+from prefect_torch.ckpt.key_value import MemoryKeyValue
+from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def key_values(request):
+    """Two ends of one dictionary."""
+    if request.param == "memory":
+        shared = MemoryKeyValue()
+        return shared, shared
+    rendezvous = Rendezvous()
+    served = rendezvous.serve()
+    return served, connect(rendezvous.address)
+
+
+def test_what_one_sets_the_other_gets(key_values):
+    one, other = key_values
+    one.set("a b/c", b"\x00\xff" * 1000)
+    one.set("empty", b"")
+    assert other.get(["a b/c", "empty"], 1.0) == [b"\x00\xff" * 1000, b""]
+    assert other.check("empty")
+    assert not other.check("missing")
+
+
+def test_a_get_waits_until_all_are_set(key_values):
+    one, other = key_values
+    one.set("x", b"1")
+    timer = threading.Timer(0.2, lambda: one.set("y", b"2"))
+    timer.start()
+    assert other.get(["x", "y"], 10.0) == [b"1", b"2"]
+    timer.join()
+
+
+def test_a_get_of_what_never_comes_times_out_and_the_connection_stays_good(key_values):
+    one, other = key_values
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="never"):
+        other.get(["never"], 0.1)
+    assert 0.1 <= time.monotonic() - started < 5
+    one.set("x", b"1")
+    assert other.get(["x"], 1.0) == [b"1"]
+
+
+def test_a_wait_does_not_block_other_threads(key_values):
+    one, _ = key_values
+    waiter = threading.Thread(target=lambda: one.get(["late"], 10.0))
+    waiter.start()
+    started = time.monotonic()
+    one.set("x", b"1")
+    assert one.get(["x"], 1.0) == [b"1"]
+    assert time.monotonic() - started < 1
+    one.set("late", b"")
+    waiter.join()
+
+
+def test_counters_count_and_begin_at_zero(key_values):
+    one, other = key_values
+    assert [one.add("n", 0), other.add("n", 2), one.add("n", 1)] == [0, 2, 3]
+
+
+def test_what_is_deleted_is_forgotten(key_values):
+    one, other = key_values
+    one.set("x", b"1")
+    assert one.check("x")  # a set is sent, not awaited: another connection may be heard before it
+    other.delete("x")
+    other.delete("never was")
+    assert not one.check("x")
+
+
+def test_ranks_may_connect_before_the_leader_serves():
+    rendezvous = Rendezvous()
+    got = []
+    rank = threading.Thread(target=lambda: got.append(connect(rendezvous.address).get(["x"], 20.0)))
+    rank.start()
+    time.sleep(0.2)
+    served = rendezvous.serve()
+    served.set("x", b"1")
+    rank.join(20)
+    assert got == [[b"1"]]
+
+
+def test_two_rendezvous_never_share_a_port():
+    both = Rendezvous(), Rendezvous()
+    assert both[0].address != both[1].address
+    for rendezvous in both:
+        rendezvous.close()

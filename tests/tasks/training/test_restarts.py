@@ -1,0 +1,199 @@
+"""Budgets outlive the process that leads, and need no storage that answers."""
+
+import errno
+from dataclasses import replace
+
+import httpx
+import pytest
+from faulty_storage import FaultyStorage
+from prefect_torch.ckpt import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    RetentionPolicy,
+    RunBusyError,
+    StorageError,
+)
+from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.manifest import new_id
+from prefect_torch.ckpt.session import ReportSettings
+from prefect_torch.tasks.rank.errors import RankFailedError, RestartsUsedUpError
+from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.training import restarts as restarts_module
+from prefect_torch.tasks.training.job import TrainJob
+from prefect_torch.tasks.training.restarts import Restarts, failure_kind
+from prefect_torch.tasks.training.start import claim
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path, "run")
+
+
+def job(store, **budgets):
+    return TrainJob(
+        function=pack_function("json:loads", None),
+        storage=store.spec,
+        run=store.run,
+        num_workers=1,
+        use_gpu=False,
+        backend=None,
+        policy=RetentionPolicy(),
+        resume="auto",
+        verify="digest",
+        takeover=True,
+        seed=None,
+        reports=ReportSettings(),
+        grace_s=0,
+        hang_timeout_s=None,
+        **{"max_failures": 0, "max_infrastructure_failures": 0, "max_preemptions": 0, **budgets},
+    )
+
+
+BUDGETS = {
+    "user": "max_failures",
+    "infrastructure": "max_infrastructure_failures",
+    "out_of_memory": "max_out_of_memory_failures",
+    "preemption": "max_preemptions",
+}
+UNLIMITED = dict.fromkeys(BUDGETS.values(), -1)
+
+
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_each_kind_of_failure_has_a_budget_of_its_own(store, kind):
+    restarts = Restarts(job(store, **{BUDGETS[kind]: 2}), "mine")
+    for other in BUDGETS:
+        if other != kind:
+            assert not restarts.take(other)
+    assert [restarts.take(kind) for _ in range(3)] == [True, True, False]
+    unlimited = Restarts(job(store, **{BUDGETS[kind]: -1}), "mine")
+    assert all(unlimited.take(kind) for _ in range(9))
+
+
+def test_what_is_final_is_never_tried_again(store):
+    assert not Restarts(job(store, **UNLIMITED), "mine").take("final")
+
+
+def test_prefect_is_allowed_as_many_retries_as_all_budgets_together(store):
+    assert Restarts(job(store, max_failures=2, max_out_of_memory_failures=1), "mine").most_retries == 3
+    assert Restarts(job(store, max_failures=2, max_preemptions=-1), "mine").most_retries > 10**5
+
+
+def test_a_claim_that_fails_counts_though_no_attempt_tells_of_it(store):
+    gone = FaultyStorage(store.storage, crash_at=1, error=StorageError("no answer"))
+    away = CheckpointStore(gone, store.layout, store.spec)
+    restarts = Restarts(job(store, max_infrastructure_failures=1), "mine")
+    allowed = []
+    for _ in range(2):
+        gone.operations.clear()
+        with pytest.raises(StorageError) as caught:
+            claim(away, job(store), restarts)
+        allowed.append(restarts.take(failure_kind(caught.value)))
+    assert allowed == [True, False]
+    assert gone.fired == 2
+
+
+@pytest.fixture
+def rerun(monkeypatch):
+    """Let the flow run have been run again, by somebody after it had ended in the state that this is set to, if any."""
+    monkeypatch.setattr(restarts_module, "find_end_before_rerun", lambda flow_run_id: ended[0])
+    ended = [None]
+    return ended
+
+
+def earlier_attempt(store, kind, *, flow_run_id="mine", budget=None, commits=False):
+    """Let an attempt of an earlier process end by `kind`, or, for None, by a SIGKILL that leaves no outcome."""
+    killed = replace(Owner.current(flow_run_id, budget), pid=1)
+    claimed = claim_attempt(store, killed, world_size=1)
+    if commits:
+        store.storage.put_bytes(store.layout.manifest(new_id(claimed.number, 0)), b"")
+    if kind is not None:
+        write_outcome(store, Outcome(claimed.number, "failed", flow_run_id, kind))
+
+
+@pytest.mark.usefixtures("rerun")
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_a_flow_run_that_is_started_again_goes_on_with_what_is_left_of_its_budgets(store, kind):
+    earlier_attempt(store, kind)
+    earlier_attempt(store, kind, flow_run_id="another")
+    restarts = Restarts(job(store, **{BUDGETS[kind]: 2}), "mine", is_rerun=True)
+    claim(store, job(store), restarts)
+    assert [restarts.take(kind) for _ in range(2)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "commits", "counts_as"),
+    [
+        ("preemption", False, "was ended from outside 3 times, with max_preemptions=2"),
+        (None, True, "was ended from outside 3 times, with max_preemptions=2"),
+        (None, False, "lost its processes, its storage or its network 3 times, with max_infrastructure_failures=2"),
+        ("out_of_memory", False, "ran out of memory 3 times, with max_out_of_memory_failures=2"),
+    ],
+)
+def test_a_flow_run_whose_budget_is_used_up_is_refused_until_somebody_runs_it_again(store, rerun, kind, commits, counts_as):
+    for _ in range(3):
+        earlier_attempt(store, kind, commits=commits)
+    limited = job(store, **dict.fromkeys(BUDGETS.values(), 2))
+    with pytest.raises(RestartsUsedUpError, match=counts_as):
+        claim(store, limited, Restarts(limited, "mine", is_rerun=True))
+    claim(store, limited, Restarts(limited, "a new one"))
+    unlimited = job(store, **UNLIMITED)
+    claim(store, unlimited, Restarts(unlimited, "mine", is_rerun=True))
+    rerun[0] = "failed-state"
+    by_a_person = Restarts(limited, "mine", is_rerun=True)
+    assert claim(store, limited, by_a_person).owner.budget == "failed-state"
+    for _ in range(3):
+        earlier_attempt(store, kind, commits=commits, budget="failed-state")
+    with pytest.raises(RestartsUsedUpError, match=counts_as):
+        claim(store, limited, Restarts(limited, "mine", is_rerun=True))
+
+
+def test_an_attempt_of_this_process_is_counted_once(store, rerun):
+    """Such as one whose claim was stored though its answer was lost, and which has no outcome."""
+    assert rerun == [None]
+    claim_attempt(store, Owner.current("mine"), world_size=1)
+    restarts = Restarts(job(store, max_infrastructure_failures=1), "mine", is_rerun=True)
+    assert restarts.take("infrastructure")
+    claim(store, job(store), restarts)
+    assert not restarts.take("infrastructure")
+
+
+@pytest.mark.parametrize(
+    ("error", "counts_as"),
+    [
+        (StorageError("no answer"), "infrastructure"),
+        (httpx.ConnectError("Prefect's API is away"), "infrastructure"),
+        (RunBusyError("alive elsewhere"), "final"),
+        (CheckpointCorruptError("no whole checkpoint left"), "final"),
+        (CheckpointNotFoundError("resume='must'"), "final"),
+        (OSError(errno.ENOSPC, "No space left on device"), "user"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "user"),
+        (MemoryError(), "out_of_memory"),
+        (ValueError("x"), "final"),
+    ],
+)
+def test_what_a_leader_itself_meets_counts_where_it_may_pass(error, counts_as):
+    assert failure_kind(error) == counts_as
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts_as"),
+    [
+        ("user", "user"),
+        ("final", "final"),
+        ("preemption", "preemption"),
+        ("infrastructure", "infrastructure"),
+        ("out_of_memory", "out_of_memory"),
+        ("withdrawn", "user"),
+        ("communication", "infrastructure"),
+        ("peer", "infrastructure"),
+    ],
+)
+def test_a_ranks_failure_counts_against_one_budget(kind, counts_as):
+    assert failure_kind(RankFailedError("x", 0, kind)) == counts_as
+
+
+def test_a_ranks_failure_is_one_line_where_it_is_logged_and_all_of_its_text_where_it_is_raised():
+    failed = RankFailedError("rank 1 failed: ValueError: x\n\nTraceback (most recent call last): ...", 1, "user")
+    assert repr(failed) == "RankFailedError('rank 1 failed: ValueError: x')"
+    assert "Traceback" in str(failed)
