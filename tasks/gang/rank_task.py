@@ -19,8 +19,7 @@ from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import of_returncode
 from prefect_torch.tasks.rank.oom_kills import count_oom_kills
 from prefect_torch.tasks.rank.rendezvous import STACKS_KEY, STOP_KEY, beat_key, connect
-from prefect_torch.tasks.rank.result import RankResult
-from prefect_torch.tasks.rank.spec import RankSpec
+from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
 from .process import ProcessEnd, RankProcess
 from .watch import BEAT_S

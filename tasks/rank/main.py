@@ -25,8 +25,7 @@ from .function import TrainFunction, takes_config, unpack_function
 from .guard import STACKS_SIGNAL
 from .oom_kills import count_oom_kills
 from .rendezvous import ENDS_SOON_KEY, TcpKeyValue, connect
-from .result import RankResult
-from .spec import RankSpec
+from .spec import RankResult, RankSpec
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Everything a rank's process is told; plain data that pickles."""
+"""What the process of a rank is given and what it returns; plain data that pickles."""
 
 from dataclasses import dataclass, field, replace
 
@@ -6,6 +6,7 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.session import ReportSettings
 
 from .checkpoint_ref import CheckpointRef
+from .failures import RankFailureKind
 from .function import PackedFunction
 from .rendezvous import Address
 
@@ -71,6 +72,26 @@ class RankSpec:
             # The flow's process serves the store, so rank 0 must not try to (torch.distributed.rendezvous).
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """How a rank ended, as its process tells the task that supervises it.
+
+    Attributes:
+        return_value: What its function returned, pickled; None if it failed, or if the value cannot be pickled.
+        kind: How it failed; None if it did not.
+        error: The error in one line.
+        traceback: Of the error, in the rank.
+        exception: The exception, pickled; None where it cannot be.
+
+    """
+
+    return_value: bytes | None = None
+    kind: RankFailureKind | None = None
+    error: str = ""
+    traceback: str = ""
+    exception: bytes | None = None
 
 
 def on_one_machine(first: RankSpec) -> list[RankSpec]:
