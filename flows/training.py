@@ -25,10 +25,11 @@ from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.settings import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import Audience
-from prefect_torch.tasks.training.restarts import Restarts, failure_kind
+from prefect_torch.tasks.training.restarts import Restarts
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -118,7 +119,7 @@ def train(
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
         error = state.result(raise_on_failure=False)
-        return isinstance(error, Exception) and restarts.take(failure_kind(error))
+        return isinstance(error, Exception) and restarts.take(counts_against(error))
 
     led = train_workers.with_options(
         retries=restarts.most_retries,

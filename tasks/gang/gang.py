@@ -15,7 +15,7 @@ from prefect_torch.ckpt.key_value import KeyValue
 from prefect_torch.ckpt.peers import has_failure
 from prefect_torch.ckpt.wording import show_some
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import cause_order
+from prefect_torch.tasks.rank.failures import cause_first
 from prefect_torch.tasks.rank.rendezvous import ENDS_SOON_KEY, STACKS_KEY, STOP_KEY, Address, Rendezvous, beat_key
 from prefect_torch.tasks.rank.spec import RankSpec
 
@@ -97,7 +97,7 @@ class Gang:
         outcomes = {rank: self._futures[rank].result(raise_on_failure=False) for rank in tuple(self._finished)}
         failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
         if failures:
-            raise min(failures, key=_cause_order)
+            raise cause_first(failures)[0]
         return outcomes[0]
 
     def stop(self, key_value: KeyValue, reason: str) -> None:
@@ -186,9 +186,3 @@ def _wait_until(condition: Callable[[], bool], longest_s: float) -> bool:
     while not (is_true := condition()) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
     return is_true
-
-
-def _cause_order(failure: BaseException) -> int:
-    if isinstance(failure, RankFailedError):
-        return cause_order(failure.kind)
-    return sys.maxsize  # stopped, or crashed with the task runner

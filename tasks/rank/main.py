@@ -20,7 +20,8 @@ from prefect_torch.ckpt.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.reporting import start_session
 from prefect_torch.ckpt.session import RankSession
 
-from .failures import RankFailureKind, of_exception
+from .errors import RankFailureKind
+from .failures import of_exception
 from .function import TrainFunction, takes_config, unpack_function
 from .guard import STACKS_SIGNAL
 from .oom_kills import count_oom_kills
@@ -64,8 +65,7 @@ def _run(spec: RankSpec) -> RankResult:
         if result.kind is None:  # a group whose peer is gone may wait for it for ever
             _leave_process_group()
     except Exception as exc:  # noqa: BLE001 - reported, not hidden
-        kind = of_exception(exc)
-        return _failure(exc, "infrastructure" if kind == "user" else kind)  # nothing of the user's has run
+        return _failure(exc, of_exception(exc, in_function=False))
     return result
 
 

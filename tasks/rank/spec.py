@@ -6,7 +6,7 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.session import ReportSettings
 
 from .checkpoint_ref import CheckpointRef
-from .failures import RankFailureKind
+from .errors import RankFailureKind
 from .function import PackedFunction
 from .rendezvous import Address
 

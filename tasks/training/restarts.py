@@ -3,13 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator
 
-import httpx
-from prefect_torch.ckpt import CheckpointStore, StorageError
+from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.attempts import FailureKind, Owner, list_attempts, read_outcomes
 from prefect_torch.ckpt.manifest import attempt_of
 from prefect_torch.tasks.liveness import find_end_before_rerun
-from prefect_torch.tasks.rank.errors import RankFailedError, RestartsUsedUpError
-from prefect_torch.tasks.rank.failures import counts_against, is_full, of_exception
+from prefect_torch.tasks.rank.errors import RestartsUsedUpError
 
 from .job import TrainJob
 
@@ -95,21 +93,6 @@ class Restarts:
         budget = self._budgets[kind][1]
         earlier = 0 if self._earlier is None else self._earlier[kind]
         return budget != UNLIMITED and self._here[kind] + earlier > budget
-
-
-def failure_kind(error: BaseException) -> FailureKind:
-    """Return which budget what ended an attempt counts against, as its leader sees it; "final" has none."""
-    failed = error if isinstance(error, RankFailedError) else error.__cause__
-    if isinstance(failed, RankFailedError):
-        return counts_against(failed.kind)
-    if isinstance(error, (StorageError, httpx.HTTPError)):  # of Prefect's API, the latter
-        return "infrastructure"
-    if is_full(error):
-        return "user"
-    kind = of_exception(error)
-    if kind == "out_of_memory":
-        return kind
-    return "infrastructure" if kind == "communication" else "final"
 
 
 def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKind]:

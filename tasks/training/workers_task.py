@@ -16,6 +16,7 @@ from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_one_machine
 from prefect_torch.tasks.run_logs import library_logs_in_run
@@ -23,7 +24,7 @@ from prefect_torch.tasks.run_logs import library_logs_in_run
 from .job import TrainJob
 from .observers import AttemptEnded, AttemptStarted, Audience
 from .recorder import Journal
-from .restarts import Restarts, failure_kind
+from .restarts import Restarts
 from .start import Start, choose_start, claim
 
 _FLUSH_S = 30.0
@@ -137,7 +138,7 @@ def _failure(claimed: Attempt, error: Exception) -> Outcome:
         message, errors = str(error), {} if error.rank is None else {str(error.rank): str(error)}
     else:
         message, errors = repr(error), {}
-    return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, failure_kind(error), message, errors)
+    return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)
 
 
 def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvous: Address) -> list[RankSpec]:

@@ -18,10 +18,11 @@ from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, write_out
 from prefect_torch.ckpt.manifest import new_id
 from prefect_torch.ckpt.session import ReportSettings
 from prefect_torch.tasks.rank.errors import RankFailedError, RestartsUsedUpError
+from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.training import restarts as restarts_module
 from prefect_torch.tasks.training.job import TrainJob
-from prefect_torch.tasks.training.restarts import Restarts, failure_kind
+from prefect_torch.tasks.training.restarts import Restarts
 from prefect_torch.tasks.training.start import claim
 
 
@@ -88,7 +89,7 @@ def test_a_claim_that_fails_counts_though_no_attempt_tells_of_it(store):
         gone.operations.clear()
         with pytest.raises(StorageError) as caught:
             claim(away, job(store), restarts)
-        allowed.append(restarts.take(failure_kind(caught.value)))
+        allowed.append(restarts.take(counts_against(caught.value)))
     assert allowed == [True, False]
     assert gone.fired == 2
 
@@ -173,7 +174,7 @@ def test_an_attempt_of_this_process_is_counted_once(store, rerun):
     ],
 )
 def test_what_a_leader_itself_meets_counts_where_it_may_pass(error, counts_as):
-    assert failure_kind(error) == counts_as
+    assert counts_against(error) == counts_as
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_what_a_leader_itself_meets_counts_where_it_may_pass(error, counts_as):
     ],
 )
 def test_a_ranks_failure_counts_against_one_budget(kind, counts_as):
-    assert failure_kind(RankFailedError("x", 0, kind)) == counts_as
+    assert counts_against(RankFailedError("x", 0, kind)) == counts_as
 
 
 def test_a_ranks_failure_is_one_line_where_it_is_logged_and_all_of_its_text_where_it_is_raised():
