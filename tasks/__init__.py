@@ -1,6 +1,7 @@
-"""Prefect tasks that start, watch and prune a training, and what prepares a rank's model and data.
+"""Prefect tasks that train, evaluate and prune, their options, and the functions that prepare a rank's model and data.
 
-Lazy for one reason: a rank's process runs a module of this folder, and must not wait seconds for prefect, which it never uses.
+Imports are lazy: the process of a rank imports modules of this package, and must not wait seconds for prefect, which it never
+uses.
 """
 
 from typing import TYPE_CHECKING

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,20 @@ MAY_IMPORT = {
     "flows": {"ckpt", "tasks"},
     "deployments": {"ckpt", "tasks", "flows"},
 }
+# What the wings of tasks/ may import of each other; "" are its modules that are in none.
+TASKS_MAY_IMPORT = {
+    "rank": set(),
+    "prepare": set(),
+    "options": set(),
+    "gang": {"rank"},
+    "": {"rank", "gang", "options"},
+    "training": {"rank", "gang", "options", ""},
+}
 MODULES = [path for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))]
 INTEGRATIONS = ("accelerate", "lightning", "transformers")
-RANK_SIDE = [*sorted(f"rank.{path.stem}" for path in (ROOT / "tasks/rank").glob("[a-z]*.py")), "training.job"]
+TASKS = [path for path in sorted((ROOT / "tasks").rglob("*.py")) if path.name != "__init__.py"]
+RANK_SIDE = [*(f"rank.{path.stem}" for path in TASKS if path.parent.name == "rank"), "training.job"]
+PREPARE = [f"prepare.{path.stem}" for path in TASKS if path.parent.name == "prepare"]
 
 
 def imports(path: Path, *, only_top: bool = False):
@@ -43,6 +55,23 @@ def test_a_folder_imports_only_folders_below_it(path):
             folder = name.split(".")[1]
             is_of_another_wing = tuple(name.split(".")[1:-1]) != path.relative_to(ROOT).parent.parts
             assert folder in MAY_IMPORT[own] or (folder == own and is_of_another_wing), name
+
+
+@pytest.mark.parametrize("path", TASKS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_wing_of_tasks_imports_only_wings_below_it(path):
+    wing = "" if path.parent.name == "tasks" else path.parent.name
+    for name in imports(path):
+        if name.startswith("prefect_torch.tasks."):
+            imported = name.split(".")[2]
+            assert (imported if imported in TASKS_MAY_IMPORT else "") in TASKS_MAY_IMPORT[wing], name
+
+
+def test_no_modules_of_tasks_import_each_other_in_a_circle():
+    depends = {}
+    for path in TASKS:
+        package = ".".join(("prefect_torch", *path.relative_to(ROOT).parent.parts))
+        depends[f"{package}.{path.stem}"] = {f"{package}{name}" if name.startswith(".") else name for name in imports(path)}
+    TopologicalSorter(depends).prepare()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ckpt").glob("*.py")), ids=lambda path: path.name)
@@ -76,6 +105,11 @@ def test_importing_ckpt_pulls_in_neither_prefect_nor_torch():
 def test_what_a_rank_imports_from_tasks_does_not_import_prefect(module):
     loaded = loaded_by(f"import prefect_torch.tasks.{module}")
     assert not loaded & {"prefect", "torch"}
+
+
+@pytest.mark.parametrize("module", PREPARE)
+def test_what_prepares_a_rank_does_not_import_prefect(module):
+    assert "prefect" not in loaded_by(f"import prefect_torch.tasks.{module}")
 
 
 def test_the_command_line_looks_at_a_folder_without_prefect_and_torch(tmp_path):

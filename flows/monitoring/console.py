@@ -17,7 +17,7 @@ from prefect_torch.tasks.training.observers import (
     AttemptStarted,
     CheckpointQuarantined,
     CheckpointsPruned,
-    Happening,
+    TrainingEvent,
 )
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -79,7 +79,7 @@ class ConsoleProgress:
             redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe is no line of the terminal
         )
 
-    def observe(self, happening: Happening) -> None:
+    def observe(self, happening: TrainingEvent) -> None:
         """Take note of what happened."""
         match happening:
             case AttemptStarted(attempt, resumed_from):

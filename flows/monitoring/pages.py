@@ -11,7 +11,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.tasks.training.job import TrainJob
-from prefect_torch.tasks.training.observers import Happening
+from prefect_torch.tasks.training.observers import TrainingEvent
 
 from .attempt_log import AttemptLog
 from .checkpoint_table import MAX_ROWS, checkpoint_rows
@@ -55,7 +55,7 @@ class Pages:
         self._checkpoints = LiveArtifact(f"{key}-checkpoints", "table")
         self._summary = LiveArtifact(f"{key}-summary", "markdown")
 
-    def observe(self, happening: Happening) -> None:
+    def observe(self, happening: TrainingEvent) -> None:
         """Take note of what happened; the first time, read what the run has been before from its storage."""
         self._notes.take(happening, self._clock())
 

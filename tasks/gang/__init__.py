@@ -1,1 +1,1 @@
-"""Starting all ranks of an attempt, watching them and stopping them."""
+"""Starting, watching and stopping the ranks of an attempt."""

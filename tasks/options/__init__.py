@@ -1,1 +1,1 @@
-"""What a user sets for a training, in code, in a form or in Prefect's settings."""
+"""The options of a training, in code, in a form or in Prefect's settings."""

@@ -1,1 +1,1 @@
-"""What the user's training function calls to prepare its model and its data; imports torch, never prefect."""
+"""Functions that prepare the model and the data of a training function; imports torch, never prefect."""

@@ -1,1 +1,1 @@
-"""What runs in the process of a rank; imports neither prefect nor the other folders of tasks."""
+"""The program of a rank; imports neither prefect nor the other folders of tasks."""

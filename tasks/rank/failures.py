@@ -47,7 +47,7 @@ _MOST_SPECIFIC_FIRST: tuple[tuple[type[BaseException], RankFailureKind], ...] = 
     (ReportMismatchError, "final"),
     (StateMismatchError, "final"),
     (UnsupportedFormatError, "final"),
-    (StorageFullError, "user"),  # a full disk is as full a second later: restarts are for those who ask for them
+    (StorageFullError, "user"),  # a disk is as full a second later, so only restarts that a user asks for
     (CheckpointNotFoundError, "user"),
     (CheckpointError, "infrastructure"),
     (MemoryError, "out_of_memory"),
@@ -59,8 +59,8 @@ _OF_TORCH: dict[str, RankFailureKind] = {
     "torch.distributed.DistError": "communication",
 }
 _OF_PREFECT = "httpx.HTTPError"
-# Gloo throws a plain RuntimeError whose text begins with the place in its source. Where it surfaces tells nothing: in a
-# collective, in a user's own work.wait(), in DDP's backward pass.
+# Gloo throws a plain RuntimeError whose text begins with the location in its source. It may be raised anywhere: in a
+# collective, in work.wait() of the user, in the backward pass of DDP.
 _THROWN_BY_GLOO = re.compile(r"\[\S*\bgloo/\S+\.(?:cc|h):\d+\] ")
 
 

@@ -38,7 +38,7 @@ def places(monkeypatch):
     """Yield a function that makes this process rank `rank` of two."""
 
     def become(rank):
-        monkeypatch.setattr(data_loader, "get_place", lambda: (rank, 2))
+        monkeypatch.setattr(data_loader, "get_rank_and_size", lambda: (rank, 2))
 
     become(0)
     return become
@@ -124,7 +124,7 @@ import torch
 from prefect_torch.tasks import prepare_data_loader
 from prefect_torch.tasks.prepare import data_loader
 from torch.utils.data import DataLoader, TensorDataset
-data_loader.get_place = lambda: (0, 2)
+data_loader.get_rank_and_size = lambda: (0, 2)
 data = TensorDataset(torch.arange(10))
 loader = prepare_data_loader(DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True))
 for epoch in range(2):
