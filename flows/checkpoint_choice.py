@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
-from prefect_torch.ckpt.layout import check_run_name
-from prefect_torch.ckpt.manifest import is_id
+from prefect_torch.ckpt.runs.layout import check_run_name
+from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.tasks.options.settings import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 

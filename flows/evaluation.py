@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
-from prefect_torch.ckpt.attempts import newest_attempt
-from prefect_torch.ckpt.evaluations import check_evaluation_name
-from prefect_torch.ckpt.metrics import Metrics
+from prefect_torch.ckpt.runs.attempts import newest_attempt
+from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
+from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
 from prefect_torch.tasks.api_outage import outlast_api_outages
 from prefect_torch.tasks.embedded_server import tie_embedded_server

@@ -5,10 +5,10 @@ from typing import Annotated
 from prefect import flow, get_run_logger
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import CheckpointStore, Plan, StorageSpec
-from prefect_torch.ckpt.attempts import newest_attempt
-from prefect_torch.ckpt.manifest import Manifest
-from prefect_torch.ckpt.prune_limits import prune_limits
-from prefect_torch.ckpt.runs import list_runs
+from prefect_torch.ckpt.runs.attempts import newest_attempt
+from prefect_torch.ckpt.runs.listing import list_runs
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.prune_limits import prune_limits
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.settings import configured_storage

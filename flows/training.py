@@ -10,7 +10,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
-from prefect_torch.ckpt.session import ReportSettings
+from prefect_torch.ckpt.reporting.session import ReportSettings
 from prefect_torch.tasks import (
     CheckpointConfig,
     FailureConfig,

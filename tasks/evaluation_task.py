@@ -7,9 +7,9 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
-from prefect_torch.ckpt.evaluations import check_free
-from prefect_torch.ckpt.manifest import attempt_of
-from prefect_torch.ckpt.metrics import Metrics
+from prefect_torch.ckpt.runs.evaluations import check_free
+from prefect_torch.ckpt.runs.manifest import attempt_of
+from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.tasks.gang.gang import meet
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef

@@ -8,7 +8,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.attempts import newest_attempt, read_outcome
+from prefect_torch.ckpt.runs.attempts import newest_attempt, read_outcome
 
 _QUICKLY_S = 5.0
 

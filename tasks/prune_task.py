@@ -5,10 +5,10 @@ from dataclasses import replace
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
-from prefect_torch.ckpt.attempts import check_fence
-from prefect_torch.ckpt.manifest import Manifest
-from prefect_torch.ckpt.manifest_memory import ManifestMemory
-from prefect_torch.ckpt.pruning import collect_garbage
+from prefect_torch.ckpt.runs.attempts import check_fence
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.tasks.options.settings import configured_storage
 
 from .run_logs import library_logs_in_run

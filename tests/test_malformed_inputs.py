@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prefect_torch.ckpt import Checkpoint, CheckpointError, CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.manifest import Manifest
-from prefect_torch.ckpt.opening import open_storage, parse_storage
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.deployments import make_deployment
 from prefect_torch.flows import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.function import pack_function

@@ -26,12 +26,12 @@ from prefect_torch.ckpt import (
     get_context,
     report,
 )
-from prefect_torch.ckpt.attempts import Outcome, Owner, write_outcome
-from prefect_torch.ckpt.events import ReportEvent
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord
-from prefect_torch.ckpt.layout import Layout
-from prefect_torch.ckpt.local_storage import LocalStorage
-from prefect_torch.ckpt.reporting import start_session
+from prefect_torch.ckpt.reporting.api import start_session
+from prefect_torch.ckpt.reporting.events import ReportEvent
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, write_outcome
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.ckpt.text import show_bytes
 
 from .findings import Finding
 

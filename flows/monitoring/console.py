@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.runtime import deployment
-from prefect_torch.ckpt.attempts import Outcome
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.metrics import flatten_metrics
-from prefect_torch.ckpt.wording import show_bytes
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.tasks.training.observers import (
     AttemptEnded,
     AttemptStarted,

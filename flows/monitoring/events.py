@@ -5,11 +5,11 @@ from typing import Any
 
 from prefect.events import Event, RelatedResource, Resource
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.attempts import Attempt, Outcome
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.manifest import attempt_of, step_of
-from prefect_torch.ckpt.metrics import Metrics, flatten_metrics
-from prefect_torch.ckpt.retention import score
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
+from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
+from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
+from prefect_torch.ckpt.runs.retention import score
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import (
     AttemptEnded,

@@ -5,12 +5,12 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
-from prefect_torch.ckpt.attempts import Attempt, Outcome, list_attempts, read_outcome
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.history import MetricRecord, read_history
-from prefect_torch.ckpt.layout import stem
-from prefect_torch.ckpt.manifest import attempt_of
-from prefect_torch.ckpt.retention import overdue_evaluations, plan
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, list_attempts, read_outcome
+from prefect_torch.ckpt.runs.history import MetricRecord, read_history
+from prefect_torch.ckpt.runs.layout import stem
+from prefect_torch.ckpt.runs.manifest import attempt_of
+from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
 from prefect_torch.tasks.training.observers import (
     AttemptEnded,
     AttemptStarted,

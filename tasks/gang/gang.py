@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
-from prefect_torch.ckpt.events import CommitEvent, EventReceiver, ReportEvent
-from prefect_torch.ckpt.key_value import KeyValue
-from prefect_torch.ckpt.peers import has_failure
-from prefect_torch.ckpt.wording import show_some
+from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver, ReportEvent
+from prefect_torch.ckpt.reporting.key_value import KeyValue
+from prefect_torch.ckpt.reporting.peers import has_failure
+from prefect_torch.ckpt.text import show_some
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import cause_first
 from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, TERMINATION_KEY, Address, Rendezvous, heartbeat_key

@@ -13,8 +13,8 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Failed
-from prefect_torch.ckpt.key_value import KeyValue
-from prefect_torch.ckpt.peers import RankEnd, announce_end
+from prefect_torch.ckpt.reporting.key_value import KeyValue
+from prefect_torch.ckpt.reporting.peers import RankEnd, announce_end
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import of_returncode
 from prefect_torch.tasks.rank.oom_kills import count_oom_kills

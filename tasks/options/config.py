@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from prefect_torch.ckpt import RetentionPolicy
-from prefect_torch.ckpt.layout import check_run_name
+from prefect_torch.ckpt.runs.layout import check_run_name
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from .run_form import show_what_may_be_empty

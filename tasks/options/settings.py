@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from prefect.settings.base import PrefectBaseSettings, build_settings_config
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.opening import StorageLike, parse_storage
-from prefect_torch.ckpt.storage import RetryPolicy
+from prefect_torch.ckpt.storage.opening import StorageLike, parse_storage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from pydantic import Field
 
 

@@ -6,7 +6,8 @@ from os import PathLike
 from typing import Annotated, Any
 
 from prefect_torch.ckpt.blocks import StorageBlock
-from prefect_torch.ckpt.opening import URL_WITH_LOGIN, is_block_slug, parse_storage, refuse_password
+from prefect_torch.ckpt.storage.location import URL_WITH_LOGIN, is_block_slug, refuse_password
+from prefect_torch.ckpt.storage.opening import parse_storage
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer
 
 _FIELDS_OF_BLOCKS = {"location", "file_system", "basepath", "bucket_name"}

@@ -23,8 +23,8 @@ from prefect_torch.ckpt import (
     StorageFullError,
     UnsupportedFormatError,
 )
-from prefect_torch.ckpt.attempts import FailureKind
 from prefect_torch.ckpt.errors import ReportWithdrawnError
+from prefect_torch.ckpt.runs.attempts import FailureKind
 
 from .errors import RankFailedError, RankFailureKind
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.session import ReportSettings
+from prefect_torch.ckpt.reporting.session import ReportSettings
 
 from .checkpoint_ref import CheckpointRef
 from .errors import RankFailureKind

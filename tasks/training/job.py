@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageSpec
-from prefect_torch.ckpt.session import ReportSettings
-from prefect_torch.ckpt.store import VerifyLevel
+from prefect_torch.ckpt.reporting.session import ReportSettings
+from prefect_torch.ckpt.runs.verification import VerifyLevel
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
 

@@ -11,9 +11,9 @@ from typing import Protocol, TypeAlias
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import Plan
-from prefect_torch.ckpt.attempts import Attempt, Outcome
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.manifest import Manifest
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
+from prefect_torch.ckpt.runs.manifest import Manifest
 
 REFRESH_S = 1.0
 _LONGEST_CLOSE_S = 20.0

@@ -8,11 +8,11 @@ from functools import partial
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageError
-from prefect_torch.ckpt.clock import utc_now
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records
-from prefect_torch.ckpt.manifest import Manifest
-from prefect_torch.ckpt.manifest_memory import ManifestMemory
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.text import utc_now
 
 from .job import TrainJob
 from .observers import Observers

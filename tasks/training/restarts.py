@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.attempts import FailureKind, Owner, list_attempts, read_outcomes
-from prefect_torch.ckpt.manifest import attempt_of
+from prefect_torch.ckpt.runs.attempts import FailureKind, Owner, list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.tasks.liveness import find_end_before_rerun
 from prefect_torch.tasks.rank.errors import RestartsUsedUpError
 

@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass, field
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
-from prefect_torch.ckpt.attempts import (
+from prefect_torch.ckpt.files.node_copy import NodeCopy
+from prefect_torch.ckpt.runs.attempts import (
     Attempt,
     claim_attempt,
     claim_unless_led,
@@ -12,9 +13,8 @@ from prefect_torch.ckpt.attempts import (
     read_outcome,
     record_resumed_from,
 )
-from prefect_torch.ckpt.manifest import Manifest
-from prefect_torch.ckpt.node_copy import NodeCopy
-from prefect_torch.ckpt.resume import choose_checkpoint
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.liveness import has_ended
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 

@@ -7,10 +7,10 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import StorageError
-from prefect_torch.ckpt.attempts import Attempt, Outcome, write_outcome
-from prefect_torch.ckpt.manifest import step_of
-from prefect_torch.ckpt.metrics import from_json, to_json
-from prefect_torch.ckpt.records import check_depth
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, write_outcome
+from prefect_torch.ckpt.runs.manifest import step_of
+from prefect_torch.ckpt.runs.metrics import from_json, to_json
+from prefect_torch.ckpt.runs.records import check_depth
 from prefect_torch.tasks.gang.gang import meet
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.liveness import is_being_cancelled

@@ -17,19 +17,12 @@ from pathlib import Path
 
 import file_faults
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.attempts import (
-    Outcome,
-    Owner,
-    claim_attempt,
-    newest_attempt,
-    record_resumed_from,
-    write_outcome,
-)
-from prefect_torch.ckpt.events import CommitEvent, EventReceiver
-from prefect_torch.ckpt.history import HistoryWriter, lost_records
-from prefect_torch.ckpt.pruning import collect_garbage
-from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.session import ReportSettings
+from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver
+from prefect_torch.ckpt.reporting.session import ReportSettings
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.history import HistoryWriter, lost_records
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank import main
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import pack_function

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, get_context, report
-from prefect_torch.ckpt.attempts import Owner, claim_attempt
-from prefect_torch.ckpt.prompts import CheckpointPrompts
-from prefect_torch.ckpt.session import RankSession
+from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointPrompts
+from prefect_torch.ckpt.reporting.session import RankSession
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 from rank_processes import process_group, training
 from sklearn.datasets import load_digits

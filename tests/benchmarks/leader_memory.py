@@ -19,10 +19,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.attempts import Owner, claim_attempt
-from prefect_torch.ckpt.events import CommitEvent, EventReceiver, EventSender, ReportEvent
-from prefect_torch.ckpt.history import MetricRecord
-from prefect_torch.ckpt.manifest_memory import ManifestMemory
+from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver, EventSender, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.flows.monitoring.run_notes import RunNotes
 from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
 from prefect_torch.tasks.training import retention_schedule

@@ -50,17 +50,17 @@ sys.path[:0] = [str(HERE.parent / "support")]
 from counting_storage import CountingStorage  # noqa: E402 - here and below: found by the line above, or as the others are
 from memory_storage import MemoryStorage  # noqa: E402
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext  # noqa: E402
-from prefect_torch.ckpt.agreement import Intent  # noqa: E402
-from prefect_torch.ckpt.attempts import Owner, claim_attempt, newest_attempt  # noqa: E402
-from prefect_torch.ckpt.clock import utc_now  # noqa: E402
-from prefect_torch.ckpt.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
-from prefect_torch.ckpt.local_storage import LocalStorage  # noqa: E402
-from prefect_torch.ckpt.manifest import FileEntry, Manifest, new_id  # noqa: E402
-from prefect_torch.ckpt.manifest_memory import ManifestMemory  # noqa: E402
-from prefect_torch.ckpt.peers import RankEnd, announce_end  # noqa: E402
-from prefect_torch.ckpt.pruning import collect_garbage  # noqa: E402
-from prefect_torch.ckpt.resume import choose_checkpoint  # noqa: E402
-from prefect_torch.ckpt.session import RankSession  # noqa: E402
+from prefect_torch.ckpt.reporting.agreement import Intent  # noqa: E402
+from prefect_torch.ckpt.reporting.peers import RankEnd, announce_end  # noqa: E402
+from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt  # noqa: E402
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id  # noqa: E402
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory  # noqa: E402
+from prefect_torch.ckpt.runs.pruning import collect_garbage  # noqa: E402
+from prefect_torch.ckpt.runs.resume import choose_checkpoint  # noqa: E402
+from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: E402
+from prefect_torch.ckpt.text import utc_now  # noqa: E402
 
 RESULT = HERE / "results" / "scaling.txt"
 DIGEST = "0" * 32
@@ -278,7 +278,7 @@ def connect_counted(address):
 
 def polls_per_s(address, world_size):
     """Return how many requests a second one waiting rank makes, in its steady state: for rank 0, or for all to end."""
-    from prefect_torch.ckpt.peers import Peers
+    from prefect_torch.ckpt.reporting.peers import Peers
 
     rates = []
     for awaited, wait in (
@@ -300,8 +300,8 @@ def polls_per_s(address, world_size):
 def plan_of_state(key_value, world_size):
     """Return how long rank 0 takes to plan who writes what of a model of 300 tensors that all ranks have."""
     import torch
-    from prefect_torch.ckpt.peers import Peers
-    from prefect_torch.ckpt.state_reports import StateReports
+    from prefect_torch.ckpt.reporting.peers import Peers
+    from prefect_torch.ckpt.reporting.state_reports import StateReports
 
     reports = StateReports(Peers(key_value, 0, world_size))
     held = reports.hold({"model": {str(number): torch.zeros(64, 64) for number in range(300)}, "epoch": 1})

@@ -15,8 +15,8 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.utilities.callables import parameter_schema
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
-from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, newest_attempt, read_outcomes, write_outcome
-from prefect_torch.ckpt.manifest_memory import ManifestMemory
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, read_outcomes, write_outcome
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
 from prefect_torch.flows.checkpoint_choice import find_named
 from prefect_torch.tasks.liveness import is_being_trained

@@ -20,8 +20,8 @@ from prefect_torch.ckpt import (
     get_context,
     report,
 )
-from prefect_torch.ckpt.attempts import read_outcomes
-from prefect_torch.ckpt.local_storage import LocalStorage
+from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,

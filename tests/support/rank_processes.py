@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import CheckpointStore, TrainContext
-from prefect_torch.ckpt.attempts import Owner, claim_attempt
-from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.session import RankSession
+from prefect_torch.ckpt.reporting.session import RankSession
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 from ranks import in_training
 from servers import free_port

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.tasks.rank.rendezvous import Address, TcpKeyValue, connect
 from rank_processes import process_group, training
 

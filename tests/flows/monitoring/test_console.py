@@ -16,9 +16,9 @@ import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import Plan
-from prefect_torch.ckpt.attempts import Attempt, Outcome, Owner
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.history import MetricRecord
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner
+from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows.monitoring.console import console_progress
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 

@@ -10,9 +10,9 @@ from prefect.events import Event
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import Proxy
 from prefect_torch.ckpt import Plan, RetentionPolicy
-from prefect_torch.ckpt.attempts import Outcome
-from prefect_torch.ckpt.events import ReportEvent
-from prefect_torch.ckpt.history import MetricRecord
+from prefect_torch.ckpt.reporting.events import ReportEvent
+from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows.monitoring import outbox as module
 from prefect_torch.flows.monitoring.outbox import EventOutbox
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned

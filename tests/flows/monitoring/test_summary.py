@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 import pytest
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageError
-from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
-from prefect_torch.ckpt.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.history import HistoryWriter
-from prefect_torch.ckpt.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.history import HistoryWriter
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.flows.monitoring.run_notes import RunNotes
 from prefect_torch.flows.monitoring.summary import Surroundings, write_summary
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned

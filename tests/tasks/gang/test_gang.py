@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from prefect_torch.ckpt.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
 from prefect_torch.tasks.gang import gang
 from prefect_torch.tasks.gang.gang import Gang
 from prefect_torch.tasks.rank.errors import RankFailedError

@@ -1,6 +1,6 @@
 import pytest
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.storage import RetryPolicy
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.tasks.options.settings import configured_storage
 
 

@@ -2,7 +2,7 @@ import threading
 import time
 
 import pytest
-from prefect_torch.ckpt.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
 from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
 
 

@@ -14,9 +14,9 @@ from prefect_torch.ckpt import (
     RunBusyError,
     StorageError,
 )
-from prefect_torch.ckpt.attempts import Outcome, Owner, claim_attempt, write_outcome
-from prefect_torch.ckpt.manifest import new_id
-from prefect_torch.ckpt.session import ReportSettings
+from prefect_torch.ckpt.reporting.session import ReportSettings
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.tasks.rank.errors import RankFailedError, RestartsUsedUpError
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.function import pack_function

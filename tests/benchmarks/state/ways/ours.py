@@ -4,13 +4,13 @@ import json
 import tempfile
 from contextlib import contextmanager
 
-import prefect_torch.ckpt.state_reports  # noqa: F401 - as a rank's process does before the training begins
+import prefect_torch.ckpt.reporting.state_reports  # noqa: F401 - as a rank's process does before the training begins
 from plan import WORLD_SIZE
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext, get_checkpoint, report
-from prefect_torch.ckpt.attempts import Owner, claim_attempt
-from prefect_torch.ckpt.reporting import start_session
-from prefect_torch.ckpt.resume import choose_checkpoint
-from prefect_torch.ckpt.session import RankSession
+from prefect_torch.ckpt.reporting.api import start_session
+from prefect_torch.ckpt.reporting.session import RankSession
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 
 from ways import WAYS
