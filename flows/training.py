@@ -23,10 +23,11 @@ from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.settings import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.training.job import TrainJob
-from prefect_torch.tasks.training.observers import Audience
-from prefect_torch.tasks.training.restarts import Restarts, failure_kind
+from prefect_torch.tasks.training.observers import Observers
+from prefect_torch.tasks.training.restarts import Restarts
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -117,7 +118,7 @@ def train(
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
         error = state.result(raise_on_failure=False)
-        return isinstance(error, Exception) and restarts.take(failure_kind(error))
+        return isinstance(error, Exception) and restarts.count_failure(counts_against(error))
 
     led = train_workers.with_options(
         retries=restarts.most_retries,
@@ -127,15 +128,15 @@ def train(
     )
     termination = Termination(job.grace_s)
     with termination.limit_retries():
-        audience = Audience([*console_progress(job.run), PageObserver(job), EventObserver(job)])
+        observers = Observers([*console_progress(job.run), PageObserver(job), EventObserver(job)])
         try:
             with outlast_api_outages():
-                return_value = led(job, audience, termination, restarts)
+                return_value = led(job, observers, termination, restarts)
         except TERMINATIONS:
             record_termination(termination.outcome)
             raise
         finally:
-            audience.close()
+            observers.close()
     return replace(Result.from_storage(job.storage, job.run), return_value=return_value)
 
 
@@ -161,7 +162,7 @@ def _job(
         resume=run.resume,
         verify=run.verify,
         takeover=run.takeover,
-        seed=None if resume_from is None else _seed(resume_from, storage),
+        initial_checkpoint=None if resume_from is None else _initial_checkpoint(resume_from, storage),
         max_failures=failure.max_failures,
         max_infrastructure_failures=failure.max_infrastructure_failures,
         max_preemptions=failure.max_preemptions,
@@ -177,7 +178,7 @@ def _name_of_flow_run() -> str:
         return name_run(client, client.read_flow_run(UUID(flow_run.id)), count_call_in_task())
 
 
-def _seed(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:
+def _initial_checkpoint(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:
     if isinstance(resume_from, str):
         return find_named(resume_from, storage)
     if resume_from.store is None or resume_from.id is None:

@@ -14,6 +14,12 @@ MOVED = {
     "prefect_torch.ckpt.rank_local": "prefect_torch.ckpt.state.rank_local",
     "prefect_torch.ckpt.retention": "prefect_torch.ckpt.runs.retention",
     "prefect_torch.ckpt.store": "prefect_torch.ckpt.checkpoint_store",
+    "prefect_torch.tasks.checkpoint_ref": "prefect_torch.tasks.rank.checkpoint_ref",
+    "prefect_torch.tasks.config": "prefect_torch.tasks.options.config",
+    "prefect_torch.tasks.data_loading": "prefect_torch.tasks.prepare.data_loader",
+    "prefect_torch.tasks.errors": "prefect_torch.tasks.rank.errors",
+    "prefect_torch.tasks.parallel_model": "prefect_torch.tasks.prepare.model",
+    "prefect_torch.tasks.rank_device": "prefect_torch.tasks.prepare.device",
 }
 
 

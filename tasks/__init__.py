@@ -1,6 +1,7 @@
-"""Prefect tasks that start, watch and prune a training, and what prepares a rank's model and data.
+"""Prefect tasks that train, evaluate and prune, their options, and the functions that prepare a rank's model and data.
 
-Lazy for one reason: a rank's process runs a module of this folder, and must not wait seconds for prefect, which it never uses.
+Imports are lazy: the process of a rank imports modules of this package, and must not wait seconds for prefect, which it never
+uses.
 """
 
 from typing import TYPE_CHECKING
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
     from .prune_task import prune_checkpoints
 
 _MODULES = {
-    "CheckpointConfig": "config",
-    "FailureConfig": "config",
-    "RankFailedError": "errors",
-    "RunConfig": "config",
-    "ScalingConfig": "config",
+    "CheckpointConfig": "options.config",
+    "FailureConfig": "options.config",
+    "RankFailedError": "rank.errors",
+    "RunConfig": "options.config",
+    "ScalingConfig": "options.config",
     "evaluate_checkpoint": "evaluation_task",
-    "get_device": "rank_device",
-    "prepare_data_loader": "data_loading",
-    "prepare_model": "parallel_model",
+    "get_device": "prepare.device",
+    "prepare_data_loader": "prepare.data_loader",
+    "prepare_model": "prepare.model",
     "prune_checkpoints": "prune_task",
-    "train_rank": "rank_task",
-    "train_workers": "workers_task",
+    "train_rank": "gang.rank_task",
+    "train_workers": "training.workers_task",
 }
 
 __all__ = [

@@ -7,7 +7,6 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
-from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.evaluations import check_free
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
@@ -24,14 +23,14 @@ from .run_logs import library_logs_in_run
 
 @dataclass(frozen=True, slots=True)
 class EvaluationJob:
-    """What is done with each checkpoint.
+    """The evaluation of checkpoints.
 
     Attributes:
-        function: What every rank runs.
-        name: What to call the evaluation.
+        function: The function that every rank runs.
+        name: The name of the evaluation.
         num_workers: How many ranks.
         use_gpu: Whether each has a GPU.
-        backend: The process group's, or None for the usual one.
+        backend: The backend of the process group; None for nccl with GPUs and gloo without.
 
     """
 
@@ -51,10 +50,10 @@ class EvaluationJob:
 def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef) -> Metrics | None:
     """Return the metrics of `checkpoint`, which are attached to it when this returns; None if it was pruned meanwhile.
 
-    Claims nothing of the run, so it may run beside its training. No rank's process outlives this call, however it ends.
+    Claims no attempt of the run, so it may run during its training. No rank's process outlives this call, however it ends.
 
     Args:
-        job: What to do with it.
+        job: The evaluation.
         checkpoint: The checkpoint.
 
     Raises:
@@ -67,30 +66,30 @@ def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef) -> Metric
     store = CheckpointStore.open(checkpoint.storage, checkpoint.run)
     try:
         with library_logs_in_run():
-            check_free(store.committed(checkpoint.checkpoint_id), job.name)  # before hours of work
+            check_free(store.committed(checkpoint.checkpoint_id), job.name)  # fails before hours of work
             termination = Termination(grace_s=0.0)
             metrics = termination.outlast(partial(_run, job, checkpoint, termination))
             store.attach_metrics(checkpoint.checkpoint_id, metrics, job.name)
     except RankFailedError as exc:
-        if _is_gone(store, checkpoint.checkpoint_id):
-            _tell_skipped(checkpoint)
+        if _is_pruned(store, checkpoint.checkpoint_id):
+            _log_skipped(checkpoint)
             return None
         if exc.original is not None:
             raise exc.original from exc
         raise
     except CheckpointNotFoundError:
-        _tell_skipped(checkpoint)
+        _log_skipped(checkpoint)
         return None
     get_run_logger().info("%s of checkpoint %s: %s", job.name, checkpoint.checkpoint_id, metrics)
     return metrics
 
 
 def _run(job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination) -> Metrics:
-    # Else Prefect marks the task runs of ranks as rolled back as soon as this one fails.
+    # Without it, Prefect marks the task runs of ranks as rolled back as soon as this one fails.
     with transaction(commit_mode=CommitMode.EAGER):
         gang, key_value = meet(lambda address: _specs(job, checkpoint, address), hang_timeout_s=None)
         try:
-            metrics = gang.run(key_value, _NoBooks(), termination)
+            metrics = gang.run(key_value, None, termination)
         finally:
             gang.stop(key_value, "the evaluation is over")
     if metrics is None:
@@ -98,17 +97,7 @@ def _run(job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination
     return dict(metrics)
 
 
-class _NoBooks:
-    """An evaluation reports nothing."""
-
-    def take(self, event: ReportEvent | CommitEvent) -> None:
-        raise AssertionError(f"an evaluation reported {event}")
-
-    def poll(self) -> None:
-        pass
-
-
-def _is_gone(store: CheckpointStore, checkpoint_id: str) -> bool:
+def _is_pruned(store: CheckpointStore, checkpoint_id: str) -> bool:
     try:
         store.committed(checkpoint_id)
     except CheckpointNotFoundError:
@@ -116,9 +105,9 @@ def _is_gone(store: CheckpointStore, checkpoint_id: str) -> bool:
     return False
 
 
-def _tell_skipped(checkpoint: CheckpointRef) -> None:
+def _log_skipped(checkpoint: CheckpointRef) -> None:
     get_run_logger().warning(
-        "checkpoint %s of run %r is skipped: it is not there, or not any more", checkpoint.checkpoint_id, checkpoint.run
+        "checkpoint %s of run %r is skipped: it does not exist, or was pruned", checkpoint.checkpoint_id, checkpoint.run
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether a run may yet get checkpoints, asked of its storage, its leader's machine and Prefect."""
+"""Whether a run is being trained, by its storage, the machine of its leader and Prefect."""
 
 from uuid import UUID
 
@@ -14,9 +14,9 @@ _QUICKLY_S = 5.0
 
 
 def is_being_trained(store: CheckpointStore) -> bool:
-    """Say whether the flow run of the newest attempt has not ended: it trains, or it may start another attempt.
+    """Return whether the flow run of the newest attempt is alive: it trains, or it may start another attempt.
 
-    One on another machine that Prefect does not know is over once it has recorded how its newest attempt ended.
+    A flow run on another machine that Prefect does not know is over once the outcome of its newest attempt is recorded.
     """
     attempt = newest_attempt(store)
     if attempt is None:
@@ -27,13 +27,13 @@ def is_being_trained(store: CheckpointStore) -> bool:
     flow_run_id = attempt.owner.flow_run_id
     try:
         ended = None if flow_run_id is None else has_ended(flow_run_id)
-    except httpx.HTTPError:  # Prefect's API is away; the training goes on meanwhile, and so does who asks
+    except httpx.HTTPError:  # Prefect's API is unavailable; the training goes on meanwhile
         return True
     return outcome is None if ended is None else not ended
 
 
 def has_ended(flow_run_id: str) -> bool | None:
-    """Ask Prefect; None for a flow run that it does not know, which belongs to another server and may be alive."""
+    """Return whether a flow run has ended; None if Prefect does not know it: it belongs to another server and may be alive."""
     with get_client(sync_client=True) as client:
         try:
             state = client.read_flow_run(UUID(flow_run_id)).state
@@ -43,7 +43,7 @@ def has_ended(flow_run_id: str) -> bool | None:
 
 
 def is_being_cancelled(flow_run_id: str) -> bool:
-    """Ask Prefect, once and for a few seconds; False where it does not answer, since nobody who ends can wait for it."""
+    """Return whether a flow run is being cancelled; False if Prefect does not answer one request within seconds."""
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
         get_client(httpx_settings={"timeout": _QUICKLY_S}, sync_client=True) as client,
@@ -56,9 +56,9 @@ def is_being_cancelled(flow_run_id: str) -> bool:
 
 
 def find_end_before_rerun(flow_run_id: str) -> str | None:
-    """Return the id of the state in which a flow run ended last before somebody ran it again; None if it never ended so.
+    """Return the id of the state in which a flow run ended last before a user ran it again; None if there is none.
 
-    Crashed is no such end: who runs it again then, a worker or an automation, continues what was interrupted.
+    Crashed is no such state: a worker or an automation that runs it again continues what was interrupted.
     """
     with get_client(sync_client=True) as client:
         states = client.read_flow_run_states(UUID(flow_run_id))

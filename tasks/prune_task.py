@@ -1,4 +1,4 @@
-"""The Prefect task that keeps the top K and removes what nobody committed."""
+"""The Prefect task that keeps the top K checkpoints and deletes data that were never committed."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from prefect_torch.tasks.options.settings import configured_storage
 
 from .run_logs import library_logs_in_run
 
-_SHOWN = 20  # a log line has its limits
+_SHOWN = 20  # in a log line
 
 
 @task(name="prune_checkpoints", task_run_name="prune-{run}", cache_policy=NO_CACHE, persist_result=False)
@@ -29,21 +29,21 @@ def prune_checkpoints(
     memory: ManifestMemory | None = None,
     garbage: bool = True,
 ) -> Plan[Manifest]:
-    """Delete the checkpoints of `run` that `policy` does not keep, and the data that nobody committed.
+    """Delete the checkpoints of `run` that `policy` does not keep, and the data that were never committed.
 
     Args:
-        storage: Where the run lies.
+        storage: The storage of the run.
         run: The run's name.
-        policy: What is worth keeping; the newest and pinned checkpoints are kept in any case.
-        in_use: Ids that must stay because a training restores from them.
-        up_to: What is newer than this id stays; None for no such limit.
-        attempt: The attempt that prunes, and must not once it is overtaken; None for somebody beside it.
-        dry_run: Only decide, and log it.
-        memory: What earlier prunes have read.
-        garbage: Whether to look for data that nobody committed.
+        policy: The retention policy; the newest and pinned checkpoints are kept in any case.
+        in_use: Ids that are kept because a training restores from them.
+        up_to: Checkpoints newer than this id are kept; None for no such limit.
+        attempt: The attempt that prunes, which must not once it is overtaken; None outside of a training.
+        dry_run: Only decide, and log the decision.
+        memory: The manifests that earlier prunes have read.
+        garbage: Whether to look for data that were never committed.
 
     Raises:
-        FencedError: If a newer attempt owns the run: what this one would drop may be what that one restores.
+        FencedError: If a newer attempt owns the run, which may restore a checkpoint that this one would delete.
         StorageError: If something could not be deleted; the next prune tries again.
 
     """

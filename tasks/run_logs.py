@@ -1,4 +1,4 @@
-"""What `prefect_torch.ckpt` logs, shown in the log of the run that it concerns: the UI knows no other loggers."""
+"""The log of `prefect_torch.ckpt` as part of the current run's log: the UI shows no other loggers."""
 
 import logging
 import threading
@@ -12,7 +12,7 @@ _LIBRARY = logging.getLogger("prefect_torch.ckpt")
 
 @contextmanager
 def library_logs_in_run() -> Iterator[None]:
-    """Pass on to the current run what this thread logs about checkpoints, from INFO on."""
+    """Copy the records of this thread about checkpoints, from INFO on, to the log of the current run."""
     handler = _ToRun(get_run_logger())
     level = _LIBRARY.level
     _LIBRARY.setLevel(min(logging.INFO, _LIBRARY.getEffectiveLevel()))
@@ -31,5 +31,5 @@ class _ToRun(logging.Handler):
         self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.thread == self._thread:  # another thread's training has a log of its own
+        if record.thread == self._thread:  # the training of another thread has its own log
             self._run_logger.log(record.levelno, "%s", record.getMessage())

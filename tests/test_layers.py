@@ -1,35 +1,136 @@
 """Which folder may import what, and what an import may cost."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAY_IMPORT = {
-    "ckpt": set(),
-    "tasks": {"ckpt"},
-    "flows": {"ckpt", "tasks"},
-    "deployments": {"ckpt", "tasks", "flows"},
-}
-MODULES = [path for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))]
-INTEGRATIONS = ("accelerate", "lightning", "transformers")
-RANK_SIDE = [
-    *("rank_main", "rank_spec", "rank_result", "checkpoint_ref", "function", "rendezvous"),
-    *("errors", "failures", "oom_kills", "job"),
-]
+FOLDERS = ("ckpt", "tasks", "flows", "deployments")
+DRAWN_IN = ROOT / "docs/design.md"
+# What may import torch at all, and prefect: a wing each, by what it is for.
+IMPORT_TORCH = ("ckpt.state", "ckpt.lightning", "ckpt.transformers", "ckpt.accelerate", "tasks", "flows", "deployments")
+IMPORT_PREFECT = ("ckpt.storage.blocks", "tasks", "flows", "deployments")
+NEED_TORCH = ("ckpt.state", "ckpt.reporting.state_reports")
+NEVER_PREFECT = ("tasks.rank", "tasks.prepare")
+FRAMEWORKS = ("ckpt.accelerate", "ckpt.lightning", "ckpt.transformers")
+_WING = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:\.\w+)*")
+PUBLIC_FACES = {"ckpt.blocks"}  # a module for users, which only names what a wing has
 
 
-def imports(path: Path, *, only_top: bool = False):
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if only_top else ast.walk(tree)
-    for node in nodes:
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def is_in(module: str, wings: tuple[str, ...]) -> bool:
+    return any(module == wing or module.startswith(f"{wing}.") for wing in wings)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield every module that `path` imports, anywhere in it, by its absolute name."""
+    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name.removeprefix("prefect_torch.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield "." * node.level + (node.module or "")
+            parts = package.split(".")
+            above = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, [above, node.module])).removeprefix("prefect_torch.")
+            for alias in node.names:
+                yield f"{module}.{alias.name}" if f"{module}.{alias.name}" in MODULES else module
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    return {name: (set(imports(path)) & MODULES.keys()) - {name} for name, path in MODULES.items()}
+
+
+@cache
+def floors() -> list[list[str]]:
+    """Return the wings of each floor, the highest first, as the drawing in docs/design.md has them."""
+    drawing = re.search(r"```text floors\n(.*?)```", DRAWN_IN.read_text(), re.DOTALL)
+    assert drawing is not None
+    return [list(takewhile(_WING.fullmatch, line.split())) for line in drawing[1].splitlines()]
+
+
+def floor_of(module: str) -> tuple[int, str] | None:
+    found = [(number, wing) for number, floor in enumerate(floors()) for wing in floor if is_in(module, (wing,))]
+    return max(found, key=lambda it: len(it[1])) if found else None
+
+
+def test_every_module_has_a_floor():
+    roofs = {*FOLDERS, *PUBLIC_FACES}  # a folder's own __init__ names what users import
+    assert {module for module in MODULES if module not in roofs and floor_of(module) is None} == set()
+    assert {wing for floor in floors() for wing in floor if not any(is_in(module, (wing,)) for module in MODULES)} == set()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_its_own_wing_and_what_is_below(module):
+    own = floor_of(module)
+    if own is None:
+        return
+    for name in graph()[module]:
+        if name in FOLDERS or name in PUBLIC_FACES:  # what a folder shows is for the folders above it
+            assert FOLDERS.index(module.partition(".")[0]) > FOLDERS.index(name.partition(".")[0]), name
+            continue
+        other = floor_of(name)
+        assert other is not None, f"{name}: import from where it is defined"
+        assert other[0] > own[0] or other == own, f"{module} is on a floor below {name}, or beside it"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    left = {module: set(names) for module, names in graph().items()}
+    while free := [module for module, names in left.items() if not names & left.keys()]:
+        for module in free:
+            del left[module]
+    assert left == {}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_wings_import_each_other_by_absolute_names(module):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        assert not isinstance(node, ast.ImportFrom) or node.level < 2
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_some_wings_import_torch_and_prefect(module):
+    tops = {name.partition(".")[0] for name in imports(MODULES[module])}
+    assert "torch" not in tops or is_in(module, IMPORT_TORCH)
+    assert "prefect" not in tops or (is_in(module, IMPORT_PREFECT) and not is_in(module, NEVER_PREFECT))
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not is_in(module, NEED_TORCH)])
+def test_states_are_imported_only_when_used(module):
+    """They need torch, which an import of prefect_torch.ckpt must not."""
+    at_top = [node for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.ImportFrom)]
+    names = {f"{'.' * node.level}{node.module}" for node in at_top}
+    harmless = {"prefect_torch.ckpt.state.rank_local", ".state.rank_local"}
+    assert not {name for name in names - harmless if "ckpt.state" in name or name.startswith(".state")}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_frameworks_are_imported_by_their_users_alone(module):
+    for name in graph()[module]:
+        assert not is_in(name, FRAMEWORKS) or is_in(module, tuple(it for it in FRAMEWORKS if is_in(name, (it,)))), name
+
+
+def test_a_folder_shows_a_handful_of_entries():
+    """A floor that is full is a wall that is missing."""
+    counts = {
+        folder: len({module.split(".")[1] for module in MODULES if module.startswith(f"{folder}.")}) for folder in FOLDERS
+    }
+    assert counts["ckpt"] == 15
+    assert counts["tasks"] <= 9
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -37,47 +138,14 @@ def loaded_by(statement: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout.split())
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_folder_imports_only_folders_below_it(path):
-    for name in imports(path):
-        assert not name.startswith(".."), f"{name}: across folders, import from prefect_torch"
-        if name.startswith("prefect_torch"):
-            own, *rest = path.relative_to(ROOT).parts
-            folder = name.split(".")[1]
-            assert folder in MAY_IMPORT[own] or (folder == own and len(rest) > 1), name
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "ckpt").glob("*.py")), ids=lambda path: path.name)
-def test_only_blocks_imports_prefect_and_only_states_import_torch(path):
-    tops = {name.partition(".")[0] for name in imports(path)}
-    assert "torch" not in tops or path.name.startswith(("state_", *INTEGRATIONS))
-    assert ("prefect" in tops) == (path.name == "blocks.py")
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "ckpt").glob("*.py")), ids=lambda path: path.name)
-def test_states_are_imported_only_when_used(path):
-    tree = ast.parse(path.read_text())
-    at_top = {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.level}
-    assert path.name.startswith("state_") or not any(name.startswith("state_") for name in at_top if name)
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_integrations_are_imported_by_their_users_alone(path):
-    for name in imports(path):
-        own = name.removeprefix("prefect_torch.ckpt").removeprefix(".")
-        integration = next((it for it in INTEGRATIONS if own.startswith(it) and own != name), None)
-        assert integration is None or path.name.startswith(integration), name
-
-
 def test_importing_ckpt_pulls_in_neither_prefect_nor_torch():
     loaded = loaded_by("import prefect_torch.ckpt")
     assert not loaded & {"prefect", "torch", "fsspec", "obstore", "tenacity", "pydantic", "numpy"}
 
 
-@pytest.mark.parametrize("module", RANK_SIDE)
+@pytest.mark.parametrize("module", [module for module in MODULES if is_in(module, ("tasks.rank",)) and module != "tasks.rank"])
 def test_what_a_rank_imports_from_tasks_does_not_import_prefect(module):
-    loaded = loaded_by(f"import prefect_torch.tasks.{module}")
-    assert not loaded & {"prefect", "torch"}
+    assert not loaded_by(f"import prefect_torch.{module}") & {"prefect", "torch"}
 
 
 def test_the_command_line_looks_at_a_folder_without_prefect_and_torch(tmp_path):
@@ -107,6 +175,5 @@ def test_the_guard_of_a_rank_needs_nothing_but_the_standard_library():
 
 def test_nothing_imports_the_server_of_prefect():
     """It costs a second, and with the newest fastapi it cannot be imported: whoever has a remote API needs neither."""
-    parts = [path.relative_to(ROOT).with_suffix("").parts for path in MODULES]
-    modules = [f"import prefect_torch.{'.'.join(names)}" for names in parts if names[0] != "ckpt" and names[-1] != "__init__"]
+    modules = [f"import prefect_torch.{module}" for module in MODULES if not is_in(module, ("ckpt",))]
     assert not {name for name in loaded_by("\n".join(modules)) if name.startswith("prefect.server")}

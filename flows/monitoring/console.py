@@ -17,7 +17,7 @@ from prefect_torch.tasks.training.observers import (
     AttemptStarted,
     CheckpointQuarantined,
     CheckpointsPruned,
-    Happening,
+    TrainingEvent,
 )
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -79,7 +79,7 @@ class ConsoleProgress:
             redirect_stdout=sys.stdout.isatty(),  # output to a file or a pipe is not the terminal's
         )
 
-    def observe(self, happening: Happening) -> None:
+    def observe(self, happening: TrainingEvent) -> None:
         """Record `happening`."""
         match happening:
             case AttemptStarted(attempt, resumed_from):

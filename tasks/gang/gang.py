@@ -1,4 +1,4 @@
-"""All ranks of one attempt, which live and end together."""
+"""The ranks of one attempt, which start and stop together."""
 
 import math
 import sys
@@ -15,34 +15,34 @@ from prefect_torch.ckpt.reporting.key_value import KeyValue
 from prefect_torch.ckpt.reporting.peers import has_failure
 from prefect_torch.ckpt.text import show_some
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import cause_order
-from prefect_torch.tasks.rank.rendezvous import ENDS_SOON_KEY, STACKS_KEY, STOP_KEY, Address, Rendezvous, beat_key
+from prefect_torch.tasks.rank.failures import cause_first
+from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, TERMINATION_KEY, Address, Rendezvous, heartbeat_key
 from prefect_torch.tasks.rank.spec import RankSpec
 
 from .rank_task import train_rank
 from .termination import Termination
-from .watch import BEAT_S, RankWatch
+from .watch import HEARTBEAT_S, RankWatch
 
-# For flows that start a gang. Without a bound: with fewer threads than ranks, the ranks that run would wait for those that
-# cannot begin.
+# For flows that start a gang. Unbounded: with fewer threads than ranks, the running ranks would wait for those that cannot
+# start.
 ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 _POLL_S = 0.05
-# How long other ranks may take to tell of their own end before they are stopped: the first to be heard of is often the one
-# that lost its connection to the one that failed.
+# How long other ranks may take to announce their own exit before they are stopped: the first one known is often the one that
+# lost its connection to the rank that failed.
 _SETTLE_S = 0.5
-_STOP_WARNING_S = 30.0  # supervisors kill after a few seconds, so who takes as long waits for the kernel: a disk, a driver
+_STOP_WARNING_S = 30.0  # supervisors kill after seconds; a process that takes longer waits for the kernel: a disk, a driver
 _LONGEST_STOP_S = 600.0
 
 
-class Books(Protocol):
-    """Where what rank 0 tells is entered: the journal of a training."""
+class Recorder(Protocol):
+    """Records the reports and commits of a training."""
 
-    def take(self, event: ReportEvent | CommitEvent) -> None:
-        """Enter one event."""
+    def record(self, event: ReportEvent | CommitEvent) -> None:
+        """Record a report or a commit of rank 0; returns immediately."""
         ...
 
     def poll(self) -> None:
-        """Do what has become due; returns at once."""
+        """Start the writes that are due; returns immediately."""
         ...
 
 
@@ -51,57 +51,57 @@ class Gang:
 
     Args:
         specs: The ranks.
-        hang_timeout_s: How long no report may come; None for ever.
+        hang_timeout_s: The longest time without a report; None for unlimited.
 
     """
 
     def __init__(self, specs: list[RankSpec], hang_timeout_s: float | None) -> None:
         self._watch = RankWatch(len(specs), hang_timeout_s)
-        self._beats_due_s = 0.0
+        self._heartbeats_due_s = 0.0
         self._receiver: EventReceiver | None = None
-        # Asking a future for its state costs an API request while it runs, so they tell when they are done instead.
+        # Asking a running future for its state costs an API request, so a callback collects those that are done.
         self._finished: set[int] = set()
         self._stop_deadline_s: float | None = None  # from the first `stop` on
         self._futures = [train_rank.submit(spec) for spec in specs]
         for rank, future in enumerate(self._futures):
-            future.add_done_callback(partial(self._take_finished, rank))
+            future.add_done_callback(partial(self._record_finished, rank))
 
-    def run(self, key_value: KeyValue, journal: Books, termination: Termination) -> Any:
+    def run(self, key_value: KeyValue, recorder: Recorder | None, termination: Termination) -> Any:
         """Return rank 0's return value once every rank has returned.
 
         Args:
-            key_value: What the ranks share.
-            journal: Takes what rank 0 tells, in this thread.
-            termination: Whether the flow run is ended from outside. Then the ranks are told, and have the grace to commit.
+            key_value: The store that the ranks share.
+            recorder: Records the reports and commits, in this thread; None for ranks that must not report.
+            termination: Whether the flow run is being terminated. If so, the ranks are told to checkpoint within the grace.
 
         Raises:
             RankFailedError: The failure that caused the others.
-            TerminatedError: If the flow run was ended from outside; ranks that still run are not stopped yet.
+            TerminatedError: If the flow run was terminated; ranks that still run are not stopped yet.
 
         """
         self._receiver = EventReceiver(key_value)
         problem: RankFailedError | None = None
-        while problem is None and not self._advance(journal) and not self._has_failed(key_value):
+        while problem is None and not self._advance(recorder) and not self._has_failed(key_value):
             if termination.is_requested:
-                self._drain(key_value, journal, termination)
+                self._drain(key_value, recorder, termination)
                 termination.raise_if_requested()
             time.sleep(_POLL_S)
             problem = self._find_problem(key_value)
         if problem is not None:
-            key_value.set(STACKS_KEY, b"")
+            key_value.set(STACK_TRACES_KEY, b"")
             self.stop(key_value, str(problem))
         elif not self._all_finished():
-            _wait_until(lambda: self._advance(journal), _SETTLE_S)
+            _wait_until(lambda: self._advance(recorder), _SETTLE_S)
             self.stop(key_value, "another rank failed, so every rank of the attempt is stopped")
-        self._advance(journal)
+        self._advance(recorder)
         outcomes = {rank: self._futures[rank].result(raise_on_failure=False) for rank in tuple(self._finished)}
         failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
         if failures:
-            raise min(failures, key=_cause_order)
+            raise cause_first(failures)[0]
         return outcomes[0]
 
     def stop(self, key_value: KeyValue, reason: str) -> None:
-        """End every rank that still runs, and return when all have ended: the next attempt must have the machine for itself.
+        """Stop every rank that still runs, and return when all have exited: the next attempt needs the machine for itself.
 
         Raises:
             RankFailedError: Final, if ranks are still there after ten minutes of SIGKILL; every 30 s, a warning names them.
@@ -114,42 +114,44 @@ class Gang:
             alive = show_some([str(rank) for rank in self._running()])
             if time.monotonic() >= self._stop_deadline_s:
                 raise RankFailedError(
-                    f"rank {alive} could not be ended within {_LONGEST_STOP_S:g} s, so no attempt may begin beside it: look at "
-                    "its process (a dead network filesystem, a GPU driver that hangs), and restart the machine if need be",
+                    f"rank {alive} could not be stopped within {_LONGEST_STOP_S:g} s, so no attempt may start beside it: look "
+                    "at its process (a dead network filesystem, a GPU driver that hangs), and restart the machine if need be",
                     None,
                     "final",
                 )
-            get_run_logger().warning("rank %s was killed and has not ended yet; no attempt begins before it has", alive)
+            get_run_logger().warning("rank %s was killed and has not exited yet; no attempt starts before it has", alive)
 
-    def _drain(self, key_value: KeyValue, journal: Books, termination: Termination) -> None:
-        """Tell the ranks that they end soon, and return when all have, or after the grace."""
+    def _drain(self, key_value: KeyValue, recorder: Recorder | None, termination: Termination) -> None:
+        """Tell the ranks that termination is requested, and return when all have exited, or after the grace."""
         if termination.grace_left_s > 0:
-            get_run_logger().warning("ended from outside: ranks have %.0f s for a last checkpoint", termination.grace_left_s)
-        key_value.set(ENDS_SOON_KEY, b"")
-        _wait_until(lambda: self._advance(journal) or termination.grace_left_s == 0, math.inf)
+            get_run_logger().warning("termination requested: ranks have %.0f s for a last checkpoint", termination.grace_left_s)
+        key_value.set(TERMINATION_KEY, b"")
+        _wait_until(lambda: self._advance(recorder) or termination.grace_left_s == 0, math.inf)
 
-    def _advance(self, journal: Books) -> bool:
-        """Take what rank 0 told since; say whether all ranks have ended."""
-        finished = self._all_finished()  # first: a rank tells before it ends
+    def _advance(self, recorder: Recorder | None) -> bool:
+        """Record the new events of rank 0, and return whether all ranks have exited."""
+        finished = self._all_finished()  # first: a rank sends its events before it exits
         if self._receiver is not None:
             for event in self._receiver.drain():
-                self._watch.take_report()
-                journal.take(event)
-            journal.poll()
+                assert recorder is not None, f"ranks that must not report sent {event}"
+                self._watch.record_report()
+                recorder.record(event)
+        if recorder is not None:
+            recorder.poll()
         return finished
 
     def _find_problem(self, key_value: KeyValue) -> RankFailedError | None:
         running = self._running()
-        if time.monotonic() >= self._beats_due_s:
-            self._beats_due_s = time.monotonic() + BEAT_S
-            self._watch.take_beats({rank: key_value.add(beat_key(rank), 0) for rank in running})
+        if time.monotonic() >= self._heartbeats_due_s:
+            self._heartbeats_due_s = time.monotonic() + HEARTBEAT_S
+            self._watch.record_heartbeats({rank: key_value.add(heartbeat_key(rank), 0) for rank in running})
         return self._watch.problem(running)
 
     def _has_failed(self, key_value: KeyValue) -> bool:
         if has_failure(key_value):
             return True
         for future in [self._futures[rank] for rank in tuple(self._finished)]:
-            future.wait()  # returns at once, and keeps the state here
+            future.wait()  # returns immediately, and keeps the state here
             if not future.state.is_completed():
                 return True
         return False
@@ -160,24 +162,24 @@ class Gang:
     def _all_finished(self) -> bool:
         return len(self._finished) == len(self._futures)
 
-    def _take_finished(self, rank: int, _: PrefectFuture[Any]) -> None:
+    def _record_finished(self, rank: int, _: PrefectFuture[Any]) -> None:
         self._finished.add(rank)
 
 
 def meet(specs_at: Callable[[Address], list[RankSpec]], hang_timeout_s: float | None) -> tuple[Gang, KeyValue]:
-    """Start ranks and return them with what they share, which lives as long as it is held.
+    """Start ranks and return them with the store that they share, which serves as long as there is a reference to it.
 
     Args:
-        specs_at: Returns the ranks that meet at an address.
-        hang_timeout_s: How long no report may come; None for ever.
+        specs_at: Returns the ranks that connect to an address.
+        hang_timeout_s: The longest time without a report; None for unlimited.
 
     """
     rendezvous = Rendezvous()
     gang = Gang(specs_at(rendezvous.address), hang_timeout_s)
     try:
-        return gang, rendezvous.serve()  # imports torch, while the ranks do the same
+        return gang, rendezvous.serve()  # imports torch while the ranks do so
     finally:
-        rendezvous.close()  # harmless when it serves; else the ranks must not wait for it
+        rendezvous.close()  # without effect while it serves; else the ranks must not wait for it
 
 
 def _wait_until(condition: Callable[[], bool], longest_s: float) -> bool:
@@ -186,9 +188,3 @@ def _wait_until(condition: Callable[[], bool], longest_s: float) -> bool:
     while not (is_true := condition()) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
     return is_true
-
-
-def _cause_order(failure: BaseException) -> int:
-    if isinstance(failure, RankFailedError):
-        return cause_order(failure.kind)
-    return sys.maxsize  # stopped, or crashed with the task runner

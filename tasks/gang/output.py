@@ -1,36 +1,36 @@
-"""A process's output as lines for a log: a progress bar that rewrites its line is one of them, and now and then one more."""
+"""The output of a process as lines for a log; a progress bar that rewrites its line becomes a line every ten seconds."""
 
 import codecs
 import re
 
-_MAX_LINE = 8192  # characters; a longer one is cut into several, since a log record has a limit
-_REFRESH_S = 10.0  # how often a line that is rewritten all the time is passed on
+_MAX_LINE = 8192  # characters; a longer one is split, since a log record has a limit
+_REFRESH_S = 10.0  # between two log lines of a line that is rewritten
 # Cursor movements and erasures (ECMA-48); colours, which end with "m", are text.
 _CONTROL = re.compile(r"\r|\n|\x1b\[(\d*)A|\x1b\[[0-?]*[ -/]*[@-ln-~]|\x1b[78]")
 _CUT_CONTROL = re.compile(r"\x1b(\[[0-?]{0,16})?\Z")
 
 
 class OutputLines:
-    """Cuts output into lines as they would be left on a terminal, without those that are empty.
+    """Splits output into lines as a terminal would show them, without empty ones.
 
-    A carriage return begins the line anew, so that only its last text counts; while it is rewritten on and on, its newest text
-    is passed on every ten seconds. Bars below each other (tqdm's `position`) go down by line feeds and up by a cursor movement:
-    those line feeds end no line.
+    A carriage return starts the line again, so that only its last text counts; while it is rewritten, its newest text becomes
+    a line every ten seconds. Bars below each other (tqdm's `position`) go down by line feeds and up by a cursor movement: those
+    line feeds end no line.
     """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._rest = ""  # perhaps half of a control sequence
-        self._text = ""  # what stands in this line, since its last carriage return
-        self._is_rewritten = False  # whether this line has seen one
-        self._bar = ""  # what was rewritten last
+        self._rest = ""  # perhaps a part of a control sequence
+        self._text = ""  # of this line, since its last carriage return
+        self._is_rewritten = False  # whether this line had a carriage return
+        self._bar = ""  # the last text that was rewritten
         self._is_bar_elsewhere = False  # in a line below or above
         self._num_below = 0  # lines below this one
-        self._passed_on = ""  # the bar's text that was
-        self._refresh_s: float | None = None  # since when no text of the bar was passed on
+        self._passed_on = ""  # the last text of the bar that was logged
+        self._refresh_s: float | None = None  # since when no text of the bar was logged
 
     def feed(self, data: bytes, now_s: float, *, final: bool = False) -> list[str]:
-        """Return the lines that `data` completes, and what is due of one that is rewritten; all that is left if `final`."""
+        """Return the lines that `data` completes, and a rewritten line that is due; all that is left if `final`."""
         output = self._rest + self._decoder.decode(data, final)
         cut = None if final else _CUT_CONTROL.search(output)
         end = len(output) if cut is None else cut.start()
@@ -44,7 +44,7 @@ class OutputLines:
         return lines + (self._end_line() if final else self._due(now_s))
 
     def _write(self, text: str) -> list[str]:
-        """Append to the line, and return what is too long of it."""
+        """Append to the line, and return the parts that exceed the limit."""
         self._text += text
         num_cut = max(0, len(self._text) - 1) // _MAX_LINE * _MAX_LINE
         cut, self._text = self._text[:num_cut], self._text[num_cut:]
@@ -79,7 +79,7 @@ class OutputLines:
         return lines
 
     def _due(self, now_s: float) -> list[str]:
-        """Return the newest text of a line that is rewritten, if none was passed on for long."""
+        """Return the newest text of a line that is rewritten, if the last one was logged long ago."""
         if self._refresh_s is None or now_s - self._refresh_s < _REFRESH_S:
             return []
         newest = self._text if self._is_rewritten and self._text.strip() else self._bar

@@ -1,4 +1,4 @@
-"""One rank's process as its supervisor sees it: lines, an ending, and no way to outlive the supervisor."""
+"""The process of one rank: its output, its exit status, and a guard because of which it cannot outlive its supervisor."""
 
 import contextlib
 import os
@@ -13,16 +13,16 @@ from pathlib import Path
 
 from .output import OutputLines
 
-_GUARD = Path(__file__).with_name("rank_guard.py")
+_GUARD = Path(__file__).parents[1] / "rank/guard.py"
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessEnd:
-    """How a process ended.
+class ProcessExit:
+    """How a process exited.
 
     Attributes:
         returncode: Its exit code; negative for the signal that killed it; None when even its guard was killed.
-        message: What it wrote into its result pipe before it ended.
+        message: The bytes that it wrote into its result pipe.
 
     """
 
@@ -31,12 +31,12 @@ class ProcessEnd:
 
 
 class RankProcess:
-    """A command under a guard that ends it, with all its descendants, when this object or this process is gone.
+    """A command under a guard that kills it, with all its descendants, when this object or this process is gone.
 
     Args:
-        command: What to run; it finds the number of its result pipe in the last argument.
+        command: The program and its arguments; the number of its result pipe is appended as the last one.
         environment: Its whole environment.
-        stdin: What it reads, and then the end of file.
+        stdin: The bytes that it reads before the end of file.
 
     """
 
@@ -53,7 +53,7 @@ class RankProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[lifeline, status, result],
-                start_new_session=True,  # Ctrl-C at a terminal is the supervisor's to pass on
+                start_new_session=True,  # the supervisor passes on Ctrl-C at a terminal
             )
         finally:
             for descriptor in (lifeline, status, result):
@@ -65,7 +65,7 @@ class RankProcess:
         self._message: list[bytes] = []
 
     def lines(self, poll_s: float) -> Iterator[list[str]]:
-        """Yield the lines (OutputLines) that were written since the last yield, at least every `poll_s`, until its end."""
+        """Yield the lines (OutputLines) written since the last yield, at least every `poll_s`, until the process exits."""
         assert self._guard.stdout is not None
         output = OutputLines()
         with selectors.DefaultSelector() as selector:
@@ -86,32 +86,32 @@ class RankProcess:
                 yield output.feed(written, time.monotonic())
         yield output.feed(b"", time.monotonic(), final=True)
 
-    def ending(self) -> ProcessEnd:
-        """Return how the process ended; call it after `lines` is used up."""
+    def reap(self) -> ProcessExit:
+        """Kill what is left of the process and return how it exited; call it after `lines` is exhausted."""
         self.kill()
         self._guard.wait()
         os.close(self._status)
         os.close(self._result)
         assert self._guard.stdout is not None
         self._guard.stdout.close()
-        return ProcessEnd(int(self._returncode) if self._returncode else None, b"".join(self._message))
+        return ProcessExit(int(self._returncode) if self._returncode else None, b"".join(self._message))
 
     def terminate(self) -> None:
-        """Ask the process to end (SIGTERM); harmless when it has."""
-        self._order(b"t")
+        """Send SIGTERM to the process; no effect once it has exited."""
+        self._send(b"t")
 
-    def write_stacks(self) -> None:
-        """Have the process write the stack of each of its threads among its lines; harmless when it has ended."""
-        self._order(b"s")
+    def write_stack_traces(self) -> None:
+        """Have the process print the stack traces of all its threads; no effect once it has exited."""
+        self._send(b"s")
 
     def kill(self) -> None:
-        """End the process and all its descendants (SIGKILL); harmless when they have."""
+        """Kill the process and all its descendants (SIGKILL); no effect once they have exited."""
         with self._lifeline_lock:
             if self._lifeline >= 0:
                 os.close(self._lifeline)
                 self._lifeline = -1
 
-    def _order(self, order: bytes) -> None:
+    def _send(self, order: bytes) -> None:
         with self._lifeline_lock:
             if self._lifeline >= 0:
                 with contextlib.suppress(BrokenPipeError):
@@ -119,7 +119,7 @@ class RankProcess:
 
     def _feed(self, data: bytes) -> None:
         assert self._guard.stdin is not None
-        # Unbuffered, so that closing has nothing left to write; a rank that died before it read tells by its ending.
+        # Unbuffered, so that closing has nothing left to write; the exit status tells of a rank that died before it read.
         with contextlib.suppress(BrokenPipeError), self._guard.stdin.detach() as pipe:  # type: ignore[attr-defined]  # a BufferedWriter
             view = memoryview(data)
             while view:

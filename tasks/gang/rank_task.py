@@ -1,4 +1,4 @@
-"""The Prefect task of one rank: supervises one process, and tells its lines and its ending."""
+"""The Prefect task of one rank: supervises its process, logs its output, and ends as the process does."""
 
 import math
 import os
@@ -18,14 +18,13 @@ from prefect_torch.ckpt.reporting.peers import RankEnd, announce_end
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import of_returncode
 from prefect_torch.tasks.rank.oom_kills import count_oom_kills
-from prefect_torch.tasks.rank.rendezvous import STACKS_KEY, STOP_KEY, beat_key, connect
-from prefect_torch.tasks.rank.result import RankResult
-from prefect_torch.tasks.rank.spec import RankSpec
+from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, connect, heartbeat_key
+from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
-from .process import ProcessEnd, RankProcess
-from .watch import BEAT_S
+from .process import ProcessExit, RankProcess
+from .watch import HEARTBEAT_S
 
-# Not "-m", which would look in the working folder first: a file there named queue.py would be every module's `queue`.
+# Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.
 _RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
 _POLL_S = 0.1
 _SECRETS_OF_PREFECT = {
@@ -38,7 +37,7 @@ _SECRETS_OF_PREFECT = {
     "PREFECT_SERVER_DATABASE_PASSWORD",
 }
 _STOP_GRACE_S = 3.0
-_STACKS_S = 1.0  # enough to write them
+_STACK_TRACES_S = 1.0  # enough to print them
 
 
 @task(name="train_rank", task_run_name="rank-{spec.rank}", cache_policy=NO_CACHE, persist_result=False)
@@ -46,10 +45,10 @@ def train_rank(spec: RankSpec) -> Any:
     """Run one rank to its end and return what its function returned (rank 0; None on the others).
 
     The process's output becomes this task run's log, line by line. The process cannot outlive this one. When the attempt
-    is over because another rank failed, the process is ended and this task run is cancelled.
+    is over because another rank failed, the process is killed and this task run is cancelled.
 
     Raises:
-        RankFailedError: With the rank's traceback, exit code or signal; it is the failed state's message, too.
+        RankFailedError: With the rank's traceback, exit code or signal; the failed state has the same message.
 
     """
     command = [sys.executable, "-u", "-c", _RUN, "prefect_torch.tasks.rank.main"]
@@ -60,19 +59,19 @@ def train_rank(spec: RankSpec) -> Any:
         stopped = _supervise(process, key_value, spec.rank)
     finally:
         process.kill()
-        ending = process.ending()
+        process_exit = process.reap()
     if stopped is not None:
         return Cancelled(message=stopped)
-    result = rank_result(ending, oom_kills, count_oom_kills())
+    result = rank_result(process_exit, oom_kills, count_oom_kills())
     if result.kind is not None:
-        # The rank may have told it already; where its process died, nobody has.
+        # The rank may have announced it; if its process died, it has not.
         announce_end(key_value, RankEnd(spec.rank, None, "died", result.error))
         return _failed(spec, result)
     return None if result.return_value is None else _load_value(result.return_value)
 
 
 def _environment(spec: RankSpec) -> dict[str, str]:
-    """Return this process's environment without the secrets of Prefect's API, which only a storage from a block may need."""
+    """Return this process's environment without the secrets of Prefect's API; only a storage from a block may need them."""
     comes_from_block = spec.storage.renewal is not None
     kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in _SECRETS_OF_PREFECT}
     return {**kept, **spec.environment()}
@@ -87,23 +86,23 @@ def _load_value(pickled: bytes) -> Any:
 
 
 def _supervise(process: RankProcess, key_value: KeyValue, rank: int) -> str | None:
-    """Pass lines on until the process has ended; return why it was stopped, or None if it ended by itself."""
+    """Log lines until the process has exited; return why it was stopped, or None if it exited by itself."""
     logger = get_run_logger()
     reason: str | None = None
-    beat_at_s, terminate_at_s, kill_at_s = 0.0, math.inf, math.inf
+    heartbeat_at_s, terminate_at_s, kill_at_s = 0.0, math.inf, math.inf
     for lines in process.lines(_POLL_S):
         for line in lines:
             logger.info("%s", line)
         now_s = time.monotonic()
-        if now_s >= beat_at_s:
-            key_value.add(beat_key(rank), 1)
-            beat_at_s = now_s + BEAT_S
+        if now_s >= heartbeat_at_s:
+            key_value.add(heartbeat_key(rank), 1)
+            heartbeat_at_s = now_s + HEARTBEAT_S
         if reason is None and key_value.check(STOP_KEY):
             reason = key_value.get([STOP_KEY], 0.0)[0].decode()
             terminate_at_s = now_s
-            if key_value.check(STACKS_KEY):
-                process.write_stacks()
-                terminate_at_s += _STACKS_S
+            if key_value.check(STACK_TRACES_KEY):
+                process.write_stack_traces()
+                terminate_at_s += _STACK_TRACES_S
         if now_s >= terminate_at_s:
             process.terminate()
             terminate_at_s, kill_at_s = math.inf, now_s + _STOP_GRACE_S
@@ -112,25 +111,25 @@ def _supervise(process: RankProcess, key_value: KeyValue, rank: int) -> str | No
     return reason
 
 
-def rank_result(ending: ProcessEnd, oom_kills_before: int | None, oom_kills: int | None) -> RankResult:
-    """Return what a rank said last, or what its process's end says.
+def rank_result(process_exit: ProcessExit, oom_kills_before: int | None, oom_kills: int | None) -> RankResult:
+    """Return the result that a rank left, or one made from the exit status of its process.
 
     Args:
-        ending: How the process ended.
-        oom_kills_before: How many processes the kernel had killed for lack of memory when it began; None where that is unknown.
-        oom_kills: How many it has killed now.
+        process_exit: How the process exited.
+        oom_kills_before: How many processes the kernel had killed for lack of memory when it started; None if unknown.
+        oom_kills: How many it has killed by now; None if unknown.
 
     """
-    if ending.message:
-        result: RankResult = pickle.loads(ending.message)  # noqa: S301 - from our own process
+    if process_exit.message:
+        result: RankResult = pickle.loads(process_exit.message)  # noqa: S301 - from our own process
         return result
-    kind = of_returncode(ending.returncode, oom_killed=(oom_kills or 0) > (oom_kills_before or 0))
+    kind = of_returncode(process_exit.returncode, oom_killed=(oom_kills or 0) > (oom_kills_before or 0))
     hint = ""
     if kind == "out_of_memory":
         hint = "; the kernel has killed for lack of memory meanwhile, so the machine, or its container, has too little"
-    elif ending.returncode == -signal.SIGKILL and oom_kills is None:
+    elif process_exit.returncode == -signal.SIGKILL and oom_kills is None:
         hint = "; if nobody sent it, the machine ran out of memory"
-    return RankResult(kind=kind, error=f"{_death(ending.returncode)}{hint}")
+    return RankResult(kind=kind, error=f"{_death(process_exit.returncode)}{hint}")
 
 
 def _death(returncode: int | None) -> str:
@@ -143,7 +142,7 @@ def _death(returncode: int | None) -> str:
 
 
 def _failed(spec: RankSpec, result: RankResult) -> State[Any]:
-    """Return the state to end in; a state, since a raised error would be logged with the supervisor's own traceback."""
+    """Return the final state; a raised error would be logged with the traceback of the supervisor."""
     if result.kind == "peer":
         return Cancelled(message=result.error)
     error = _error(spec, result)
@@ -157,7 +156,7 @@ def _error(spec: RankSpec, result: RankResult) -> RankFailedError:
     if result.exception is not None:
         try:
             original = pickle.loads(result.exception)  # noqa: S301 - from our own process
-        except Exception:  # noqa: BLE001 - its module cannot be imported here; its text says all
+        except Exception:  # noqa: BLE001 - its module cannot be imported here; the text has the traceback
             original = None
     message = f"rank {spec.rank} of {spec.group} failed: {result.error}"
     if result.traceback:

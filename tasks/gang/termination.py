@@ -1,4 +1,4 @@
-"""A flow run that is ended from outside: noted wherever the exception lands, obeyed only where that does no harm."""
+"""The termination of a flow run: caught wherever the exception is raised, acted on only where that does no harm."""
 
 import asyncio
 import math
@@ -15,32 +15,32 @@ from prefect_torch.ckpt.storage.retry import retries_ended_by
 if TYPE_CHECKING:
     from prefect_torch.ckpt.runs.attempts import Outcome
 
-# What ends a flow run from outside is one of these: SIGTERM, which is also how a worker cancels; Ctrl-C; and what Prefect
-# throws into a flow whose concurrency lease is lost, a subclass of asyncio's error in a private module.
+# A flow run is terminated by SIGTERM, which is also how a worker cancels, by Ctrl-C, or by what Prefect raises in a flow whose
+# concurrency lease is lost: a subclass of asyncio's error in a private module.
 TERMINATIONS = (TerminationSignal, KeyboardInterrupt, asyncio.CancelledError)
 _POLL_S = 0.05
-# After the grace: stopping ranks, a try of each write that is left, a question to Prefect.
+# After the grace: stopping ranks, one try of each write that is left, a request to Prefect.
 _LAST_S = 45.0
 
 T = TypeVar("T")
 
 
 class TerminatedError(Exception):
-    """What is led stops here, since its flow run was ended from outside."""
+    """The attempt stops, since its flow run is being terminated."""
 
 
 class Termination:
-    """Whether a flow run is being ended, told by the thread that is interrupted to the one that leads its ranks.
+    """Whether a flow run is being terminated: set by the thread that is interrupted, read by the one that leads its ranks.
 
-    The exception comes between any two instructions of the flow's thread, in a lock, a client or a `finally` as well. So that
-    thread only waits, and a thread that nobody interrupts leads; it looks here where it can stop.
+    The exception is raised between any two instructions of the flow's thread, also in a lock, a client or a `finally`. So that
+    thread only waits, and a thread that is never interrupted does the work; it checks this object where it can stop.
 
     Args:
         grace_s: How long ranks may still commit.
 
     Attributes:
-        cause: The first exception that ended the flow run, or None.
-        outcome: How the attempt that was ended came to its end; None while it has not.
+        cause: The first exception that requested termination, or None.
+        outcome: The outcome of the terminated attempt; None before it has one.
 
     """
 
@@ -49,64 +49,64 @@ class Termination:
         self.outcome: Outcome | None = None
         self._grace_s = grace_s
         self._grace_ends_s = math.inf
-        self._is_left = False
+        self._is_abandoned = False
         self._no_more_retries = threading.Event()
 
     @property
     def is_requested(self) -> bool:
-        """Whether what is led should come to its end."""
-        return self.cause is not None or self._is_left
+        """Whether termination is requested."""
+        return self.cause is not None or self._is_abandoned
 
     @property
     def grace_left_s(self) -> float:
-        """How long ranks may still commit, once that is requested."""
+        """How long ranks may still commit, in seconds."""
         return self._grace_s if self._grace_ends_s == math.inf else max(0.0, self._grace_ends_s - time.monotonic())
 
     def raise_if_requested(self) -> None:
-        """Raise TerminatedError if the flow run is being ended."""
+        """Raise TerminatedError if termination is requested."""
         if self.is_requested:
-            raise TerminatedError(f"ended from outside ({type(self.cause).__name__})")
+            raise TerminatedError(f"terminated ({type(self.cause).__name__})")
 
     def end_retries(self) -> None:
-        """Let each storage operation within `limit_retries` fail for good when it fails next."""
+        """Let each storage operation within `limit_retries` raise at its next failure."""
         self._no_more_retries.set()
 
     @contextmanager
     def limit_retries(self) -> Iterator[None]:
-        """Retry storage operations of the body as ever, but not past the end of the grace."""
+        """Retry storage operations of the body as usual, but not past the end of the grace."""
         with retries_ended_by(self._no_more_retries):
             yield
 
     def outlast(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, which runs in a thread of its own in this context, however this one is interrupted.
+        """Return what `work` returns; it runs in another thread, in this context, and an interruption of this thread spares it.
 
-        A second Ctrl-C ends the grace. Work that has not ended a while after the grace is left behind.
+        A second Ctrl-C ends the grace. Work that is not done a while after the grace is abandoned.
 
         Raises:
-            BaseException: What ended the flow run from outside, once the work has ended; else what the work raised.
+            BaseException: The exception that requested termination, once the work is done; else what the work raised.
 
         """
-        led = _Led(work)
-        self._is_left = False
+        thread = _Work(work)
+        self._is_abandoned = False
         try:
-            self._wait_for(led)
+            self._wait_for(thread)
         finally:
-            self._is_left = True  # whatever came in between, nothing is led on without this thread
+            self._is_abandoned = True  # the work must not go on without this thread, whatever was raised here
         if self.cause is not None:
             raise self.cause
-        return led.result()
+        return thread.result()
 
-    def _wait_for(self, led: "_Led[T]") -> None:
+    def _wait_for(self, thread: "_Work[T]") -> None:
         try:
-            led.start()
-            # No lock is held here: an exception may come while it is taken, and leave it taken.
-            while not led.has_ended and time.monotonic() < self._grace_ends_s + _LAST_S:
+            thread.start()
+            # No lock here: an exception while it is acquired would leave it locked.
+            while not thread.has_ended and time.monotonic() < self._grace_ends_s + _LAST_S:
                 time.sleep(_POLL_S)
                 if time.monotonic() >= self._grace_ends_s:
                     self.end_retries()
         except TERMINATIONS as exc:
             self._request(exc)
-            self._wait_for(led)
+            self._wait_for(thread)
 
     def _request(self, cause: BaseException) -> None:
         if self.cause is None:
@@ -116,8 +116,8 @@ class Termination:
             self._grace_ends_s = time.monotonic()
 
 
-class _Led(Generic[T]):
-    """A piece of work, and how it ended."""
+class _Work(Generic[T]):
+    """A piece of work in a thread, with its result."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.has_ended = False
@@ -127,7 +127,7 @@ class _Led(Generic[T]):
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Let a thread do the work, once: an exception that came in between does not tell whether one was started."""
+        """Start the thread, once: after an exception it is unknown whether one was started."""
         if not self._begins.locked():
             threading.Thread(target=copy_context().run, args=(self._run,), name="leader", daemon=True).start()
 

@@ -1,22 +1,22 @@
-"""Whether ranks still live and get on, judged by what is heard of them and this process's own clock."""
+"""Detecting lost and hanging ranks, by their heartbeats, their reports and the clock of this process."""
 
 import time
 from collections.abc import Callable, Mapping
 
 from prefect_torch.tasks.rank.errors import RankFailedError
 
-BEAT_S = 5.0  # how often a rank's supervisor gives a sign of life
+HEARTBEAT_S = 5.0  # between two heartbeats of a rank's supervisor
 _LOST_S = 60.0
-_ASLEEP_S = 10.0  # whoever looks as rarely was stopped itself, and could not hear anybody
+_ASLEEP_S = 10.0  # a longer time between two looks means that this process was stopped itself
 
 
 class RankWatch:
-    """Tells when a rank's supervisor has fallen silent, or when all ranks have.
+    """Detects when the heartbeats of a rank's supervisor stop, and when the reports of all ranks do.
 
     Args:
-        ranks: How many there are.
-        hang_timeout_s: How long no report may come; None for ever.
-        clock: Seconds that only grow.
+        ranks: The number of ranks.
+        hang_timeout_s: The longest time without a report; None for unlimited.
+        clock: Returns seconds of a monotonic clock.
 
     """
 
@@ -24,22 +24,22 @@ class RankWatch:
         self._clock = clock
         self._hang_timeout_s = hang_timeout_s
         self._looked_s = self._reported_s = clock()
-        self._beats = dict.fromkeys(range(ranks), 0)
+        self._heartbeats = dict.fromkeys(range(ranks), 0)
         self._heard_s = dict.fromkeys(range(ranks), self._looked_s)
 
-    def take_report(self) -> None:
-        """Take note that the ranks have reported."""
+    def record_report(self) -> None:
+        """Record that the ranks have reported."""
         self._reported_s = self._clock()
 
-    def take_beats(self, beats: Mapping[int, int]) -> None:
-        """Take note of how many signs of life each running rank's supervisor has given."""
-        for rank, number in beats.items():
-            if number != self._beats[rank]:
-                self._beats[rank] = number
+    def record_heartbeats(self, heartbeats: Mapping[int, int]) -> None:
+        """Record how many heartbeats the supervisor of each running rank has sent."""
+        for rank, number in heartbeats.items():
+            if number != self._heartbeats[rank]:
+                self._heartbeats[rank] = number
                 self._heard_s[rank] = self._clock()
 
     def problem(self, running: list[int]) -> RankFailedError | None:
-        """Return what is wrong with the ranks that still run, if anything is."""
+        """Return the error of a running rank that is lost, or of a training that hangs; None if all is well."""
         now_s = self._clock()
         missed_s = now_s - self._looked_s
         self._looked_s = now_s
@@ -50,15 +50,15 @@ class RankWatch:
             silent_s = now_s - self._heard_s[rank]
             if silent_s > _LOST_S:
                 return RankFailedError(
-                    f"rank {rank} is lost: its supervisor has given no sign of life for {silent_s:.0f} s, so its machine, or "
+                    f"rank {rank} is lost: its supervisor has sent no heartbeat for {silent_s:.0f} s, so its machine, or "
                     "the network to it, is gone",
                     rank,
                     "infrastructure",
                 )
         if self._hang_timeout_s is not None and running and now_s - self._reported_s > self._hang_timeout_s:
             return RankFailedError(
-                f"the training hangs: no report came for {self._hang_timeout_s:g} s (hang_timeout_s); the stacks of all ranks "
-                "are in their logs",
+                f"the training hangs: no report came for {self._hang_timeout_s:g} s (hang_timeout_s); the stack traces "
+                "of all ranks are in their logs",
                 None,
                 "infrastructure",
             )

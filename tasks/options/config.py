@@ -1,4 +1,4 @@
-"""What a person says about a training; the fields of the Run form in the Prefect UI."""
+"""The configuration of a training; the fields of the Run form in the Prefect UI."""
 
 from datetime import timedelta
 from typing import Annotated, Any, Literal
@@ -16,17 +16,17 @@ Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
 
 
 class _Config(BaseModel):
-    # Errors do not quote what they refuse: it may hold a password.
+    # Errors do not quote the value that they refuse: it may contain a password.
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=show_what_may_be_empty, hide_input_in_errors=True)
 
     @model_serializer(mode="wrap")
     def _leave_out_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return what deployments are given: a form shows each of these, and takes no null where there is a choice."""
+        """Return the parameters of a deployment without null, which a form does not accept for a choice."""
         return {name: value for name, value in handler(self).items() if value is not None}
 
 
 class ScalingConfig(_Config):
-    """How many ranks, and on what."""
+    """How many ranks train, and on which devices."""
 
     num_workers: int = Field(default=1, ge=1, title="Ranks", description="How many processes train together.")
     use_gpu: bool = Field(default=False, title="GPUs", description="Give each rank a GPU of its own.")
@@ -38,26 +38,26 @@ class ScalingConfig(_Config):
 
 
 class RunConfig(_Config):
-    """Which run, where its checkpoints lie, and how it begins."""
+    """The run, its storage, and how it starts."""
 
     name: str | None = Field(
         default=None,
         title="Run name",
-        description="The run's name in the storage. A name continues across flow runs; when empty, each flow run has a run of "
-        "its own, which its retries, and those of the flows that call it, continue.",
-        json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"},  # for forms; check_run_name says it in words
+        description="The run's name in the storage. A flow run continues the run of that name; when empty, each flow run has a "
+        "run of its own, which its retries, and those of the flows that call it, continue.",
+        json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"},  # for forms; check_run_name raises the error
     )
     storage: StorageChoice = Field(
         default="./checkpoints",
         title="Storage",
-        description="Where checkpoints go: a local path, a URL such as s3://bucket/prefix, 'block-type-slug/block-name', or a "
-        "saved block.",
+        description="Where checkpoints are stored: a local path, a URL such as s3://bucket/prefix, "
+        "'block-type-slug/block-name', or a saved block.",
     )
     resume: Literal["auto", "never", "must"] = Field(
         default="auto",
         title="Resume",
-        description="auto: continue from the latest checkpoint if there is one. never: begin anew. must: fail if there is "
-        "none.",
+        description="auto: resume from the latest checkpoint if there is one. never: make a fresh start. must: fail if there "
+        "is none.",
     )
     takeover: bool = Field(
         default=False,
@@ -67,14 +67,14 @@ class RunConfig(_Config):
     storage_deadline_s: Seconds | None = Field(
         default=None,
         title="Storage deadline (seconds)",
-        description="After how long a storage that does not answer is given up. When empty, what the setting "
-        "PREFECT_INTEGRATIONS_TORCH_STORAGE_DEADLINE_S says (120).",
+        description="How long operations on a storage that does not answer are retried. When empty, the setting "
+        "PREFECT_INTEGRATIONS_TORCH_STORAGE_DEADLINE_S (120).",
     )
     verify: Literal["digest", "size", "none"] = Field(
         default="digest",
         title="Verify",
-        description="How a checkpoint is proven whole before a training resumes from it. digest: every byte. size: every file "
-        "is there in its full size. none: not at all.",
+        description="How a checkpoint is verified before a training resumes from it. digest: every byte. size: every file "
+        "exists in its full size. none: not at all.",
     )
 
     @field_validator("name")
@@ -92,14 +92,14 @@ class CheckpointConfig(_Config):
     checkpoint_score_attribute: str | None = Field(
         default=None,
         title="Score",
-        description="The metric that ranks checkpoints, such as val_loss, or a/b for a nested one. When empty, the newest are "
-        "the best.",
+        description="The metric by which checkpoints are sorted, such as val_loss, or a/b for a nested one. When "
+        "empty, the newest are the best.",
     )
     checkpoint_score_order: Literal["max", "min"] = Field(
         default="max", title="Better is", description="max: a high score is good. min: a low one, such as of a loss."
     )
     keep_last: int = Field(
-        default=1, ge=1, title="Keep newest", description="How many of the newest checkpoints to keep besides the best."
+        default=1, ge=1, title="Keep newest", description="How many of the newest checkpoints to keep in addition to the best."
     )
     keep_every_n_steps: int | None = Field(
         default=None,
@@ -112,30 +112,29 @@ class CheckpointConfig(_Config):
         ge=0,
         le=1e9,
         title="Await evaluation (seconds)",
-        description="For how many seconds a checkpoint that has no score yet is kept, since an evaluation may yet attach one; "
-        "it counts as the worst afterwards, and at once when empty.",
+        description="For how many seconds a checkpoint that has no score yet is kept, since an evaluation may attach one; "
+        "afterwards it counts as the worst, and immediately when empty.",
     )
     keep_quarantined_days: float = Field(
         default=7.0,
         ge=0,
         le=36_500,
         title="Keep damaged (days)",
-        description="For how many days the data of a damaged checkpoint stay, for prefect-torch restore; 36500 is for good.",
+        description="For how many days the data of a damaged checkpoint are kept, for prefect-torch restore; 36500: always.",
     )
 
     max_in_flight: int = Field(
         default=1,
         ge=1,
-        title="Uploads at once",
-        description="How many checkpoints of folders may be on their way to the storage in the background; one more waits.",
+        title="Concurrent uploads",
+        description="How many checkpoints of directories may be uploaded in the background at the same time; one more waits.",
     )
     target_overhead: float | None = Field(
         default=None,
         gt=0,
         lt=1,
         title="Share of time for checkpoints",
-        description="Such as 0.01 for one percent of the training's time: should_checkpoint() is then true as often as that "
-        "allows.",
+        description="Such as 0.01 for one percent of the training's time: should_checkpoint() is true as often as that allows.",
     )
 
     def policy(self) -> RetentionPolicy:
@@ -149,12 +148,12 @@ class FailureConfig(_Config):
     max_failures: Budget = Field(
         default=0,
         title="After exceptions",
-        description="Restarts after an exception of the training function. -1: without end.",
+        description="Restarts after an exception of the training function. -1: unlimited.",
     )
     max_infrastructure_failures: Budget = Field(
         default=3,
         title="After lost processes",
-        description="Restarts after a lost process, storage or network. -1: without end.",
+        description="Restarts after a lost process, storage or network. -1: unlimited.",
     )
     max_out_of_memory_failures: Budget = Field(
         default=0,
@@ -164,15 +163,15 @@ class FailureConfig(_Config):
     max_preemptions: Budget = Field(
         default=-1,
         title="After preemptions",
-        description="Restarts after the flow's process was ended or killed from outside, or a rank's ended (SIGTERM); killed "
+        description="Restarts after the flow's process was terminated or killed, or a rank's terminated (SIGTERM); killed "
         "before the first checkpoint of an attempt, it counts as a lost process. "
-        "-1: without end.",
+        "-1: unlimited.",
     )
     retry_delay_s: list[Seconds] = Field(
         default=[],
         max_length=50,  # Prefect's own bound
         title="Delays (seconds)",
-        description="How long to wait before each restart; the last one holds for all that follow. At once when empty.",
+        description="How long to wait before each restart; the last one holds for all that follow. None when empty.",
     )
     retry_jitter_factor: float | None = Field(
         default=None,
@@ -184,14 +183,14 @@ class FailureConfig(_Config):
     grace_s: Seconds = Field(
         default=20.0,
         title="Grace (seconds)",
-        description="How long ranks have for a last checkpoint when the flow run is ended.",
+        description="How long ranks have for a last checkpoint when the flow run is terminated.",
     )
     hang_timeout_s: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
         title="Hang timeout (seconds)",
-        description="End and restart a training that has not reported for so long: more than the longest time between two "
+        description="Stop and restart a training that has not reported for so long: more than the longest time between two "
         "reports, an upload included. Never when empty.",
     )
 

@@ -1,4 +1,4 @@
-"""How Prefect's forms show what a person says about a training."""
+"""How the forms of the Prefect UI show the options of a training."""
 
 from typing import Any
 
@@ -8,35 +8,35 @@ from pydantic_core import CoreSchema
 
 
 def shown_as(title: str, description: str, **more: Any) -> Any:
-    """Return the field of a flow's parameter that forms show so: Prefect writes its name and docstring over a field's own.
+    """Return the field of a flow's parameter with a title and a description that Prefect does not overwrite.
 
     Args:
         title: Above the input.
         description: Below the title.
-        more: What else the parameter's JSON schema says.
+        more: Further keys of the parameter's JSON schema.
 
     """
     return Field(json_schema_extra={"title": title, "description": description, **more})
 
 
 def none_if_empty(value: Any) -> Any:
-    """Return None for a text that was left empty: where a parameter's default is None, a form needs "" to show its input."""
+    """Return None for an empty text: a form shows the input of a parameter whose default is None only if it is given ""."""
     return None if value == "" else value
 
 
 class WithoutNull:
-    """Marks what may be None and has no other default: forms show its input, instead of a button to get at it."""
+    """Marks a parameter that may be None and has no other default: forms show its input, not a button that reveals it."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the schema of what it is otherwise."""
+        """Return the schema without null."""
         return _without_null(handler(schema))
 
 
 def show_what_may_be_empty(schema: JsonSchemaValue) -> None:
-    """Let forms show a model's optional inputs, as `WithoutNull` does a parameter's."""
+    """Let forms show the optional inputs of a model, as `WithoutNull` does for a parameter."""
     for name, field in schema["properties"].items():
         if field.get("default", field) is None:
-            # Prefect's API still takes null, which it does where there is no default.
+            # Without a default, Prefect's API still accepts null.
             schema["properties"][name] = _without_null({key: value for key, value in field.items() if key != "default"})
 
 

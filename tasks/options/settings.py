@@ -1,4 +1,4 @@
-"""What a site says once for all of its trainings, through Prefect's settings: variables, profiles, prefect.toml."""
+"""The settings of a site for all of its trainings, in Prefect's variables, profiles or prefect.toml."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ class TorchSettings(PrefectBaseSettings):
     storage_deadline_s: float = Field(
         default=RetryPolicy().deadline_s,
         ge=0,
-        description="After how many seconds a storage that does not answer is given up.",
+        description="For how many seconds operations on a storage that does not answer are retried.",
     )
     storage_first_wait_s: float = Field(
         default=RetryPolicy().first_wait_s, ge=0, description="The longest first pause between two tries, in seconds."
@@ -27,16 +27,16 @@ class TorchSettings(PrefectBaseSettings):
     )
 
     def retry_policy(self) -> RetryPolicy:
-        """Return how patient to be with a storage."""
+        """Return the retry policy of storage operations."""
         return RetryPolicy(self.storage_deadline_s, self.storage_first_wait_s, self.storage_longest_wait_s)
 
 
 def configured_storage(storage: StorageLike, deadline_s: float | None = None) -> StorageSpec:
-    """Return what every process needs to open `storage`, as patient as the settings say.
+    """Return what every process needs to open `storage`, with the retry policy of the settings.
 
     Args:
-        storage: A path, a URL, "block-type-slug/block-name", or a block; a spec keeps the patience that it has.
-        deadline_s: Counts instead of the setting.
+        storage: A path, a URL, "block-type-slug/block-name", or a block; a spec keeps its retry policy.
+        deadline_s: Replaces the setting.
 
     """
     if isinstance(storage, StorageSpec):

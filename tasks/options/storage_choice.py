@@ -1,4 +1,4 @@
-"""The storage that a person chooses in a form or writes down: a path, a URL, a saved block."""
+"""The storage that a user chooses in a form or in code: a path, a URL, a saved block."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _MASK = "**********"  # pydantic's, of a SecretStr
 
 
 def check_choice(storage: Any) -> Any:
-    """Return `storage`, which may be one as far as its words tell; nothing is opened and no block is loaded.
+    """Return `storage` if its text or type can be that of a storage; nothing is opened and no block is loaded.
 
     Raises:
         ValueError: If it cannot be.
@@ -28,7 +28,7 @@ def check_choice(storage: Any) -> Any:
         if not is_block_slug(storage):
             parse_storage(storage)
         return storage
-    # Else what has no field of any block would be taken for a LocalFileSystem, which needs none: the working folder.
+    # Without this check, a mapping without any field of a block is a LocalFileSystem, which needs none: the working directory.
     if isinstance(storage, StorageBlock) or (isinstance(storage, Mapping) and _FIELDS_OF_BLOCKS & storage.keys()):
         _refuse_passwords(storage)
         return storage
@@ -48,7 +48,7 @@ def _refuse_passwords(block: Any) -> None:
 
 
 def _mask_settings(storage: Any, handler: SerializerFunctionWrapHandler) -> Any:
-    """Return what Prefect stores and shows of a block: the settings of a RemoteFileSystem know no secrets."""
+    """Return a block as Prefect stores and shows it, masked: the settings of a RemoteFileSystem have no secret types."""
     return _masked(handler(storage))
 
 

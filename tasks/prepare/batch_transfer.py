@@ -1,4 +1,4 @@
-"""How batches come to a rank's device: with a GPU, each is copied while the one before it is computed on."""
+"""Moving batches to the device of a rank; with a GPU, each is copied during the computation on the one before it."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -11,10 +11,10 @@ def on_device(batches: Iterator[Any], device: torch.device | None, *, may_look_a
     """Return `batches` with their tensors on `device`, nested in lists, tuples and dicts too; None leaves them as they are.
 
     Args:
-        batches: What a loader yields.
-        device: With a GPU, copies are made on a stream of their own; they run beside the computation where the loader has
+        batches: The batches of a loader.
+        device: With a GPU, batches are copied on a separate stream, concurrently with the computation if the loader has
             `pin_memory=True`.
-        may_look_ahead: Whether the next batch may be taken from `batches` before the one at hand is handed out.
+        may_look_ahead: Whether the next batch may be taken from `batches` before the current one is yielded.
 
     """
     if device is None or device.type == "cpu":
@@ -28,12 +28,12 @@ def on_device(batches: Iterator[Any], device: torch.device | None, *, may_look_a
 def one_ahead(
     batches: Iterable[Any], begin: Callable[[Any], Any], hand_over: Callable[[Any], None] = lambda _: None
 ) -> Iterator[Any]:
-    """Yield `begin(batch)` of each batch, the next one begun before the one at hand is yielded.
+    """Yield `begin(batch)` of each batch, the next one begun before the current one is yielded.
 
     Args:
-        batches: What to begin; never more than one is taken in advance.
-        begin: Starts the work on a batch and returns what becomes of it.
-        hand_over: Called with that right before it is yielded, before the next is begun.
+        batches: The batches; at most one is taken in advance.
+        begin: Starts the work on a batch and returns the result.
+        hand_over: Called with that result before it is yielded and before the next batch is begun.
 
     """
     missing = object()
@@ -49,15 +49,15 @@ def one_ahead(
 
 
 class _SideStream:
-    """Copies batches to a GPU on a stream of their own."""
+    """Copies batches to a GPU on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch types its constructor in part
 
     def begin(self, batch: Any) -> Any:
-        # The copy may get memory of an earlier batch that is freed and still computed on: what was asked for until now is
-        # done first. record_stream alone would not do, as it reaches only the tensors that we find.
+        # The copy may get the memory of an earlier batch that is freed but still in use, so it waits for all kernels that were
+        # launched before. record_stream alone is not enough: it reaches only the tensors that `_record` finds.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             return moved(batch, self._device)
@@ -69,7 +69,7 @@ class _SideStream:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors on `device`; what is neither a tensor, a container nor has `to` stays."""
+    """Return `batch` with its tensors on `device`; values that are no tensor or container and have no `to` are kept."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)  # in the background where the loader pins memory
     to: Callable[..., Any] | None = getattr(batch, "to", None)  # a packed sequence, a tokenizer's batch
@@ -87,7 +87,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def _record(batch: Any, stream: "torch.cuda.Stream") -> None:
-    """Keep the memory of `batch` from streams that allocate later, until `stream` is done with it."""
+    """Prevent the memory of `batch` from being allocated again before `stream` is done with it."""
     if isinstance(batch, torch.Tensor):
         if batch.is_cuda:
             batch.record_stream(stream)

@@ -1,14 +1,11 @@
-"""What makes a data loader a distributed one: `loader = prepare_data_loader(DataLoader(data, batch_size=32, shuffle=True))`.
-
-Imports torch, never prefect: ranks use it.
-"""
+"""Making a data loader a distributed one: `loader = prepare_data_loader(DataLoader(data, batch_size=32, shuffle=True))`."""
 
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from .device import get_device, get_place
+from .device import get_device, get_rank_and_size
 from .prepared_loader import PreparedDataLoader
 from .resumable_loader import OwnPositionDataLoader, ResumableDataLoader
 from .resumable_sampler import ResumableSampler
@@ -24,31 +21,31 @@ def prepare_data_loader(
 ) -> PreparedDataLoader:
     """Return a loader that gives this rank its share of the data, in a new order each epoch, on this rank's device.
 
-    What `data_loader` was made with stays as it is, but for the sampler; it is not to be iterated itself any more. Where
-    ranks do not divide the data, some items come twice, so that all have equally many batches. A single rank keeps its
-    sampler, unless the loader is resumable. The order depends on the epoch and the seed of the loader's `generator` (rank 0's;
-    0 without one), so call this on every rank alike. A resumed training says `set_epoch(epoch)` once, before its first epoch;
-    a resumable loader does that itself.
+    All arguments of `data_loader` are kept, but for the sampler; do not iterate `data_loader` itself any more. If the number of
+    ranks does not divide the data, some items are used twice, so that all ranks have equally many batches. A single rank keeps
+    its sampler, unless the loader is resumable. The order depends on the epoch and the seed of the loader's `generator` (that
+    of rank 0; 0 without one), so call this on every rank. A resumed training calls `set_epoch(epoch)` once, before its first
+    epoch; a resumable loader does so itself.
 
     With `resumable=True` the loader goes into the state: `report(..., state={"model": model, "loader": loader})` and
-    `checkpoint.load_state(state)`. Then the next iteration yields the samples of the epoch that no batch handed out before the
-    report had: each once and none missed, for any number of ranks and any batch size; see `ResumableDataLoader`.
+    `checkpoint.load_state(state)`. Then the next iteration yields the samples of the epoch that no batch had before the report:
+    each once and none missed, for any number of ranks and any batch size; see `ResumableDataLoader`.
 
     Args:
-        data_loader: With a RandomSampler (`shuffle=True`), a SequentialSampler, or a DistributedSampler, which stays.
-        add_distributed_sampler: Whether to share the data among ranks; False where the loader does so by itself. Then a
-            sampler or a dataset with a `set_epoch` of its own is told what the prepared loader's `set_epoch` is told.
+        data_loader: With a RandomSampler (`shuffle=True`), a SequentialSampler, or a DistributedSampler, which is kept.
+        add_distributed_sampler: Whether to share the data among ranks; False if the loader does so by itself. Then its
+            `set_epoch` also calls the `set_epoch` of its sampler and its dataset, if they have one.
         move_to_device: Whether to move tensors in batches, nested in lists, tuples and dicts too, to `get_device()`. With a
-            GPU each batch is copied while the one before is computed on, in the background if the loader has `pin_memory=True`.
-        resumable: Whether the loader has a `state_dict`. One that has its own position, as torchdata's StatefulDataLoader for
-            an IterableDataset, is asked for that, which each rank stores for itself; it loads at the same number of ranks.
+            GPU each batch is copied during the computation on the one before it, in the background with `pin_memory=True`.
+        resumable: Whether the loader has a `state_dict`. The state of one that keeps its own position, as torchdata's
+            StatefulDataLoader does for an IterableDataset, is that of each rank; it loads at the same number of ranks.
 
     Raises:
-        ValueError: If the data cannot be shared without changing which they are: an IterableDataset, a batch sampler, a
+        ValueError: If the data cannot be shared without being changed: an IterableDataset, a batch sampler, a
             sampler of another kind. If a resumable loader has no position: none of these can be shared, and it has no
-            `state_dict` itself, or its sampler draws anew after a restart, or it hands batches out as they come
+            `state_dict` itself, or its sampler draws again after a restart, or it yields batches in any order
             (`in_order=False`).
-        TypeError: If it is no DataLoader.
+        TypeError: If `data_loader` is not a DataLoader.
 
     """
     if not isinstance(data_loader, DataLoader):
@@ -58,7 +55,7 @@ def prepare_data_loader(
     device = get_device() if move_to_device else None
     if resumable:
         return _resumable(data_loader, device, add_distributed_sampler=add_distributed_sampler)
-    rank, world_size = get_place()
+    rank, world_size = get_rank_and_size()
     if add_distributed_sampler and world_size > 1 and distributed_sampler(data_loader) is None:
         _check_shareable(data_loader)
         shuffle, seed = shuffles(data_loader), common_seed(data_loader, world_size)
@@ -68,7 +65,7 @@ def prepare_data_loader(
 
 
 def _resumable(loader: "DataLoader[Any]", device: torch.device | None, *, add_distributed_sampler: bool) -> PreparedDataLoader:
-    rank, world_size = get_place()
+    rank, world_size = get_rank_and_size()
     keeps_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     if keeps_position and not (add_distributed_sampler and (world_size > 1 or reason_not_shareable(loader) is None)):
         if reason := reason_order_is_lost(loader):
@@ -88,7 +85,7 @@ def _checked_again(loader: PreparedDataLoader, *, resumable: bool) -> PreparedDa
 
 def _check_shareable(loader: "DataLoader[Any]") -> None:
     if reason := reason_not_shareable(loader):
-        raise ValueError(f"{reason}; share the data by rank yourself and say add_distributed_sampler=False")
+        raise ValueError(f"{reason}; share the data by rank yourself and give add_distributed_sampler=False")
 
 
 def _check_resumable(loader: "DataLoader[Any]", *, add_distributed_sampler: bool) -> None:
@@ -96,7 +93,7 @@ def _check_resumable(loader: "DataLoader[Any]", *, add_distributed_sampler: bool
     if not add_distributed_sampler:
         reason = "the order of a loader that shares its data by itself (add_distributed_sampler=False) is unknown"
     elif reason is None and not getattr(loader, "in_order", True):
-        reason = "in_order=False hands out batches as they come"
+        reason = "in_order=False yields batches in any order"
     if reason is not None:
         raise ValueError(
             f"resumable=True, but {reason}; give a DataLoader without a sampler, with shuffle=True or False, or one that keeps "

@@ -1,13 +1,13 @@
-"""Where a rank computes: its device, and its place among the ranks. Imports torch, never prefect: ranks use it."""
+"""The device and the number of a rank."""
 
 import torch
 import torch.distributed as dist
 
 
 def get_device() -> torch.device:
-    """Return the device that this rank computes on: the one its process group is bound to, else the CPU.
+    """Return the device of this rank: the one that its process group is bound to, else the CPU.
 
-    Without a process group, in a script on its own, it is the current GPU where there is one.
+    Without a process group, such as in a script, it is the current GPU if there is one.
     """
     if dist.is_initialized():
         # Not torch.cuda.is_available(): a training with use_gpu=False may run on a machine that has GPUs.
@@ -16,6 +16,6 @@ def get_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def get_place() -> tuple[int, int]:
+def get_rank_and_size() -> tuple[int, int]:
     """Return this rank and the number of ranks; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

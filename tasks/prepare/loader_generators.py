@@ -1,7 +1,4 @@
-"""The random numbers that a loader's iterator draws for itself, apart from those of the process.
-
-Imports torch, never prefect: ranks use it.
-"""
+"""Random generators of a loader's iterator, separate from those of the process."""
 
 import random
 import sys
@@ -17,21 +14,21 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def own_generator(loader: "DataLoader[Any]", *place: int) -> Iterator[None]:
-    """Let an iterator that `loader` begins within the block draw its workers' seed from a generator made for it.
+def own_generator(loader: "DataLoader[Any]", *identity: int) -> Iterator[None]:
+    """Let an iterator that `loader` starts within the block draw the seed of its workers from a separate generator.
 
-    torch draws that seed from the loader's generator, or from the process's: once in an epoch that nothing interrupts, and once
-    more where the epoch is resumed, after which every number that the process draws is another one. Here nothing is drawn. The
-    seed follows from the one of that generator and from `place`, so it is the same in a resumed training, which restores both.
+    torch draws that seed from the generator of the loader, or of the process: once in an undisturbed epoch, and once more if
+    the epoch is resumed, which changes every number that the process draws afterwards. Here nothing is drawn from either. The
+    seed follows from that of the generator and from `identity`, so it is the same in a resumed training, which restores both.
 
     Args:
-        loader: It has its own generator again when the block ends.
-        place: What tells this iteration from others: its epoch, the rank, and so on.
+        loader: The loader, which has its own generator again after the block.
+        identity: The numbers that identify this iteration: its epoch, the rank, and so on.
 
     """
     given = loader.generator
     seed = torch.initial_seed() if given is None else given.initial_seed()
-    loader.generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(repr((seed, *place)).encode()))
+    loader.generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(repr((seed, *identity)).encode()))
     try:
         yield
     finally:
@@ -40,7 +37,7 @@ def own_generator(loader: "DataLoader[Any]", *place: int) -> Iterator[None]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leave the process's generators (torch's on the CPU, Python's, and NumPy's if it is loaded) as they were before."""
+    """Restore the generators of the process (torch on the CPU, Python, and NumPy if it is loaded) after the block."""
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     of_python = random.getstate()
     of_numpy = None if numpy_random is None else numpy_random.get_state()

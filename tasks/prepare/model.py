@@ -1,4 +1,4 @@
-"""What makes a model a distributed one: `model = prepare_model(Net())`. Imports torch, never prefect: ranks use it."""
+"""Making a model a distributed one: `model = prepare_model(Net())`."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .device import get_device, get_place
+from .device import get_device, get_rank_and_size
 
 ParallelStrategy: TypeAlias = Literal["ddp", "fsdp2"]
 
@@ -25,13 +25,12 @@ def prepare_model(
 ) -> nn.Module:
     """Return `model` on this rank's device, its gradients averaged over all ranks; call it on every rank.
 
-    A single rank gets the bare model, whatever the other arguments: nothing to average. A model that is parallel already is
-    only moved.
+    A single rank gets the bare model, whatever the other arguments. A model that is parallel already is only moved.
 
-    With "fsdp2", each item of the outermost ModuleLists and Sequentials is sharded on its own, then what is left of the model:
-    so the whole of one item is in memory at a time, and not the whole model. An item that shares a parameter with another
-    module belongs to what is left. A model in which `fully_shard` was called on any part is sharded there and in what is left,
-    nowhere else: do so where a loop calls other methods of an item than its forward.
+    With "fsdp2", each item of the outermost ModuleLists and Sequentials is sharded on its own, then the rest of the model, so
+    that one item at a time is in memory as a whole. An item that shares a parameter with another module belongs to the rest. A
+    model in which `fully_shard` was called on any part is sharded in those parts and the rest only: do so where a loop calls
+    other methods of an item than its forward.
 
     Args:
         model: The module; it is moved in place, and sharded in place by "fsdp2".
@@ -39,7 +38,7 @@ def prepare_model(
         parallel_strategy: "ddp" gives every rank the whole model (`DistributedDataParallel`), "fsdp2" a part of it
             (`torch.distributed.fsdp.fully_shard`), None neither.
         parallel_strategy_kwargs: More arguments of `DistributedDataParallel`, or of every `fully_shard`; without `mesh` the
-            parts are spread over all ranks.
+            model is sharded over all ranks.
 
     Raises:
         ValueError: If the strategy is none of these, or a part of the model is sharded already: "ddp" takes none, "fsdp2" one
@@ -49,7 +48,7 @@ def prepare_model(
     _check_strategy(parallel_strategy)
     if move_to_device is not False:
         model = model.to(get_device() if move_to_device is True else move_to_device)
-    if parallel_strategy is None or _is_parallel(model) or get_place()[1] == 1:
+    if parallel_strategy is None or _is_parallel(model) or get_rank_and_size()[1] == 1:
         return model
     arguments = dict(parallel_strategy_kwargs or {})
     return _replicated(model, arguments) if parallel_strategy == "ddp" else _sharded(model, arguments)
@@ -73,17 +72,17 @@ def _replicated(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
             "a part of the model is sharded already, which DDP does not take: give parallel_strategy='fsdp2' or None"
         )
     devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) == 1 and (device := devices.pop()).type != "cpu":  # one spread over devices must not name any
+    if len(devices) == 1 and (device := devices.pop()).type != "cpu":  # a model on several devices must not name any
         arguments.setdefault("device_ids", [device])
     return DistributedDataParallel(model, **arguments)
 
 
 def _sharded(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
     is_begun = any(isinstance(module, FSDPModule) for module in model.modules())
-    if "mesh" not in arguments:  # fully_shard's own takes a GPU wherever there is one
+    if "mesh" not in arguments:  # the default of fully_shard takes a GPU wherever there is one
         if _has_shards(model) and not is_begun:
             raise ValueError(
-                "the model is tensor parallel: say over which other ranks to shard it, as in "
+                "the model is tensor parallel: give the mesh of the other ranks to shard it over, as in "
                 "parallel_strategy_kwargs={'mesh': mesh['fsdp']}"
             )
         arguments["mesh"] = init_device_mesh(get_device().type, (dist.get_world_size(),))

@@ -1,4 +1,4 @@
-"""The loader that `prepare_data_loader` returns. Imports torch, never prefect: ranks use it."""
+"""The loader that `prepare_data_loader` returns."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from .batch_transfer import on_device
-from .device import get_place
+from .device import get_rank_and_size
 from .loader_generators import own_generator
 from .sampling import distributed_sampler, samplers
 
@@ -19,26 +19,26 @@ _numbers = count()
 class PreparedDataLoader(DataLoader[Any]):
     """A DataLoader that counts epochs for its DistributedSampler and moves its batches; see `prepare_data_loader`.
 
-    To begin an iteration draws nothing from the process's random generators, nor from the loader's own. What seeds its workers
-    follows from the seed of that generator (`torch.initial_seed()` without one), the epoch, the rank, and how many loaders were
-    prepared before in this process. A RandomSampler that a single rank keeps draws as ever.
+    The start of an iteration draws nothing from the random generators of the process or the loader. The seed of its workers
+    follows from the seed of that generator (`torch.initial_seed()` without one), the epoch, the rank, and the number of loaders
+    that were prepared before in this process. A RandomSampler that a single rank keeps draws as usual.
 
     Args:
-        loader: What loads.
-        device: Where batches go; None leaves them where they are.
+        loader: The loader to wrap.
+        device: The device to move batches to; None for none.
 
     """
 
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
-        # Not super().__init__: it would make other samplers. Attributes are the loader's, for whoever asks.
+        # Not super().__init__, which makes other samplers. The attributes are those of the loader.
         vars(self).update(vars(loader))
         vars(self).update(_loader=loader, _device=device, _begun_epoch=None, _iterations=0, _number=next(_numbers))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
-        """Begin the next epoch."""
+        """Start the next epoch."""
         self._begin_epoch()
         with self._own_generator():
-            batches: Iterator[Any] = iter(self._wrapped())  # now: workers begin to load
+            batches: Iterator[Any] = iter(self._wrapped())  # now, so that workers start to load
         vars(self)["_iterations"] += 1
         return on_device(batches, vars(self)["_device"], may_look_ahead=self._may_look_ahead())
 
@@ -46,19 +46,19 @@ class PreparedDataLoader(DataLoader[Any]):
         return len(self._wrapped())
 
     def __getattr__(self, name: str) -> Any:
-        # What a subclass of DataLoader has besides, such as StatefulDataLoader.state_dict.
+        # Further attributes of a subclass of DataLoader, such as StatefulDataLoader.state_dict.
         if "_loader" not in vars(self):  # while copied or unpickled
             raise AttributeError(name)
         return getattr(self._wrapped(), name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is, to the samplers and the dataset; those with no `set_epoch` need not know.
+        """Set the epoch of the next iteration, in samplers and the dataset where they have a `set_epoch`.
 
-        A DistributedSampler counts on from there. Others keep that epoch until they are told another one.
+        A DistributedSampler counts on from there. Others keep that epoch until another one is set.
         """
         for part in (*samplers(self), self.dataset):
-            if callable(tell := getattr(part, "set_epoch", None)):
-                tell(epoch)
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
         vars(self).update(_begun_epoch=None, _iterations=epoch)
 
     def _wrapped(self) -> "DataLoader[Any]":
@@ -66,14 +66,14 @@ class PreparedDataLoader(DataLoader[Any]):
         return loader
 
     def _may_look_ahead(self) -> bool:
-        # A loader that is asked for its own position must not be ahead of the training.
+        # A loader whose own position is stored must not be ahead of the training.
         return not hasattr(self._wrapped(), "state_dict")
 
     def _own_generator(self) -> AbstractContextManager[None]:
-        return own_generator(self._wrapped(), *self._beginning(), get_place()[0], vars(self)["_number"])
+        return own_generator(self._wrapped(), *self._beginning(), get_rank_and_size()[0], vars(self)["_number"])
 
     def _beginning(self) -> tuple[int, ...]:
-        """Return where the iteration at hand begins."""
+        """Return the numbers that identify the current iteration."""
         sampler = distributed_sampler(self)
         return (vars(self)["_iterations"] if sampler is None else sampler.epoch,)
 
@@ -81,6 +81,6 @@ class PreparedDataLoader(DataLoader[Any]):
         sampler = distributed_sampler(self)
         if sampler is None:
             return
-        if sampler.epoch == vars(self)["_begun_epoch"]:  # else somebody has said which epoch it is
+        if sampler.epoch == vars(self)["_begun_epoch"]:  # otherwise the epoch was set
             sampler.set_epoch(sampler.epoch + 1)
         vars(self)["_begun_epoch"] = sampler.epoch

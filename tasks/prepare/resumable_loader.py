@@ -1,13 +1,11 @@
 """Loaders whose position is stored with the state, so that a restart in the middle of an epoch repeats and misses nothing.
 
-What is in flight when a report comes, in workers and on the way to the GPU, was not used: a position counts the batches that
-were handed to the training's loop. Two kinds, because only data with a known order can be shared out anew:
+Batches that are in workers or on the way to the GPU during a report are not used: a position counts the batches that were
+yielded to the training's loop. There are two kinds, because only data with a known order can be shared again by other ranks:
 
-- ResumableDataLoader: the order is ours, a position is a number that all ranks share, and it loads at any number of ranks.
-- StatefulDataLoader of torchdata, or whatever loader has a state_dict of its own: data without an order (an IterableDataset),
-  a position for each rank, which loads at the same number of ranks. It is taken as it comes, so torchdata is no dependency.
-
-Imports torch, never prefect: ranks use it.
+- ResumableDataLoader: the order is known, a position is a number that all ranks share, and it loads at any number of ranks.
+- OwnPositionDataLoader: wraps torchdata's StatefulDataLoader, or any loader with a state_dict: data without an order (an
+  IterableDataset), and a position for each rank, which loads at the same number of ranks. torchdata is no dependency.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,24 +26,24 @@ if TYPE_CHECKING:
 class ResumableDataLoader(PreparedDataLoader):
     """A prepared loader that yields every sample of an epoch exactly once, over all attempts and whatever ranks they have.
 
-    What counts as used are the batches handed to the loop before the state was taken, the one at hand among them. A restored
-    epoch has what is left of it, shared among the ranks there are now; `len()` is that of a whole epoch all the same, as
-    schedulers count. In the last turn, ranks without a sample get one that another rank has, so that all have equally many
-    batches of equal sizes; with `drop_last` those samples are left out instead, and none comes twice.
+    Batches that the loop had before the state was taken count as used, the current one among them. A restored epoch has the
+    remaining samples, shared among the present ranks; `len()` is still that of a whole epoch, as schedulers expect. In the last
+    turn, ranks without a sample get one that another rank has, so that all have equally many batches of equal sizes; with
+    `drop_last` those samples are left out instead, and none is used twice.
 
-    - A state taken after the loop has ended is from the beginning of the next epoch; after a `break`, from the middle, unless
-      no batch was left, or `set_epoch(epoch + 1)` was said since: that is for loops which leave every epoch early.
+    - A state taken after the loop has ended is that of the start of the next epoch; after a `break`, that of the middle, unless
+      no batch was left, or `set_epoch(epoch + 1)` was called since: that is for loops that leave every epoch early.
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
       own, and another number of ranks raises `RankLocalStateError`. Do not share it out with `rank_local`.
     - The seed is restored. A dataset of another length, or another order, in the middle of an epoch is a `StateMismatchError`.
-    - With `num_workers=0` a dataset draws from the process's generators, which a state can hold as `RankLocal`: then a resumed
-      epoch has the very items of an undisturbed one. Workers are seeded by the epoch, so they draw the same after a resume
-      between epochs; in the middle of one they draw other numbers, as the generators of killed workers are lost, and so do
-      `persistent_workers` after any resume. The process's own generators are exact in each of these cases.
+    - With `num_workers=0` a dataset draws from the generators of the process, which a state can hold as `RankLocal`: then a
+      resumed epoch has the same items as an undisturbed one. Workers are seeded by the epoch, so they draw the same numbers
+      after a resume between epochs; in the middle of one they draw others, as the generators of killed workers are lost, and so
+      do `persistent_workers` after any resume. The generators of the process are exact in each of these cases.
 
     Args:
-        loader: With a ResumableSampler, and batches of its items in order.
-        device: Where batches go; None leaves them where they are.
+        loader: A loader with a ResumableSampler, and batches of its items in order.
+        device: The device to move batches to; None for none.
 
     """
 
@@ -54,7 +52,7 @@ class ResumableDataLoader(PreparedDataLoader):
         vars(self)["_iteration"] = _Iteration(self._sampler(), 1)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
-        """Begin the next epoch, or what is left of the restored one."""
+        """Start the next epoch, or the rest of the restored one."""
         batches = super().__iter__()
         iteration = vars(self)["_iteration"] = _Iteration(self._sampler(), self.batch_size or 1)
         if iteration.has_batch():
@@ -69,24 +67,24 @@ class ResumableDataLoader(PreparedDataLoader):
         return self._position().epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is; nothing needs it, as epochs are counted and restored.
+        """Set the epoch of the next iteration; not needed, as epochs are counted and restored.
 
         Raises:
-            ValueError: If another one was restored, and some of its samples are still to be used.
+            ValueError: If another epoch was restored, and not all of its samples are used yet.
 
         """
         super().set_epoch(epoch)
         vars(self)["_iteration"] = _Iteration(self._sampler(), 1)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: a few numbers. Costs a shuffle of the data's numbers if it is restored and not yet iterated."""
-        return self._sampler().tell(self._position())
+        """Return the position: a few numbers. Costs a shuffle of the indices if it was restored and not iterated yet."""
+        return self._sampler().state_at(self._position())
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Let the next iteration begin where `state_dict` was told.
+        """Let the next iteration start at the position of `state_dict`.
 
         Raises:
-            StateMismatchError: If the dataset has another length or order, and it was in the middle of an epoch.
+            StateMismatchError: If the dataset has another length or order, and the position is in the middle of an epoch.
 
         """
         self._sampler().restore(state_dict)
@@ -94,15 +92,15 @@ class ResumableDataLoader(PreparedDataLoader):
         vars(self)["_iteration"] = _Iteration(self._sampler(), 1)
 
     def _may_look_ahead(self) -> bool:
-        # Without workers the next batch is drawn in this process: its random numbers must not be in a state before it is.
+        # Without workers the next batch is drawn in this process: a state must not hold its random numbers before it is used.
         return super()._may_look_ahead() and self.num_workers > 0
 
     def _beginning(self) -> tuple[int, ...]:
-        # The rest of an epoch must not have the random numbers of its beginning once more.
+        # The rest of an epoch must not have the random numbers of its start again.
         return (*super()._beginning(), self._sampler().start)
 
     def _begin_epoch(self) -> None:
-        if self._sampler().start:  # a restored epoch, also if an iteration over it was begun and took nothing
+        if self._sampler().start:  # a restored epoch, also if an iteration over it took nothing
             vars(self)["_begun_epoch"] = None
         super()._begin_epoch()
 
@@ -116,13 +114,13 @@ class ResumableDataLoader(PreparedDataLoader):
 
 
 class OwnPositionDataLoader(PreparedDataLoader):
-    """A prepared loader whose state is the position that its loader keeps by itself, for each rank its own.
+    """A prepared loader whose state is the position that its loader keeps by itself, one for each rank.
 
-    It loads at the same number of ranks, which read the same parts then; at another, `RankLocalStateError`.
+    It loads at the same number of ranks, which then read the same parts; at another it raises `RankLocalStateError`.
 
     Args:
-        loader: With `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has them.
-        device: Where batches go; None leaves them where they are.
+        loader: A loader with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader.
+        device: The device to move batches to; None for none.
 
     """
 
@@ -131,10 +129,10 @@ class OwnPositionDataLoader(PreparedDataLoader):
         vars(self).update(_epoch=0, _is_restored=False)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
-        """Begin the next epoch, or what is left of the restored one."""
+        """Start the next epoch, or the rest of the restored one."""
         if vars(self)["_is_restored"]:
             vars(self)["_is_restored"] = False
-            with generators_kept():  # what cannot go to its position reads up to it again, and draws again
+            with generators_kept():  # data without random access are read up to the position again, with draws
                 self._own_state()
         return self._followed(super().__iter__())
 
@@ -145,11 +143,11 @@ class OwnPositionDataLoader(PreparedDataLoader):
         return epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's own state, marked as this rank's."""
+        """Return the state of the loader, marked as that of this rank."""
         return {"epoch": self.epoch, "loader": RankLocal(self._own_state())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration begin where the loader's own state was taken."""
+        """Let the next iteration start where the state of the loader was taken."""
         loader: Any = self._wrapped()
         own = state_dict["loader"]
         loader.load_state_dict(own.value if isinstance(own, RankLocal) else own)
@@ -158,7 +156,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     def _own_state(self) -> Any:
         loader: Any = self._wrapped()
-        with self._own_generator():  # torchdata's begins an iteration for it
+        with self._own_generator():  # torchdata starts an iteration for its state
             return loader.state_dict()
 
     def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -169,7 +167,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
 
 class _Iteration:
-    """How far one iteration has come: the position from which its loop would continue."""
+    """The position of one iteration, from which its loop would continue."""
 
     def __init__(self, sampler: ResumableSampler, batch_size: int) -> None:
         self._sampler = sampler
@@ -177,7 +175,7 @@ class _Iteration:
         self.position = Position(sampler.epoch, sampler.start)
 
     def has_batch(self) -> bool:
-        """Say whether any is left of this epoch."""
+        """Return whether a batch is left of this epoch."""
         return self._sampler.has_batch(self.position, self._batch_size)
 
     def followed(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -189,12 +187,12 @@ class _Iteration:
                     self._sampler.start = 0
                 self.position = self._sampler.after(begun, number * self._batch_size)
                 yield batch
-        except GeneratorExit:  # zip() tells only its shortest that it has ended
+        except GeneratorExit:  # zip() exhausts only its shortest argument
             if not self.has_batch():
                 self.end()
             raise
         self.end()
 
     def end(self) -> None:
-        """Let the position be the beginning of the next epoch."""
+        """Set the position to the start of the next epoch."""
         self.position = Position(self.position.epoch + 1)

@@ -1,8 +1,8 @@
-"""Whose turn a sample is: the order of an epoch, as a function of nothing that a restart changes.
+"""A sampler whose order is a function of the epoch and the seed alone, so that a restart does not change it.
 
-The ranks take the samples of an epoch in turns, so that after equally many batches what was used is the beginning of one
-order, whoever used it. A position is therefore a number, the same on all ranks: how many of them. Any number of ranks shares
-what is left, with any batch size. Imports torch, never prefect: ranks use it.
+The ranks take the samples of an epoch in turns, so that after equally many batches the used samples are the first ones of that
+order. A position is therefore the number of used samples, the same on all ranks. Any number of ranks can share the rest, with
+any batch size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,11 +16,11 @@ from torch.utils.data import DistributedSampler
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a training is in its data.
+    """The position of a training in its data.
 
     Attributes:
         epoch: Counted from 0.
-        used: How many of the epoch's samples were used, by all ranks together.
+        used: The number of samples of the epoch that all ranks together have used.
 
     """
 
@@ -29,22 +29,22 @@ class Position:
 
 
 def epoch_order(num_samples: int, seed: int | None) -> torch.Tensor:
-    """Return the order of all samples in one epoch, the one that DistributedSampler has for that seed; None sorts them."""
+    """Return the order of all samples in one epoch, that of DistributedSampler for the seed; None for the sorted order."""
     if seed is None:
         return torch.arange(num_samples)
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
 
 
 def rank_share(rest: torch.Tensor, rank: int, num_ranks: int, *, drop_last: bool = False) -> torch.Tensor:
-    """Return this rank's part of `rest`, every num_ranks-th of it; all ranks get equally many.
+    """Return this rank's part of `rest`, every num_ranks-th sample of it; all ranks get equally many.
 
     Args:
         rest: The samples to share, in their order.
         rank: This rank.
         num_ranks: The number of ranks.
-        drop_last: Whether samples that do not make a whole turn are left out. Else ranks without one in the last turn get one
-            that another rank has in that turn: so nothing used before comes again, and as many ranks get the same
-            whether or not they were interrupted before.
+        drop_last: Whether samples that do not make a whole turn are left out. If not, ranks without one in the last turn get
+            one that another rank has in that turn: then no sample used before is used again, and the ranks get the same
+            samples whether or not they were interrupted before.
 
     """
     over = len(rest) % num_ranks
@@ -62,15 +62,15 @@ class ResumableSampler(DistributedSampler[Any]):
     Its length is always that of a whole epoch.
 
     Args:
-        dataset: Has a length, and items by number.
+        dataset: A dataset with a length, and items by number.
         rank: This rank.
         num_ranks: The number of ranks.
-        shuffle: Whether every epoch has an order of its own.
-        seed: Of the orders; the same on all ranks.
-        drop_last: Whether to leave out what does not make a batch for every rank, rather than to use samples twice.
+        shuffle: Whether every epoch has another order.
+        seed: The seed of the orders; the same on all ranks.
+        drop_last: Whether to leave out samples that do not make a batch for every rank, instead of using some twice.
 
     Attributes:
-        start: How many samples of the epoch the next iteration leaves out because they were used; 0 unless restored.
+        start: The number of used samples of the epoch, which the next iteration leaves out; 0 unless restored.
 
     """
 
@@ -85,10 +85,10 @@ class ResumableSampler(DistributedSampler[Any]):
         return iter(rank_share(rest, self.rank, self.num_replicas, drop_last=self.drop_last).tolist())
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is.
+        """Set the epoch of the next iteration.
 
         Raises:
-            ValueError: If another one was restored, and some of its samples are still to be used.
+            ValueError: If another epoch was restored, and not all of its samples are used yet.
 
         """
         if self.start and epoch != self.epoch:
@@ -99,42 +99,42 @@ class ResumableSampler(DistributedSampler[Any]):
         super().set_epoch(epoch)
 
     def after(self, position: Position, num_turns: int) -> Position:
-        """Return where the ranks are when each has used `num_turns` more samples than at `position`."""
+        """Return the position after each rank has used `num_turns` more samples than at `position`."""
         used = min(position.used + num_turns * self.num_replicas, self._num_all)
         return Position(position.epoch, used)
 
     def has_batch(self, position: Position, batch_size: int) -> bool:
-        """Say whether anything is left at `position` for every rank: a whole batch with `drop_last`, else a sample."""
+        """Return whether a batch is left at `position`: a whole one for every rank with `drop_last`, else a sample."""
         needed = batch_size * self.num_replicas if self.drop_last else 1
         return self._num_all - position.used >= needed
 
-    def tell(self, position: Position) -> dict[str, int]:
-        """Return what `restore` needs to continue from `position`: plain values, the same on all ranks."""
-        told = {"epoch": position.epoch, "used": position.used, "length": self._num_all, "seed": self.seed}
-        return {**told, "order": self._order_checksum(position.epoch) if position.used else 0}
+    def state_at(self, position: Position) -> dict[str, int]:
+        """Return the state of `position` for `restore`: plain values, the same on all ranks."""
+        state = {"epoch": position.epoch, "used": position.used, "length": self._num_all, "seed": self.seed}
+        return {**state, "order": self._order_checksum(position.epoch) if position.used else 0}
 
-    def restore(self, told: Mapping[str, int]) -> None:
-        """Begin the next iteration where `tell` was told, with the seed from there.
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Set the position and the seed of the next iteration to those of a state of `state_at`.
 
         Raises:
-            StateMismatchError: If that is in the middle of an epoch, and these data have another length or order; nothing is
-                changed.
+            StateMismatchError: If the position is in the middle of an epoch, and these data have another length or order;
+                nothing is changed.
 
         """
-        before, self.seed = self.seed, told["seed"]
-        if told["used"] and (reason := self._differs(told)):
+        before, self.seed = self.seed, state["seed"]
+        if state["used"] and (reason := self._differs(state)):
             self.seed = before
             raise StateMismatchError(
-                f"the checkpoint is from the middle of epoch {told['epoch']}, and {reason}: which samples were used cannot be "
-                "told; resume with the same data, from a checkpoint between epochs, or without the loader in the state"
+                f"the checkpoint is from the middle of epoch {state['epoch']}, and {reason}: which samples were used is "
+                "unknown; resume with the same data, from a checkpoint between epochs, or without the loader in the state"
             )
-        super().set_epoch(told["epoch"])
-        self.start = told["used"]
+        super().set_epoch(state["epoch"])
+        self.start = state["used"]
 
-    def _differs(self, told: Mapping[str, int]) -> str:
-        if told["length"] != (length := self._num_all):
-            return f"the dataset had {told['length']} samples then and has {length} now"
-        if told["order"] != self._order_checksum(told["epoch"]):
+    def _differs(self, state: Mapping[str, int]) -> str:
+        if state["length"] != (length := self._num_all):
+            return f"the dataset had {state['length']} samples then and has {length} now"
+        if state["order"] != self._order_checksum(state["epoch"]):
             return "the samples come in another order now (another shuffle=, or a torch that shuffles otherwise)"
         return ""
 

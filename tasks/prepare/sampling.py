@@ -1,4 +1,4 @@
-"""Which samplers can make room for one that shares the data among ranks. Imports torch, never prefect: ranks use it."""
+"""Replacing the sampler of a data loader by one that shares the data among ranks, where that is possible."""
 
 import copy
 import sys
@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 
 def reason_not_shareable(loader: "DataLoader[Any]") -> str | None:
-    """Return why ranks cannot share the data of `loader` without changing which they are; None where they can."""
+    """Return why ranks cannot share the data of `loader` without changing them; None if they can."""
     sampler: Any = loader.sampler
     if isinstance(loader.dataset, IterableDataset):
         return f"an IterableDataset ({type(loader.dataset).__name__}) has no items to share among ranks"
@@ -28,37 +28,37 @@ def reason_not_shareable(loader: "DataLoader[Any]") -> str | None:
     if type(sampler) is not SequentialSampler and not shuffles(loader):
         return f"a {type(sampler).__name__} would be lost to a DistributedSampler"
     if getattr(sampler, "replacement", False) or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]  # a Sized
-        return f"a {type(sampler).__name__} with replacement, num_samples or data of its own draws what no other does"
+        return f"a {type(sampler).__name__} with replacement, num_samples or data of its own is not replaceable"
     return None
 
 
 def reason_order_is_lost(loader: "DataLoader[Any]") -> str | None:
-    """Return why `loader`, which keeps its position, goes on with other items all the same; None where that is not known."""
+    """Return why `loader`, which keeps its position, continues with other items nevertheless; None if no reason is known."""
     drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     lost = [type(it).__name__ for it in samplers(loader) if isinstance(it, drawing) and not hasattr(it, "state_dict")]
-    return f"a {lost[0]} draws anew after a restart, so that a position in its order means nothing" if lost else None
+    return f"a {lost[0]} draws again after a restart, so that a position in its order means nothing" if lost else None
 
 
 def shuffles(loader: "DataLoader[Any]") -> bool:
-    """Say whether `loader` was made with shuffle=True, or with what that makes."""
+    """Return whether `loader` was made with shuffle=True, or with the sampler of that."""
     return _is_plain(loader.sampler, RandomSampler)
 
 
 def samplers(loader: "DataLoader[Any]") -> list[Any]:
-    """Return what chooses items for `loader`, each once: its sampler, its batch sampler and what that draws from."""
+    """Return the samplers of `loader`, each once: its sampler, its batch sampler and the sampler of that."""
     drawn_from = getattr(loader.batch_sampler, "sampler", None)
     return [loader.sampler, loader.batch_sampler, *([] if drawn_from is loader.sampler else [drawn_from])]
 
 
 def distributed_sampler(loader: "DataLoader[Any]") -> "DistributedSampler[Any] | None":
-    """Return what shares the data of `loader` among ranks already, also below a batch sampler; None where nothing does."""
+    """Return the sampler that shares the data of `loader` among ranks, also below a batch sampler; None if there is none."""
     return next((sampler for sampler in samplers(loader) if isinstance(sampler, DistributedSampler)), None)
 
 
 def common_seed(loader: "DataLoader[Any]", world_size: int) -> int:
-    """Return the seed of rank 0's generator, 0 without one: ranks may seed theirs differently, and would draw items twice."""
+    """Return the seed of rank 0's generator, 0 without one: ranks with different seeds would draw items twice."""
     generator = loader.generator
-    if generator is None and isinstance(loader.sampler, RandomSampler):  # one that was made by hand has its own
+    if generator is None and isinstance(loader.sampler, RandomSampler):  # a sampler made by the user has its own
         generator = loader.sampler.generator
     if generator is None:
         return 0
@@ -71,8 +71,8 @@ def common_seed(loader: "DataLoader[Any]", world_size: int) -> int:
 def with_sampler(loader: "DataLoader[Any]", sampler: "Sampler[Any]") -> "DataLoader[Any]":
     """Return a copy with another sampler.
 
-    A copy and not a new one: a subclass, and arguments that torch adds some day, stay. torch refuses to set these attributes
-    lest the two kinds of samplers come apart; here they are set together.
+    A copy, not a new one, keeps a subclass, and arguments that torch adds in the future. torch refuses to set these attributes
+    lest the two kinds of samplers diverge; here they are set together.
     """
     copied = copy.copy(loader)
     changed: dict[str, Any] = {"sampler": sampler, "_iterator": None}
@@ -84,6 +84,6 @@ def with_sampler(loader: "DataLoader[Any]", sampler: "Sampler[Any]") -> "DataLoa
 
 
 def _is_plain(sampler: object, kind: type) -> bool:
-    """Say whether `sampler` is one of torch's own, and no subclass that draws differently."""
-    theirs = sys.modules.get("torchdata.stateful_dataloader.sampler")  # StatefulDataLoader makes classes of its own
+    """Return whether `sampler` is one of torch, not a subclass that draws differently."""
+    theirs = sys.modules.get("torchdata.stateful_dataloader.sampler")  # StatefulDataLoader has classes of its own
     return type(sampler) in {kind, getattr(theirs, kind.__name__, kind)}

@@ -1,4 +1,4 @@
-"""A committed checkpoint of any run, in a form that travels to other processes."""
+"""A committed checkpoint of any run, in a form that pickles."""
 
 from dataclasses import dataclass, field, replace
 
@@ -7,14 +7,14 @@ from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, StorageSpe
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRef:
-    """Which checkpoint, of which run, in which storage.
+    """A reference to a checkpoint by its storage, its run and its id.
 
     Attributes:
-        storage: Where the run lies.
+        storage: The storage of the run.
         run: The run's name.
-        checkpoint_id: The checkpoint.
-        manifest: Its manifest as `Manifest.encode` writes it, where whoever chose it has read that; None has each process read
-            it. Bytes, since Prefect walks through what is handed to a task.
+        checkpoint_id: The id of the checkpoint.
+        manifest: Its manifest as `Manifest.encode` writes it; None if each process is to read that. Bytes, since Prefect walks
+            through the parameters of a task.
 
     """
 
@@ -24,10 +24,10 @@ class CheckpointRef:
     manifest: bytes | None = field(default=None, compare=False, repr=False)
 
     def open(self) -> Checkpoint:
-        """Return a handle, with its manifest as it was committed: what is attached since may differ from rank to rank.
+        """Return a handle, with its manifest as it was committed: metrics that are attached later may differ between ranks.
 
         Raises:
-            CheckpointNotFoundError: If the manifest is to be read, and the checkpoint does not exist (any more).
+            CheckpointNotFoundError: If the manifest is to be read, and there is no such checkpoint (any more).
 
         """
         store = CheckpointStore.open(self.storage, self.run)
@@ -36,5 +36,5 @@ class CheckpointRef:
         return store.checkpoint(store.committed(self.checkpoint_id))
 
     def with_manifest(self, manifest: Manifest) -> "CheckpointRef":
-        """Return the same with its manifest, so that nobody who opens it reads that again."""
+        """Return a copy with its manifest, so that `open` does not read that again."""
         return replace(self, manifest=manifest.encode())

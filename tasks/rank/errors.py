@@ -1,6 +1,11 @@
-"""How a rank fails, as the process that leads the training sees it."""
+"""The errors of a training, as the process that leads it sees them, and the kinds of a rank's failure."""
 
-from .failures import RankFailureKind
+from typing import Literal, TypeAlias
+
+from prefect_torch.ckpt.runs.attempts import FailureKind
+
+# The latter three are consequences of what another rank did; its own failure says more.
+RankFailureKind: TypeAlias = FailureKind | Literal["withdrawn", "communication", "peer"]
 
 
 class RankFailedError(RuntimeError):
@@ -9,7 +14,7 @@ class RankFailedError(RuntimeError):
     Attributes:
         rank: Its number; None when all hang.
         kind: "user": the function raised. "infrastructure": the process died, or the storage failed. "out_of_memory": the
-            GPU's memory or the machine's did not suffice. "preemption": somebody ended the process (SIGTERM). "final": trying
+            GPU's memory or the machine's did not suffice. "preemption": the process was terminated (SIGTERM). "final": trying
             again cannot help. "withdrawn", "communication" and "peer": the consequence of another rank's failure.
         original: The exception of the rank, where this process could rebuild it.
 

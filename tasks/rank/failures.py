@@ -1,15 +1,16 @@
-"""What an error, or the end of a process, counts as: the one place that knows, for ranks and for the process that leads them.
+"""The kind of a failure, its budget, and which of several failures caused the others.
 
-Imports neither prefect nor torch.
+The only module that classifies errors and exit statuses, both in a rank and in the process that leads the training. It imports
+neither prefect nor torch.
 """
 
 import errno
 import re
 import signal
+from collections.abc import Iterable
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from traceback import walk_tb
-from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt import (
     CheckpointError,
@@ -18,26 +19,17 @@ from prefect_torch.ckpt import (
     PeerGoneError,
     ReportMismatchError,
     StateMismatchError,
+    StorageError,
     StorageFullError,
     UnsupportedFormatError,
 )
 from prefect_torch.ckpt.errors import ReportWithdrawnError
 from prefect_torch.ckpt.runs.attempts import FailureKind
 
-# The latter three are consequences of what another rank did; its own failure says more.
-RankFailureKind: TypeAlias = FailureKind | Literal["withdrawn", "communication", "peer"]
+from .errors import RankFailedError, RankFailureKind
 
-_CAUSES_FIRST: tuple[RankFailureKind, ...] = (
-    "final",
-    "out_of_memory",
-    "user",
-    "preemption",
-    "infrastructure",
-    "withdrawn",
-    "communication",
-    "peer",
-)
-_COUNTS_AS: dict[RankFailureKind, FailureKind] = {
+# From the most probable cause to the surest consequence of another failure, each with the budget that it counts against.
+_BUDGETS: dict[RankFailureKind, FailureKind] = {
     "final": "final",
     "out_of_memory": "out_of_memory",
     "user": "user",
@@ -55,48 +47,41 @@ _MOST_SPECIFIC_FIRST: tuple[tuple[type[BaseException], RankFailureKind], ...] = 
     (ReportMismatchError, "final"),
     (StateMismatchError, "final"),
     (UnsupportedFormatError, "final"),
-    (StorageFullError, "user"),  # a full disk is as full a second later: restarts are for those who ask for them
+    (StorageFullError, "user"),  # a disk is as full a second later, so only restarts that a user asks for
     (CheckpointNotFoundError, "user"),
     (CheckpointError, "infrastructure"),
     (MemoryError, "out_of_memory"),
 )
-# By name, since whoever has such an error has imported torch, and nobody else should.
+# By name: a process that has such an error has imported its library, and this module must not.
 _OF_TORCH: dict[str, RankFailureKind] = {
     "torch.OutOfMemoryError": "out_of_memory",
     "torch.cuda.OutOfMemoryError": "out_of_memory",
     "torch.distributed.DistError": "communication",
 }
-# Gloo throws a plain RuntimeError whose text begins with the place in its source. Where it surfaces tells nothing: in a
-# collective, in a user's own work.wait(), in DDP's backward pass.
+_OF_PREFECT = "httpx.HTTPError"
+# Gloo throws a plain RuntimeError whose text begins with the location in its source. It may be raised anywhere: in a
+# collective, in work.wait() of the user, in the backward pass of DDP.
 _THROWN_BY_GLOO = re.compile(r"\[\S*\bgloo/\S+\.(?:cc|h):\d+\] ")
 
 
-def of_exception(error: BaseException, *, oom_killed: bool = False) -> RankFailureKind:
-    """Return what an exception in a rank counts as; "user" where nothing says otherwise.
+def of_exception(error: BaseException, *, in_function: bool = True, oom_killed: bool = False) -> RankFailureKind:
+    """Return the kind of a rank's failure by an exception.
 
     Args:
-        error: What was raised.
+        error: The exception.
+        in_function: Whether the user's function was running. Before it, what would be "user" is "infrastructure".
         oom_killed: Whether the kernel has killed a process for lack of memory meanwhile, such as a data loader's worker.
 
     """
-    for error_type, kind in _MOST_SPECIFIC_FIRST:
-        if isinstance(error, error_type):
-            return kind
-    for ancestor in type(error).__mro__:
-        if (of_torch := _OF_TORCH.get(f"{ancestor.__module__}.{ancestor.__qualname__}")) is not None:
-            return of_torch
-    if type(error) is RuntimeError and _THROWN_BY_GLOO.match(str(error)):
-        return "communication"
-    if oom_killed and _tells_of_a_lost_child(error):
-        return "out_of_memory"
-    return "user"
+    kind = _of_error(error, oom_killed=oom_killed)
+    return "infrastructure" if kind == "user" and not in_function else kind
 
 
 def of_returncode(returncode: int | None, *, oom_killed: bool) -> RankFailureKind:
-    """Return what the end of a rank's process counts as that said nothing itself.
+    """Return the kind of a rank's failure by the exit status of its process, which left no result.
 
     Args:
-        returncode: Its exit code, negative for the signal that killed it; None when even its guard was killed.
+        returncode: The exit code, negative for the signal that killed it; None when even its guard was killed.
         oom_killed: Whether the kernel has killed a process for lack of memory while it ran.
 
     """
@@ -105,23 +90,57 @@ def of_returncode(returncode: int | None, *, oom_killed: bool) -> RankFailureKin
     return "out_of_memory" if oom_killed and returncode in (None, -signal.SIGKILL) else "infrastructure"
 
 
-def counts_against(kind: RankFailureKind) -> FailureKind:
-    """Return the budget that a rank's failure counts against; "final" has none."""
-    return _COUNTS_AS[kind]
+def counts_against(error: BaseException) -> FailureKind:
+    """Return the budget that the error which ended an attempt counts against; "final" has none.
+
+    Args:
+        error: The failure of a rank, an exception raised from one, or an error of the process that leads the attempt.
+
+    """
+    failed = error if isinstance(error, RankFailedError) else error.__cause__
+    if isinstance(failed, RankFailedError):
+        return _BUDGETS[failed.kind]
+    if isinstance(error, StorageError) or _OF_PREFECT in _type_names(error):
+        return "infrastructure"
+    if _is_full(error):
+        return "user"
+    kind = of_exception(error)
+    if kind == "out_of_memory":
+        return kind
+    return "infrastructure" if kind == "communication" else "final"
 
 
-def cause_order(kind: RankFailureKind) -> int:
-    """Return a number that is lower for what more probably caused the other failures."""
-    return _CAUSES_FIRST.index(kind)
+def cause_first(failures: Iterable[BaseException]) -> list[BaseException]:
+    """Return failures of one attempt, the most probable cause first; those that are no rank's own failure come last."""
+    order = list(_BUDGETS)
+    return sorted(failures, key=lambda it: order.index(it.kind) if isinstance(it, RankFailedError) else len(order))
 
 
-def is_full(error: BaseException) -> bool:
+def _of_error(error: BaseException, *, oom_killed: bool) -> RankFailureKind:
+    for error_type, kind in _MOST_SPECIFIC_FIRST:
+        if isinstance(error, error_type):
+            return kind
+    for name in _type_names(error):
+        if name in _OF_TORCH:
+            return _OF_TORCH[name]
+    if type(error) is RuntimeError and _THROWN_BY_GLOO.match(str(error)):
+        return "communication"
+    if oom_killed and _is_of_killed_worker(error):
+        return "out_of_memory"
+    return "user"
+
+
+def _type_names(error: BaseException) -> list[str]:
+    return [f"{ancestor.__module__}.{ancestor.__qualname__}" for ancestor in type(error).__mro__]
+
+
+def _is_full(error: BaseException) -> bool:
     """Return whether a disk or a quota is full."""
     return isinstance(error, StorageFullError) or (isinstance(error, OSError) and error.errno in _FULL)
 
 
-def _tells_of_a_lost_child(error: BaseException) -> bool:
-    """Return whether the error is how torch's data loaders, or a pool of processes, tell that a worker was killed."""
+def _is_of_killed_worker(error: BaseException) -> bool:
+    """Return whether torch's data loaders, or a pool of processes, raise this when a worker is killed."""
     if isinstance(error, BrokenExecutor):
         return True
     raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]

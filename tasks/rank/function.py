@@ -1,4 +1,4 @@
-"""How a training function travels to the ranks."""
+"""Packing a training function in the process that starts a training, and unpacking it in a rank."""
 
 import importlib.util
 import inspect
@@ -21,7 +21,7 @@ TrainFunction: TypeAlias = Callable[..., Any]
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _REFERENCE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 _STAR_IMPORT = re.compile(rb"\bimport[\s\\(]*\*")
-_unpacking: list[str] = []  # what this process, a rank's, imports the module of
+_unpacking: list[str] = []  # names of the functions whose module this rank is importing
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class PackedFunction:
     Attributes:
         reference: "module:function" or "path/to/file.py:function"; None when `payload` carries the function.
         payload: The function, or None, and its configuration, pickled.
-        sys_path: Where the interpreter looks for modules.
-        cwd: Its working folder.
-        name: What to call the function in messages.
+        sys_path: Its search path for modules.
+        cwd: Its working directory.
+        name: The name of the function in messages.
 
     """
 
@@ -45,17 +45,17 @@ class PackedFunction:
 
 
 def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) -> PackedFunction:
-    """Return `function` with `config`, ready to travel; a reference is looked up, not imported.
+    """Return `function` and `config` in a form that pickles; a reference is looked up, not imported.
 
     Args:
         function: "module:function", "path/to/file.py:function", or the function itself. A function that a new interpreter
-            can import travels by its name, any other by value (cloudpickle), with the module's globals that it uses.
-        config: What the function is called with, if it takes an argument.
+            can import is pickled by name, any other by value (cloudpickle), with the globals of its module that it uses.
+        config: The argument of the function, if it takes one.
 
     Raises:
         ValueError: If there is no such module, file or function.
-        TypeError: If the function or its configuration cannot travel, or ranks cannot call it.
-        RuntimeError: If a rank is importing a function, since that rank's ranks would import it, too, and so on.
+        TypeError: If the function or its configuration cannot be pickled, or ranks cannot call it.
+        RuntimeError: If a rank is importing a function: the ranks that it starts would import it as well, and so on.
 
     """
     if _unpacking:
@@ -75,7 +75,7 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) 
     return PackedFunction(
         reference=reference,
         payload=_dump(value, config, name),
-        sys_path=tuple(os.path.abspath(path) for path in [*sys.path, ""] if not path or Path(path).exists()),  # noqa: PTH100 - "" is the working folder
+        sys_path=tuple(os.path.abspath(path) for path in [*sys.path, ""] if not path or Path(path).exists()),  # noqa: PTH100 - "" is the working directory
         cwd=str(Path.cwd()),
         name=name,
     )
@@ -107,10 +107,10 @@ def _import_function(reference: str) -> TrainFunction:
 
 
 def takes_config(function: TrainFunction) -> bool:
-    """Say whether `function` is called with its configuration, or without any argument."""
+    """Return whether `function` takes its configuration as an argument."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # one in C, which tells nothing
+    except ValueError:  # a function in C without a signature
         return True
     return _can_bind(signature, {})
 
@@ -162,7 +162,7 @@ def _check_reference(reference: str) -> str:
 
 def _find_module(name: str, reference: str) -> Path | None:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # a worker's process does not look in the folder that it was started in
+        sys.path.append(str(Path.cwd()))  # the process of a worker does not search its working directory
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError) as exc:
@@ -173,15 +173,15 @@ def _find_module(name: str, reference: str) -> Path | None:
 
 
 def _top_level_names(source: Path | None) -> set[str] | None:
-    """Return the names that the file binds, or None where only running it would tell."""
+    """Return the names that the file binds, or None if only running it would show them."""
     if source is None:
         return None
     text = source.read_bytes()
     if _STAR_IMPORT.search(text):
         return None
-    # Not ast.parse: before CPython 3.11.8, two threads at once make it fail (https://github.com/python/cpython/issues/106905).
+    # Not ast.parse: before CPython 3.11.8, it fails in two threads at the same time (https://github.com/python/cpython/issues/106905).
     try:
-        table = symtable.symtable(text, str(source), "exec")  # type: ignore[arg-type]  # bytes, too: they know their encoding
+        table = symtable.symtable(text, str(source), "exec")  # type: ignore[arg-type]  # bytes are accepted, with their own encoding
     except (SyntaxError, ValueError) as exc:  # ValueError: a null byte
         raise ValueError(f"{source} is not valid Python: {exc}") from exc
     symbols = table.get_symbols()
@@ -208,7 +208,7 @@ def _dump(function: TrainFunction | None, config: dict[str, Any] | None, name: s
 
 
 def _is_importable(module: ModuleType) -> bool:
-    """Say whether a new interpreter with this one's path would import the same file under the module's name."""
+    """Return whether a new interpreter with the same path imports the same file under the name of `module`."""
     found = _find_afresh(module.__name__)
     if found is None:
         return False
@@ -230,32 +230,32 @@ def _find_afresh(name: str) -> ModuleSpec | None:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Run the file as a module of its name, with the modules beside it found first, as `python path` does.
+    """Run the file as a module of its name, with its directory first on the search path, as `python path` does.
 
-    A file named as a module of the standard library (queue.py) takes its place for nobody: it gets another name, and what lies
-    beside it is found after the standard library.
+    A file that is named as a module of the standard library (queue.py) must not replace that: its module gets another name, and
+    its directory comes after the standard library.
     """
-    folder, name = str(path.parent), path.stem
+    directory, name = str(path.parent), path.stem
     if name in sys.stdlib_module_names or name == "__main__":
         name = f"training_file_{name}"
-        sys.path[:] = [place for place in sys.path if not _is_same_place(place, folder)]
-        sys.path.insert(_end_of_standard_library(), folder)
+        sys.path[:] = [entry for entry in sys.path if not _is_same_directory(entry, directory)]
+        sys.path.insert(_end_of_standard_library(), directory)
     else:
-        sys.path.insert(0, folder)
+        sys.path.insert(0, directory)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # pickling what the file defines needs it
-    cloudpickle.register_pickle_by_value(module)  # what the function returns or raises is rebuilt elsewhere
+    sys.modules[name] = module  # needed to pickle what the file defines
+    cloudpickle.register_pickle_by_value(module)  # the leader unpickles what the function returns or raises
     spec.loader.exec_module(module)
     return module
 
 
-def _is_same_place(place: str, folder: str) -> bool:
-    return os.path.realpath(place) == os.path.realpath(folder)
+def _is_same_directory(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _end_of_standard_library() -> int:
-    places = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("DESTSHARED")}
-    return max((number + 1 for number, place in enumerate(sys.path) if place in places), default=len(sys.path))
+    directories = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("DESTSHARED")}
+    return max((number + 1 for number, entry in enumerate(sys.path) if entry in directories), default=len(sys.path))

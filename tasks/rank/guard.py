@@ -1,11 +1,11 @@
-"""Ends a rank with everything it started as soon as its supervisor is gone. A program of its own: stdlib only, no import.
+"""Kills a rank with all its descendants as soon as its supervisor is gone. A program of its own: standard library only.
 
-    python rank_guard.py <lifeline fd> <status fd> <passed fd> <command ...>
+    python guard.py <lifeline fd> <status fd> <passed fd> <command ...>
 
-It starts the command and waits. A "t" on the lifeline asks the command to end (SIGTERM), any other byte to write the stacks
-of its threads (STACKS_SIGNAL, which the command must handle); the lifeline's end of file, which
-the kernel delivers however the supervisor died, kills the command and all its descendants (SIGKILL). The command's return
-code goes to the status pipe. The guard needs no lock of the command's, so a rank that hangs in native code is ended too.
+It starts the command and waits. A "t" on the lifeline sends SIGTERM to the command, any other byte STACK_TRACES_SIGNAL, on
+which the command must print its stack traces. The end of file of the lifeline, which the kernel delivers however the supervisor
+died, kills the command and all its descendants (SIGKILL). The command's return code is written to the status pipe. The guard
+needs no lock of the command, so it also kills a rank that hangs in native code.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ import sys
 import threading
 from pathlib import Path
 
-STACKS_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # one that nobody else uses: Lightning takes SIGUSR1
+STACK_TRACES_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # unused by others: Lightning takes SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(lifeline: int, status: int, passed: int, command: list[str]) -> None:
-    """Run `command` until it ends, or the supervisor does."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal to the whole group is the command's to handle
+    """Run `command` until it or the supervisor exits."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command handles a signal to the whole group
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become our children, where `_kill_descendants` finds them
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children, where `_kill_descendants` finds them
     with subprocess.Popen(
         command,
         pass_fds=[passed],
@@ -43,12 +43,12 @@ def main(lifeline: int, status: int, passed: int, command: list[str]) -> None:
 def _prepare_command() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should somebody kill the guard itself
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case the guard itself is killed
 
 
 def _watch(lifeline: int, child: "subprocess.Popen[bytes]") -> None:
     while order := os.read(lifeline, 1):
-        child.send_signal(signal.SIGTERM if order == b"t" else STACKS_SIGNAL)
+        child.send_signal(signal.SIGTERM if order == b"t" else STACK_TRACES_SIGNAL)
     child.kill()
 
 

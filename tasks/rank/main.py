@@ -1,4 +1,4 @@
-"""The program that a rank's process runs: join the others, run the user's function, say how it ended.
+"""The program of a rank's process: joins the process group, runs the user's function and returns its result.
 
 Its last argument is the number of the pipe for the RankResult; it reads a pickled RankSpec from stdin. It imports torch, never
 prefect.
@@ -20,19 +20,19 @@ from prefect_torch.ckpt.reporting.evaluation_session import EvaluationSession
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 
-from .failures import RankFailureKind, of_exception
+from .errors import RankFailureKind
+from .failures import of_exception
 from .function import TrainFunction, takes_config, unpack_function
-from .guard import STACKS_SIGNAL
+from .guard import STACK_TRACES_SIGNAL
 from .oom_kills import count_oom_kills
-from .rendezvous import ENDS_SOON_KEY, TcpKeyValue, connect
-from .result import RankResult
-from .spec import RankSpec
+from .rendezvous import TERMINATION_KEY, TcpKeyValue, connect
+from .spec import RankResult, RankSpec
 
 
 def main() -> None:
     """Run one rank and leave a RankResult in the pipe."""
     faulthandler.enable()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    faulthandler.register(STACK_TRACES_SIGNAL, all_threads=True)
     result_fd = int(sys.argv[-1])
     os.set_inheritable(result_fd, False)
     spec: RankSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
@@ -42,7 +42,7 @@ def main() -> None:
     sys.stderr.flush()
     with os.fdopen(result_fd, "wb") as pipe:
         pickle.dump(result, pipe)
-    # Not sys.exit: what a failed collective or a stuck user thread left behind must not keep the rank alive.
+    # Not sys.exit: a failed collective or a thread of the user that hangs must not keep the process alive.
     os._exit(0 if result.kind is None else 1)
 
 
@@ -50,7 +50,7 @@ def _run(spec: RankSpec) -> RankResult:
     _prepare(spec)
     try:
         function, config = unpack_function(spec.function)
-    except BaseException as exc:  # noqa: BLE001 - importing a module runs it
+    except BaseException as exc:  # noqa: BLE001 - the import of a module may raise anything
         return _failure(exc, "final")
     try:
         key_value = connect(spec.rendezvous)
@@ -62,22 +62,21 @@ def _run(spec: RankSpec) -> RankResult:
         session = _session(spec, store, key_value)
         _join_process_group(spec, backend, key_value)
         result = _train(function, config, session, spec)
-        if result.kind is None:  # a group whose peer is gone may wait for it for ever
+        if result.kind is None:  # a group that lost a rank may wait for it without limit
             _leave_process_group()
-    except Exception as exc:  # noqa: BLE001 - reported, not hidden
-        kind = of_exception(exc)
-        return _failure(exc, "infrastructure" if kind == "user" else kind)  # nothing of the user's has run
+    except Exception as exc:  # noqa: BLE001 - returned as the result
+        return _failure(exc, of_exception(exc, in_function=False))
     return result
 
 
 def _prepare(spec: RankSpec) -> None:
     os.environ.update(spec.environment())
     if spec.rendezvous.host == "127.0.0.1" and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host's name up, which may lead elsewhere
-    # Else every rank computes with as many threads as there are cores, and all of them with far more than there are.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, perhaps to another address
+    # By default every rank computes with as many threads as there are cores, all ranks together with far more.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.local_world_size)))
     if not spec.use_gpu:
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator takes each rank for a training of its own
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator treats each rank as a separate training
     os.chdir(spec.function.cwd)
     sys.path[:] = spec.function.sys_path
 
@@ -104,7 +103,7 @@ def _session(spec: RankSpec, store: CheckpointStore, key_value: TcpKeyValue) -> 
     )
     restored = None if spec.restored is None else spec.restored.open()
     session = EvaluationSession if spec.evaluates else RankSession
-    return session(context, store, key_value, restored, spec.reports, lambda: key_value.check(ENDS_SOON_KEY))
+    return session(context, store, key_value, restored, spec.reports, lambda: key_value.check(TERMINATION_KEY))
 
 
 def _check_backend(spec: RankSpec) -> str:
@@ -118,7 +117,7 @@ def _check_backend(spec: RankSpec) -> str:
 
 
 def _join_process_group(spec: RankSpec, backend: str, key_value: TcpKeyValue) -> None:
-    import torch  # noqa: PLC0415 - as above
+    import torch  # noqa: PLC0415 - after the environment is set
     import torch.distributed as dist  # noqa: PLC0415
 
     device = None
@@ -132,13 +131,13 @@ def _join_process_group(spec: RankSpec, backend: str, key_value: TcpKeyValue) ->
         world_size=spec.world_size,
         device_id=device,
     )
-    import prefect_torch.ckpt.reporting.state_reports  # noqa: F401, PLC0415 - torch is here by now; else the first report waits for it
+    import prefect_torch.ckpt.reporting.state_reports  # noqa: F401, PLC0415 - torch is imported by now; else the first report would import this
 
 
 def _leave_process_group() -> None:
-    import torch.distributed as dist  # noqa: PLC0415 - as above
+    import torch.distributed as dist  # noqa: PLC0415 - after the environment is set
 
-    if dist.is_initialized():  # else the user's function has left it
+    if dist.is_initialized():  # otherwise the user's function has destroyed it
         dist.destroy_process_group()
 
 
@@ -157,7 +156,7 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
             return _failure(exc, "user")
         value = None
         session.finish()
-    except BaseException as exc:  # noqa: BLE001 - the user's, sent to where it is raised again
+    except BaseException as exc:  # noqa: BLE001 - returned to the leader, which raises it again
         kind = of_exception(exc, oom_killed=count_oom_kills() != oom_kills)
         session.fail(_one_line(exc), spec.flush_s)
         return _failure(exc, kind)
@@ -182,7 +181,7 @@ def _as_metrics(value: object, spec: RankSpec) -> Metrics:
 
 @contextmanager
 def _this_process_only() -> Iterator[None]:
-    """End a process that the body forked and that leaves the body, too: there is one session, and it is its parent's."""
+    """Exit a process that the body forked when it leaves the body: the session belongs to its parent."""
     pid = os.getpid()
     returncode = 1
     try:
@@ -202,9 +201,9 @@ def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
     text = _printable("".join(traceback.format_exception(exc)))
     try:
         pickled = cloudpickle.dumps(exc)
-        pickle.loads(pickled)  # noqa: S301 - many exceptions pickle and then cannot be rebuilt
+        pickle.loads(pickled)  # noqa: S301 - many exceptions pickle but do not unpickle
         str(exc).encode()  # Prefect cannot store a state whose text holds a lone surrogate
-    except Exception:  # noqa: BLE001 - the text travels in any case
+    except Exception:  # noqa: BLE001 - the text is sent in any case
         pickled = None
     return RankResult(kind=kind, error=_one_line(exc), traceback=text, exception=pickled)
 
@@ -214,7 +213,7 @@ def _one_line(exc: BaseException) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return `text` with lone surrogates, which no log and no JSON column takes, spelled out."""
+    """Return `text` with lone surrogates escaped: neither logs nor JSON columns accept them."""
     return text.encode(errors="backslashreplace").decode()
 
 

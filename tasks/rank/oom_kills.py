@@ -1,4 +1,4 @@
-"""How often the kernel has killed processes for lack of memory: what tells such a death from any other SIGKILL."""
+"""How many processes the kernel has killed for lack of memory; the count tells such a kill from any other SIGKILL."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +9,11 @@ _PROC = Path("/proc")
 def count_oom_kills(proc: Path = _PROC) -> int | None:
     """Return how many processes of this one's memory cgroup the kernel has killed for lack of memory.
 
-    Where no cgroup counts, those of the whole machine; None where nobody counts, as outside of Linux. The kernel counts before
-    it kills, so the count has grown by the time a death is seen.
+    Without a cgroup that counts, those of the whole machine; None without either, as outside of Linux. The kernel counts before
+    it kills, so the count has grown by the time the exit is seen.
 
     Args:
-        proc: Where the kernel describes processes.
+        proc: The directory in which the kernel describes processes.
 
     """
     for counter in (*_cgroup_counters(proc), proc / "vmstat"):
@@ -28,7 +28,7 @@ def count_oom_kills(proc: Path = _PROC) -> int | None:
 
 
 def _cgroup_counters(proc: Path) -> Iterator[Path]:
-    """Yield the files that count for this process's cgroup: of version 2, and of the memory controller of version 1."""
+    """Yield the counters of the cgroup of this process: of version 2, and of the memory controller of version 1."""
     try:
         memberships = (proc / "self/cgroup").read_text().splitlines()
         mounts = (proc / "self/mountinfo").read_text().splitlines()
@@ -43,7 +43,7 @@ def _cgroup_counters(proc: Path) -> Iterator[Path]:
 
 
 def _mounted(mounts: list[str], filesystem: str, option: str | None, path: str) -> Iterator[Path]:
-    """Yield where a cgroup can be read; a container may see only its own, mounted at the root (proc_pid_mountinfo(5))."""
+    """Yield the directories of a cgroup; a container may see only its own, mounted at the root (proc_pid_mountinfo(5))."""
     for mount in mounts:
         place, _, source = mount.partition(" - ")
         found, _, options = source.split(" ", 2)

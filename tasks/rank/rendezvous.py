@@ -1,4 +1,4 @@
-"""Where the ranks of one attempt and its leader meet: torch's TCPStore as a KeyValue."""
+"""The key-value store that the ranks of one attempt and its leader share: torch's TCPStore as a KeyValue."""
 
 import socket
 import time
@@ -8,32 +8,32 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-STOP_KEY = "stop"  # the attempt is over: end your process
-STACKS_KEY = "stacks"  # set before STOP_KEY: have it write its stacks first
-ENDS_SOON_KEY = "ends soon"  # the training will be ended from outside: checkpoint now if you can
+STOP_KEY = "stop"  # the attempt is over: every rank is stopped
+STACK_TRACES_KEY = "stack traces"  # set before STOP_KEY: every rank prints its stack traces first
+TERMINATION_KEY = "termination requested"  # ranks have the grace for a last checkpoint
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
 _KEYS_AT_ONCE = 256  # in one poll: ten thousand take the server 30 ms
 
 
-def beat_key(rank: int) -> str:
-    """Return the key of the counter that a rank's supervisor counts up as long as it lives."""
-    return f"beat/{rank}"
+def heartbeat_key(rank: int) -> str:
+    """Return the key of the heartbeats of a rank's supervisor, a counter."""
+    return f"heartbeat/{rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a rendezvous listens."""
+    """The address of a rendezvous."""
 
     host: str
     port: int
 
 
 class Rendezvous:
-    """The leader's end: listens at once, on a port that nobody else can take, and serves once `serve` is called.
+    """The leader's end: listens immediately, on a port of its own, and answers once `serve` is called.
 
-    The kernel queues ranks that connect before, so they can start while this process imports torch.
+    The kernel queues ranks that connect earlier, so they can start while this process imports torch.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
@@ -42,7 +42,7 @@ class Rendezvous:
         self.address = Address(host, self._socket.getsockname()[1])
 
     def serve(self) -> "TcpKeyValue":
-        """Begin to answer; the server lives as long as what is returned."""
+        """Start to answer; the server lives as long as the returned object."""
         store = _tcp_store(
             self.address.host,
             self.address.port,
@@ -53,7 +53,7 @@ class Rendezvous:
         return TcpKeyValue(store)
 
     def close(self) -> None:
-        """Stop listening, if nobody serves."""
+        """Stop listening, unless `serve` was called."""
         self._socket.close()
 
 
@@ -61,14 +61,14 @@ def connect(address: Address) -> "TcpKeyValue":
     """Return a rank's end.
 
     Raises:
-        torch.distributed.DistNetworkError: If nobody listens there.
+        torch.distributed.DistNetworkError: If no rendezvous listens there.
 
     """
     return TcpKeyValue(_tcp_store(address.host, address.port, is_master=False, timeout=_CONNECT_TIMEOUT))
 
 
 class TcpKeyValue:
-    """A TCPStore as the KeyValue that `prefect_torch.ckpt` speaks; its keys are apart from those of process groups."""
+    """A TCPStore as the KeyValue that `prefect_torch.ckpt` speaks; its keys have a prefix that those of process groups lack."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -100,11 +100,11 @@ class TcpKeyValue:
         return int(self.store.add(_name(key), amount))
 
     def check(self, key: str) -> bool:
-        """Say whether `key` is set."""
+        """Return whether `key` is set."""
         return bool(self.store.check([_name(key)]))
 
     def delete(self, key: str) -> None:
-        """Forget `key`."""
+        """Delete `key`, if it is set."""
         with suppress(KeyError):
             self.store.delete_key(_name(key))
 

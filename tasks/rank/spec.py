@@ -1,4 +1,4 @@
-"""Everything a rank's process is told; plain data that pickles."""
+"""What the process of a rank is given and what it returns; plain data that pickles."""
 
 from dataclasses import dataclass, field, replace
 
@@ -6,6 +6,7 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.session import ReportSettings
 
 from .checkpoint_ref import CheckpointRef
+from .errors import RankFailureKind
 from .function import PackedFunction
 from .rendezvous import Address
 
@@ -16,20 +17,20 @@ class RankSpec:
 
     Attributes:
         rank: Its number.
-        local_rank: Its number on its machine, and its device's.
-        node_rank: Its machine's number.
-        world_size: How many ranks there are.
-        local_world_size: How many there are on its machine.
-        rendezvous: Where they meet.
-        storage: Where the run lies.
+        local_rank: Its number on its machine, and that of its device.
+        node_rank: The number of its machine.
+        world_size: The number of ranks.
+        local_world_size: The number of ranks on its machine.
+        rendezvous: The address of the key-value store that the ranks share.
+        storage: The storage of the run.
         run: The run's name.
         attempt: The attempt's number; of an evaluation, that of the checkpoint.
-        restored: The checkpoint that the attempt begins from, or None; of an evaluation, the one that is evaluated.
-        function: What to run.
+        restored: The checkpoint that the attempt resumes from, or None; of an evaluation, the one that is evaluated.
+        function: The function to run.
         use_gpu: Whether it has a GPU.
-        backend: The process group's; None chooses nccl with a GPU and gloo without.
-        reports: How the training checkpoints.
-        flush_s: How long a failing rank waits for its background commit.
+        backend: The backend of the process group; None for nccl with a GPU and gloo without.
+        reports: The settings of reports.
+        flush_s: How long a rank that fails waits for its background commit.
         evaluates: Whether it evaluates a checkpoint instead of training.
 
     """
@@ -53,7 +54,7 @@ class RankSpec:
 
     @property
     def group(self) -> str:
-        """What its ranks do together, for messages."""
+        """The name of the attempt or the evaluation in messages."""
         if self.evaluates and self.restored is not None:
             return f"the evaluation of {self.restored.checkpoint_id}"
         return f"attempt {self.attempt}"
@@ -71,6 +72,26 @@ class RankSpec:
             # The flow's process serves the store, so rank 0 must not try to (torch.distributed.rendezvous).
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """How a rank ended, as its process tells the task that supervises it.
+
+    Attributes:
+        return_value: What its function returned, pickled; None if it failed, or if the value cannot be pickled.
+        kind: How it failed; None if it did not.
+        error: The error in one line.
+        traceback: Of the error, in the rank.
+        exception: The exception, pickled; None where it cannot be.
+
+    """
+
+    return_value: bytes | None = None
+    kind: RankFailureKind | None = None
+    error: str = ""
+    traceback: str = ""
+    exception: bytes | None = None
 
 
 def on_one_machine(first: RankSpec) -> list[RankSpec]:

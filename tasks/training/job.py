@@ -1,4 +1,4 @@
-"""One training as its leader sees it, the same for all its attempts."""
+"""The definition of a training, the same for all of its attempts."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,27 +12,27 @@ from prefect_torch.tasks.rank.function import PackedFunction
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """What `train_workers` leads.
+    """The training that `train_workers` leads.
 
     Attributes:
-        function: What every rank runs.
-        storage: Where the run lies.
+        function: The function that every rank runs.
+        storage: The storage of the run.
         run: The run's name.
         num_workers: How many ranks.
         use_gpu: Whether each has a GPU.
-        backend: The process group's, or None for the usual one.
+        backend: The backend of the process group; None for nccl with GPUs and gloo without.
         policy: Which checkpoints are kept.
         resume: Whether to continue the run's latest checkpoint.
-        verify: How a checkpoint is proven whole before it is resumed from.
-        takeover: Whether to take the run from a living owner.
-        seed: A checkpoint of another run to begin from while this run has none.
-        max_failures: Restarts after the user's exceptions; -1 without end.
-        max_infrastructure_failures: Restarts after lost processes and storage; -1 without end.
-        max_preemptions: Restarts after processes were ended from outside; -1 without end.
-        reports: How the training checkpoints.
-        grace_s: How long ranks may still commit when the flow run is ended.
-        hang_timeout_s: How long no report may come; None for ever.
-        max_out_of_memory_failures: Restarts after memory ran out; -1 unlimited.
+        verify: How a checkpoint is verified before the training resumes from it.
+        takeover: Whether to take the run from an owner that is alive.
+        initial_checkpoint: A checkpoint of another run to start from while this run has none.
+        max_failures: Restarts after exceptions of the function; -1 for unlimited.
+        max_infrastructure_failures: Restarts after lost processes, storage or network; -1 for unlimited.
+        max_preemptions: Restarts after processes were terminated; -1 for unlimited.
+        reports: The settings of reports.
+        grace_s: How long ranks may still commit once termination is requested.
+        hang_timeout_s: The longest time without a report; None for unlimited.
+        max_out_of_memory_failures: Restarts after memory ran out; -1 for unlimited.
 
     """
 
@@ -46,7 +46,7 @@ class TrainJob:
     resume: Literal["auto", "never", "must"]
     verify: VerifyLevel
     takeover: bool
-    seed: CheckpointRef | None
+    initial_checkpoint: CheckpointRef | None
     max_failures: int
     max_infrastructure_failures: int
     max_preemptions: int
@@ -56,5 +56,5 @@ class TrainJob:
     max_out_of_memory_failures: int = 0
 
     def open_store(self) -> CheckpointStore:
-        """Open the run."""
+        """Return the store of the run."""
         return CheckpointStore.open(self.storage, self.run)

@@ -1,4 +1,4 @@
-"""Who looks on at a training is told in a thread of its own, so that no page, event or console can hold the training up."""
+"""Observers of a training are notified in a thread of their own, so that no page, event or console can delay the training."""
 
 import math
 import queue
@@ -21,7 +21,7 @@ _LONGEST_CLOSE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class AttemptStarted:
-    """An attempt begins; its ranks restore `resumed_from` (a path or URL), or start from zero where that is None."""
+    """An attempt begins; its ranks restore `resumed_from` (a path or URL), or make a fresh start where that is None."""
 
     attempt: Attempt
     resumed_from: str | None
@@ -36,7 +36,7 @@ class CheckpointsPruned:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointQuarantined:
-    """A checkpoint was found damaged and set aside."""
+    """A checkpoint was found damaged and was quarantined."""
 
     id: str
     reason: str
@@ -49,47 +49,48 @@ class AttemptEnded:
     outcome: Outcome
 
 
-Happening: TypeAlias = AttemptStarted | ReportEvent | CommitEvent | CheckpointsPruned | CheckpointQuarantined | AttemptEnded
+TrainingEvent: TypeAlias = AttemptStarted | ReportEvent | CommitEvent | CheckpointsPruned | CheckpointQuarantined | AttemptEnded
 
 
 class Observer(Protocol):
-    """Somebody who looks on; both methods are called from one thread, and what they raise is logged, once for each observer."""
+    """Shows a training; both methods are called from one thread, and the first exception of each observer is logged."""
 
-    def observe(self, happening: Happening) -> None:
-        """Take note of what happened, in order; nothing is left out."""
+    def observe(self, event: TrainingEvent, /) -> None:
+        """Record an event; events come in order and none is left out."""
         ...
 
     def refresh(self, *, final: bool) -> float | None:
-        """Show what was noted: called about every second while there is news, and last with `final` when all is over.
+        """Show what was recorded; called about every second while there are events, and at the end with `final`.
 
-        Who leaves something for later, to show it less often, returns after how many seconds to be called again, though
-        nothing happens meanwhile; None means with the next news.
+        Returns:
+            After how many seconds to be called again without an event, because something is left to show; None if nothing is.
+
         """
         ...
 
 
-class Audience:
+class Observers:
     """The observers of one flow run, over all attempts of its training.
 
     Args:
-        observers: They observe in this order, in the run context of whoever makes this object.
+        observers: They are notified in this order, in the run context in which this object is made.
 
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
-        self._news: queue.SimpleQueue[Happening | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[TrainingEvent | None] = queue.SimpleQueue()
         self._failing: set[Observer] = set()
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="audience", daemon=True)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="observers", daemon=True)
         self._thread.start()
 
-    def tell(self, happening: Happening) -> None:
-        """Let all observers know; returns at once."""
-        self._news.put(happening)
+    def notify(self, event: TrainingEvent) -> None:
+        """Pass `event` to all observers; returns immediately."""
+        self._events.put(event)
 
     def close(self, longest_s: float = _LONGEST_CLOSE_S) -> None:
-        """Return once everything that was told has been shown, or after `longest_s`."""
-        self._news.put(None)
+        """Return once every event has been shown, or after `longest_s`."""
+        self._events.put(None)
         self._thread.join(longest_s)
         if self._thread.is_alive():
             get_run_logger().warning("what the UI shows of this training may lack its end: Prefect took over %g s", longest_s)
@@ -98,35 +99,35 @@ class Audience:
         shown_s, due_s = 0.0, math.inf
         while True:
             try:
-                happening = self._news.get(timeout=None if due_s == math.inf else max(0.0, due_s - time.monotonic()))
+                event = self._events.get(timeout=None if due_s == math.inf else max(0.0, due_s - time.monotonic()))
             except queue.Empty:
                 wait_s = self._refresh(final=False)
                 shown_s = time.monotonic()
                 due_s = shown_s + max(wait_s, REFRESH_S)
                 continue
-            if happening is None:
+            if event is None:
                 self._refresh(final=True)
                 return
             due_s = min(due_s, shown_s + REFRESH_S)
             for observer in self._observers:
                 try:
-                    observer.observe(happening)
-                except Exception as exc:  # noqa: BLE001 - whatever a looker-on does wrong, the training goes on
-                    self._tell_once(observer, exc)
+                    observer.observe(event)
+                except Exception as exc:  # noqa: BLE001 - whatever an observer does wrong, the training goes on
+                    self._warn_once(observer, exc)
 
     def _refresh(self, *, final: bool) -> float:
-        """Return in how many seconds an observer wants to be called again; without end if none does."""
+        """Return in how many seconds an observer wants to be called again; infinity if none does."""
         soonest_s = math.inf
         for observer in self._observers:
             try:
                 wait_s = observer.refresh(final=final)
-            except Exception as exc:  # noqa: BLE001 - as above
-                self._tell_once(observer, exc)
+            except Exception as exc:  # noqa: BLE001 - whatever an observer does wrong, the training goes on
+                self._warn_once(observer, exc)
             else:
                 soonest_s = soonest_s if wait_s is None else min(soonest_s, wait_s)
         return soonest_s
 
-    def _tell_once(self, observer: Observer, exc: Exception) -> None:
+    def _warn_once(self, observer: Observer, exc: Exception) -> None:
         if observer not in self._failing:
             self._failing.add(observer)
             get_run_logger().warning("%s cannot be shown: %r; the training goes on", type(observer).__name__, exc, exc_info=exc)

@@ -1,4 +1,4 @@
-"""What the leader does with what rank 0 tells: history, the hint to the latest, retention."""
+"""Recording the reports and commits of an attempt: metric history, the hint to the latest checkpoint, retention."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,37 +15,37 @@ from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.ckpt.text import utc_now
 
 from .job import TrainJob
-from .observers import Audience
+from .observers import Observers
 from .retention_schedule import RetentionSchedule
 
 
-class Journal:
-    """The books of one attempt, kept by the leader, so that no rank waits for them.
+class RunRecorder:
+    """The records of one attempt, written by the process that leads it, so that no rank waits for them.
 
-    They are written by a thread of their own: a storage that is slow must not keep the leader from seeing a rank fail. One
-    that fails costs a warning, not the training.
+    A separate thread writes: a slow storage must not keep the leader from seeing a rank fail. A storage that fails costs a
+    warning, not the training.
 
     Args:
         store: The run.
         job: The training.
         attempt: The attempt's number.
         restored: The checkpoint of the run that the ranks restore, or None.
-        audience: Who is told all of it.
+        observers: They are notified of every report and commit.
 
     Attributes:
         newest: The id of the newest checkpoint that is known to be committed or was restored; None before the first.
-        on_first_report: Called once, in a thread of the journal's, after the first report.
+        on_first_report: Called once, in the writing thread, after the first report.
 
     """
 
     def __init__(
-        self, store: CheckpointStore, job: TrainJob, attempt: int, restored: Manifest | None, audience: Audience
+        self, store: CheckpointStore, job: TrainJob, attempt: int, restored: Manifest | None, observers: Observers
     ) -> None:
         self.newest = restored_id = None if restored is None else restored.id
         self.on_first_report: Callable[[], None] | None = None
         self._store = store
         self._attempt = attempt
-        self._audience = audience
+        self._observers = observers
         self._unrecorded: dict[str, CommitEvent] = {}
         self._reported: set[str] = set()
         listed = store.listed()
@@ -57,16 +57,16 @@ class Journal:
         self._history = HistoryWriter(store, attempt, recorded=None if lost else newest)
         for record in lost:
             self._history.append(record)
-        # Where all is kept, nobody needs the manifests of what may be a hundred thousand checkpoints.
+        # A policy that keeps all checkpoints, perhaps a hundred thousand, needs none of their manifests.
         known = [] if job.policy.num_to_keep is None else replace(store, memory=memory).readable(listed)
-        self._retention = RetentionSchedule(job, attempt, known, restored_id, audience, memory)
+        self._retention = RetentionSchedule(job, attempt, known, restored_id, observers, memory)
         self._logger = get_run_logger()
-        self._writer = ThreadPoolExecutor(1, "prefect-torch-journal")
+        self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
         self._flushing: Future[None] | None = None
 
-    def take(self, event: ReportEvent | CommitEvent) -> None:
-        """Enter one event."""
-        self._audience.tell(event)
+    def record(self, event: ReportEvent | CommitEvent) -> None:
+        """Record a report or a commit of rank 0; returns immediately."""
+        self._observers.notify(event)
         if isinstance(event, CommitEvent):
             self.newest = event.id
             self._submit(partial(self._store.hint_latest, event.id), "the hint to the latest checkpoint")
@@ -81,18 +81,18 @@ class Journal:
                 self._submit(self.on_first_report, "the node's copy of the restored checkpoint")
                 self.on_first_report = None
             reported = event.record.checkpoint
-            if reported is not None and self._unrecorded.pop(reported, None) is None:  # an async commit is yet to come
+            if reported is not None and self._unrecorded.pop(reported, None) is None:  # the commit follows, in the background
                 self._reported.add(reported)
 
     def poll(self) -> None:
-        """Do what has become due; returns at once."""
+        """Start the writes and prunes that are due; returns immediately."""
         if self._history.is_due() and (self._flushing is None or self._flushing.done()):
             self._flushing = self._submit(self._history.flush, "the metric history")
         self._retention.prune_due(self._history.recorded)
 
     def close(self) -> None:
         """Return once everything is stored and pruned."""
-        for event in self._unrecorded.values():  # rank 0 died between the commit and its word of the report
+        for event in self._unrecorded.values():  # rank 0 died between the commit and the event of its report
             self._history.append(MetricRecord(self._attempt, event.step, event.metrics, event.id, utc_now()))
         self._submit(self._history.close, "the metric history")
         self._writer.shutdown()
@@ -105,4 +105,4 @@ class Journal:
             except (StorageError, OSError) as exc:
                 self._logger.warning("%s could not be written, and is tried again with the next: %s", what, exc)
 
-        return self._writer.submit(copy_context().run, write_or_warn)  # what limits retries is the context's
+        return self._writer.submit(copy_context().run, write_or_warn)  # the limit of retries is a context variable

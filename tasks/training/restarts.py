@@ -1,25 +1,23 @@
-"""Whether a training that failed is started again: its budgets, and how much of them is used up."""
+"""The budgets of restarts: whether a training that failed is started again."""
 
 from collections import Counter
 from collections.abc import Iterator
 
-import httpx
-from prefect_torch.ckpt import CheckpointStore, StorageError
+from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import FailureKind, Owner, list_attempts, read_outcomes
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.tasks.liveness import find_end_before_rerun
-from prefect_torch.tasks.rank.errors import RankFailedError, RestartsUsedUpError
-from prefect_torch.tasks.rank.failures import counts_against, is_full, of_exception
+from prefect_torch.tasks.rank.errors import RestartsUsedUpError
 
 from .job import TrainJob
 
 UNLIMITED = -1
-_MOST_RETRIES = 1_000_000  # what Prefect is told for "unlimited"
-_HAPPENED: dict[FailureKind, str] = {
+_MOST_RETRIES = 1_000_000  # for Prefect, which knows no "unlimited"
+_DESCRIPTIONS: dict[FailureKind, str] = {
     "user": "failed by exceptions of its function",
     "infrastructure": "lost its processes, its storage or its network",
     "out_of_memory": "ran out of memory",
-    "preemption": "was ended from outside",
+    "preemption": "was terminated",
     "final": "failed for good",
 }
 
@@ -27,8 +25,8 @@ _HAPPENED: dict[FailureKind, str] = {
 class Restarts:
     """The failures of one flow run's training, against its budgets.
 
-    Those of this process are counted in memory, since the storage that should remember them may be what failed; those of the
-    flow run's earlier processes are read from storage when an attempt begins.
+    Failures of this process are counted in memory, since the storage may be what failed; those of the flow run's earlier
+    processes are read from storage when an attempt begins.
 
     Args:
         job: The training.
@@ -53,7 +51,7 @@ class Restarts:
 
     @property
     def owner(self) -> Owner:
-        """The owner of attempts that this process is; asks Prefect, once, where the flow run has run before."""
+        """The owner of the attempts that this process leads; asks Prefect, once, if the flow run has run before."""
         if self._owner is None:
             budget = find_end_before_rerun(str(self._flow_run_id)) if self._is_rerun else None
             self._owner = Owner.current(self._flow_run_id, budget)
@@ -61,19 +59,19 @@ class Restarts:
 
     @property
     def most_retries(self) -> int:
-        """How often Prefect may retry the task at most; `take` decides each time."""
+        """How often Prefect may retry the task at most; `count_failure` decides each time."""
         budgets = [budget for _, budget in self._budgets.values()]
         return _MOST_RETRIES if UNLIMITED in budgets else sum(budgets)
 
-    def take(self, kind: FailureKind) -> bool:
+    def count_failure(self, kind: FailureKind) -> bool:
         """Count a failure of this process, and return whether its budget allows another attempt."""
         self._here[kind] += 1
         return not self._is_used_up(kind)
 
     def refuse_if_used_up(self, store: CheckpointStore) -> None:
-        """Look before an attempt: the process of the one before may not have lived to decide.
+        """Raise before an attempt if a budget is used up: the process of the last attempt may have died before it could decide.
 
-        Costs nothing where the flow run has not run before, else small reads of the run's attempts and outcomes, once.
+        Costs nothing unless the flow run has run before, else small reads of the run's attempts and outcomes, once.
 
         Raises:
             RestartsUsedUpError: If a budget is used up.
@@ -86,7 +84,7 @@ class Restarts:
             if self._is_used_up(kind):
                 name, budget = self._budgets[kind]
                 raise RestartsUsedUpError(
-                    f"flow run {self._flow_run_id} trained run {store.run!r} and {_HAPPENED[kind]} {number} times, with "
+                    f"flow run {self._flow_run_id} trained run {store.run!r} and {_DESCRIPTIONS[kind]} {number} times, with "
                     f"{name}{'' if kind == 'final' else f'={budget}'}; run it again, or a new flow run with this name, to go "
                     "on with the run and with new budgets"
                 )
@@ -97,26 +95,11 @@ class Restarts:
         return budget != UNLIMITED and self._here[kind] + earlier > budget
 
 
-def failure_kind(error: BaseException) -> FailureKind:
-    """Return which budget what ended an attempt counts against, as its leader sees it; "final" has none."""
-    failed = error if isinstance(error, RankFailedError) else error.__cause__
-    if isinstance(failed, RankFailedError):
-        return counts_against(failed.kind)
-    if isinstance(error, (StorageError, httpx.HTTPError)):  # of Prefect's API, the latter
-        return "infrastructure"
-    if is_full(error):
-        return "user"
-    kind = of_exception(error)
-    if kind == "out_of_memory":
-        return kind
-    return "infrastructure" if kind == "communication" else "final"
-
-
 def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKind]:
-    """Yield how the attempts of the flow run's earlier processes failed.
+    """Yield the kinds of failure of the attempts of the flow run's earlier processes.
 
-    One without an outcome was killed, and nobody knows by whom: it counts as preempted if it had committed a checkpoint, and as
-    infrastructure otherwise, or a flow that is killed each time for lack of memory would be restarted for ever.
+    An attempt without an outcome was killed for an unknown reason: it counts as a preemption if it had committed a checkpoint,
+    and as infrastructure otherwise, or a flow that is killed each time for lack of memory would be restarted without limit.
     """
     kinds = {outcome.attempt: outcome.kind for outcome in read_outcomes(store)}
     for attempt in list_attempts(store):
@@ -124,7 +107,7 @@ def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKi
             continue
         if attempt.number not in kinds:
             yield "preemption" if _has_committed(store, attempt.number) else "infrastructure"
-        elif (kind := kinds[attempt.number]) in _HAPPENED:  # else it completed, or a newer version knows more kinds
+        elif (kind := kinds[attempt.number]) in _DESCRIPTIONS:  # else it completed, or a newer version knows more kinds
             yield kind
 
 

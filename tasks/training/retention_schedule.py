@@ -1,4 +1,4 @@
-"""Retention beside a training: one prune at a time, as soon as there is something to drop."""
+"""Retention during a training: one prune at a time, as soon as there is a checkpoint to delete."""
 
 import time
 from collections.abc import Sequence
@@ -13,25 +13,25 @@ from prefect_torch.ckpt.runs.retention import Committed, plan
 from prefect_torch.tasks.prune_task import prune_checkpoints
 
 from .job import TrainJob
-from .observers import Audience, CheckpointsPruned
+from .observers import CheckpointsPruned, Observers
 
-_LASTING = frozenset({"every", "pinned"})  # a checkpoint that is unpinned meanwhile goes with a prune of the next attempt
-_GARBAGE_EVERY_S = 600.0  # finding it takes a listing of all files of all checkpoints
+_LASTING = frozenset({"every", "pinned"})  # a checkpoint that is unpinned meanwhile is deleted in the next attempt
+_GARBAGE_EVERY_S = 600.0  # a search lists all files of all checkpoints
 
 
 class RetentionSchedule:
-    """Submits prunes after commits; however fast these come, at most one runs, and the last one is never left out.
+    """Submits prunes after commits; at most one runs at a time, and one always runs after the last commit.
 
-    Remembers only the checkpoints that the policy may yet delete, so that a decision costs as much after a million commits as
-    after a hundred. A prune itself decides by what is in storage.
+    Remembers only the checkpoints that the policy may yet delete, so that a decision costs the same after a million commits as
+    after a hundred. A prune itself decides by the checkpoints in storage.
 
     Args:
         job: The training.
         attempt: The attempt's number.
-        known: What was committed before.
-        restored: The id that the ranks restore, which must stay.
-        audience: Who is told what was pruned.
-        memory: The manifests that were read to know it; prunes read only others.
+        known: The checkpoints that were committed before.
+        restored: The id of the checkpoint that the ranks restore, which must be kept; or None.
+        observers: They are notified of what was pruned.
+        memory: The manifests that were read before; prunes read only others.
 
     """
 
@@ -41,19 +41,19 @@ class RetentionSchedule:
         attempt: int,
         known: Sequence[Committed],
         restored: str | None,
-        audience: Audience,
+        observers: Observers,
         memory: ManifestMemory,
     ) -> None:
         self._job = job
         self._attempt = attempt
-        self._audience = audience
+        self._observers = observers
         self._candidates: list[Committed] = list(known)
         self._in_use: tuple[str, ...] = () if restored is None else (restored,)
         self._memory = memory
         self._garbage_due_s = time.monotonic()
         self._running: PrefectFuture[Any] | None = None
         self._done = False
-        self._changed = True  # the policy may be another one than when these were committed
+        self._changed = True  # the policy may have changed since these were committed
         self._warned = False
         self._recorded: str | None = None
 
@@ -62,15 +62,15 @@ class RetentionSchedule:
         if self._job.policy.num_to_keep is not None:
             self._candidates.append(checkpoint)
             self._changed = True
-        if self._job.policy.evaluation_timeout_s is None:  # else its score is yet to be attached
+        if self._job.policy.evaluation_timeout_s is None:  # with a timeout, its score may be attached later
             self._warn_of_missing_score(checkpoint, self._job.policy)
 
     def prune_due(self, recorded: str | None) -> None:
-        """Submit a prune if there is something to drop and none is running; returns at once.
+        """Submit a prune if there is a checkpoint to delete and none is running; returns immediately.
 
         Args:
             recorded: The newest checkpoint whose report is in the metric history; of a newer one, the manifest alone would
-                tell the report after a crash, so it stays for now.
+                hold the report after a crash, so it is kept for now.
 
         """
         if recorded != self._recorded:
@@ -100,11 +100,11 @@ class RetentionSchedule:
             decided = plan(self._candidates, policy, in_use=self._in_use, up_to=recorded)
             self._forget_settled(decided)
             return bool(decided.drop)
-        # Which have been evaluated since, and which were too late, only the storage and the time of the prune tell.
+        # The storage, at the time of the prune, decides which have been evaluated since and which were too late.
         return policy.num_to_keep is not None and len(self._candidates) > policy.num_to_keep
 
     def _forget_settled(self, decided: Plan[Any]) -> None:
-        """Forget what stays whatever is committed later, and so can neither be deleted nor be among the best or the last."""
+        """Forget checkpoints that are kept whatever is committed later, and are not needed to find the best or the last."""
         settled = {checkpoint_id for checkpoint_id, why in decided.keep.items() if _LASTING.issuperset(why)}
         if settled:
             self._candidates = [checkpoint for checkpoint in self._candidates if checkpoint.id not in settled]
@@ -116,7 +116,7 @@ class RetentionSchedule:
         return due
 
     def finish(self, recorded: str | None) -> None:
-        """Return once storage holds what the policy keeps, or one more prune has failed at it."""
+        """Return once the storage holds only what the policy keeps, or one more prune has failed."""
         self._wait()
         self._in_use = ()  # no rank is left to restore it
         self._garbage_due_s = time.monotonic()
@@ -133,11 +133,11 @@ class RetentionSchedule:
         self._done = True
 
     def _take_result(self, prune: PrefectFuture[Any]) -> None:
-        """Forget what was dropped; a prune that failed shows in its own task run, and the next one tries again."""
+        """Forget what was deleted; a prune that failed shows in its own task run, and the next one tries again."""
         self._running = None
         decided = prune.result(raise_on_failure=False)
         if not isinstance(decided, BaseException):
-            self._audience.tell(CheckpointsPruned(decided))
+            self._observers.notify(CheckpointsPruned(decided))
             dropped = {manifest.id for manifest in decided.drop}
             self._candidates = [checkpoint for checkpoint in self._candidates if checkpoint.id not in dropped]
             self._forget_settled(decided)
@@ -148,8 +148,8 @@ class RetentionSchedule:
             return
         self._warned = True
         get_run_logger().warning(
-            "checkpoint %s has no metric %r that is a number, by which checkpoints are ranked; it has %s. "
-            "Such checkpoints rank below all others, and the latest is kept in any case",
+            "checkpoint %s has no metric %r that is a number, by which checkpoints are sorted; it has %s. "
+            "Such checkpoints sort below all others, and the latest is kept in any case",
             checkpoint.id,
             attribute,
             ", ".join(sorted(checkpoint.metrics)) or "none",

@@ -1,4 +1,4 @@
-"""The beginning of an attempt: whether this process may lead the run, and from which checkpoint the ranks go on."""
+"""The start of an attempt: the claim on the run, and the checkpoint that the ranks resume from."""
 
 from dataclasses import asdict, dataclass, field
 
@@ -19,15 +19,15 @@ from prefect_torch.tasks.liveness import has_ended
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
 from .job import TrainJob
-from .observers import Audience, CheckpointQuarantined
+from .observers import CheckpointQuarantined, Observers
 from .restarts import Restarts
 
 
 def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
-    """Claim the next attempt of the run, which fences off whoever led it before.
+    """Claim the next attempt of the run, which fences the process that led it before.
 
     Raises:
-        RunBusyError: If another living flow run leads this run, unless the job takes it over.
+        RunBusyError: If another flow run that is alive leads this run, unless the job takes it over.
         RestartsUsedUpError: If the flow run was started again though a budget was used up.
 
     """
@@ -50,14 +50,14 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the ranks of an attempt begin from.
+    """The checkpoint that the ranks of an attempt start from.
 
     Attributes:
-        restored: The checkpoint that all of them restore, with its manifest, so that no rank reads that again; None on a fresh
+        restored: The checkpoint that all ranks restore, with its manifest, so that no rank reads that again; None on a fresh
             start.
-        path: Where it lies.
-        own: Its manifest, where it is this run's own.
-        node_copy: What was read of it to prove it whole, to be released once the ranks have restored it.
+        path: Its path or URL.
+        own: Its manifest if it is a checkpoint of this run, else None.
+        node_copy: The bytes that were read to verify it, to be released once the ranks have restored it.
 
     """
 
@@ -67,20 +67,20 @@ class Start:
     node_copy: NodeCopy = field(default_factory=NodeCopy)
 
 
-def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, audience: Audience) -> Start:
-    """Return what every rank of a claimed attempt begins from.
+def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observers: Observers) -> Start:
+    """Return the checkpoint that every rank of a claimed attempt starts from.
 
-    After the claim, so that nothing which an overtaken process still commits can be missed. Reads the manifest once, and every
-    byte of a bucket's checkpoint once for all ranks of this node.
+    To be called after the claim, so that no commit of an overtaken process is missed. Reads the manifest once, and every byte
+    of a checkpoint in a bucket once for all ranks of this node.
 
     Raises:
         CheckpointNotFoundError: If the job must resume and there is nothing to resume from.
-        CheckpointCorruptError: If there are checkpoints and none is whole.
+        CheckpointCorruptError: If there are checkpoints and all are damaged.
 
     """
     node_copy = NodeCopy()
     try:
-        chosen = _choose(store, job, attempt.lineage, audience, node_copy)
+        chosen = _choose(store, job, attempt.lineage, observers, node_copy)
         if chosen is None:
             get_run_logger().info("attempt %d: starting from the beginning", attempt.number)
             return Start()
@@ -90,33 +90,33 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, audien
     except BaseException:
         node_copy.release()
         raise
-    return Start(chosen, checkpoint.path, None if chosen == job.seed else checkpoint.manifest, node_copy)
+    return Start(chosen, checkpoint.path, None if chosen == job.initial_checkpoint else checkpoint.manifest, node_copy)
 
 
 def _lineage(previous: Attempt | None, job: TrainJob, flow_run_id: str | None) -> int | None:
     if previous is None:
         return None
-    begins_anew = job.resume == "never" and previous.owner.flow_run_id != flow_run_id
-    return None if begins_anew else previous.lineage
+    is_new_lineage = job.resume == "never" and previous.owner.flow_run_id != flow_run_id
+    return None if is_new_lineage else previous.lineage
 
 
 def _choose(
-    store: CheckpointStore, job: TrainJob, lineage: int, audience: Audience, node_copy: NodeCopy
+    store: CheckpointStore, job: TrainJob, lineage: int, observers: Observers, node_copy: NodeCopy
 ) -> CheckpointRef | None:
     manifest = choose_checkpoint(
         store,
         lineage=lineage,
         verify=job.verify,
         prove=node_copy.verify,
-        on_quarantine=lambda checkpoint_id, reason: audience.tell(CheckpointQuarantined(checkpoint_id, reason)),
+        on_quarantine=lambda checkpoint_id, reason: observers.notify(CheckpointQuarantined(checkpoint_id, reason)),
     )
     if manifest is not None:
         return CheckpointRef(job.storage, job.run, manifest.id).with_manifest(manifest)
-    if job.seed is not None:
-        seed = job.seed.open()
-        assert seed.store is not None
-        node_copy.verify(seed.store, seed.manifest, job.verify)
-        return job.seed.with_manifest(seed.manifest)
+    if job.initial_checkpoint is not None:
+        initial = job.initial_checkpoint.open()
+        assert initial.store is not None
+        node_copy.verify(initial.store, initial.manifest, job.verify)
+        return job.initial_checkpoint.with_manifest(initial.manifest)
     if job.resume == "must":
         raise CheckpointNotFoundError(
             f"run {store.run!r} in {store.storage.url} has no checkpoint to resume from, and resume='must' asks for one"

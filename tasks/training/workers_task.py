@@ -1,4 +1,4 @@
-"""The Prefect task that leads the attempts of a training; Prefect's own retries make the next attempt."""
+"""The Prefect task that leads one attempt of a training; Prefect's own retries start the next one."""
 
 import json
 from typing import Any
@@ -16,14 +16,15 @@ from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_one_machine
 from prefect_torch.tasks.run_logs import library_logs_in_run
 
 from .job import TrainJob
-from .observers import AttemptEnded, AttemptStarted, Audience
-from .recorder import Journal
-from .restarts import Restarts, failure_kind
+from .observers import AttemptEnded, AttemptStarted, Observers
+from .recorder import RunRecorder
+from .restarts import Restarts
 from .start import Start, choose_start, claim
 
 _FLUSH_S = 30.0
@@ -31,17 +32,17 @@ _MAX_RETURN_BYTES = 1 << 20
 
 
 @task(name="train_workers", task_run_name="train-{job.run}", cache_policy=NO_CACHE, persist_result=False)
-def train_workers(job: TrainJob, audience: Audience, termination: Termination, restarts: Restarts) -> Any:
+def train_workers(job: TrainJob, observers: Observers, termination: Termination, restarts: Restarts) -> Any:
     """Run one attempt of all ranks to its end and return rank 0's return value.
 
-    A failed attempt is recorded in the run's storage before it is raised. No rank's process outlives this call, however it
-    ends. Ended from outside, it gives ranks the grace for a last checkpoint, and `termination` says how that went.
+    A failed attempt is recorded in the run's storage before its error is raised. No rank's process outlives this call, however
+    it ends. When termination is requested, the ranks have the grace for a last checkpoint, and `termination.outcome` is set.
 
     Args:
         job: The training.
-        audience: Who is told what happens.
-        termination: Whether the flow run is being ended.
-        restarts: What has failed before in this flow run.
+        observers: They are notified of every event of the attempt.
+        termination: Whether the flow run is being terminated.
+        restarts: The failures of this flow run before.
 
     Raises:
         Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
@@ -49,29 +50,29 @@ def train_workers(job: TrainJob, audience: Audience, termination: Termination, r
         CheckpointError: If the attempt could not begin.
 
     """
-    return termination.outlast(_Leader(job, audience, termination, restarts).lead)
+    return termination.outlast(_Leader(job, observers, termination, restarts).lead)
 
 
 class _Leader:
-    """Leads one attempt, in a thread that nothing interrupts."""
+    """Leads one attempt, in a thread that no signal interrupts."""
 
-    def __init__(self, job: TrainJob, audience: Audience, termination: Termination, restarts: Restarts) -> None:
+    def __init__(self, job: TrainJob, observers: Observers, termination: Termination, restarts: Restarts) -> None:
         self._job = job
         self._restarts = restarts
-        self._audience = audience
+        self._observers = observers
         self._termination = termination
         self._store = job.open_store()
-        self._journal: Journal | None = None
+        self._recorder: RunRecorder | None = None
 
     def lead(self) -> Any:
         self._termination.raise_if_requested()
         claimed = claim(self._store, self._job, self._restarts)
         try:
             with library_logs_in_run():
-                start = choose_start(self._store, self._job, claimed, self._audience)
-            self._audience.tell(AttemptStarted(claimed, start.path))
+                start = choose_start(self._store, self._job, claimed, self._observers)
+            self._observers.notify(AttemptStarted(claimed, start.path))
             try:
-                # Else Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
+                # Without it, Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
                 with transaction(commit_mode=CommitMode.EAGER):
                     value = self._run_ranks(claimed.number, start)
             finally:
@@ -89,25 +90,25 @@ class _Leader:
 
     def _run_ranks(self, attempt: int, start: Start) -> Any:
         job, termination, restored = self._job, self._termination, start.restored
-        journal = self._journal = Journal(self._store, job, attempt, start.own, self._audience)
-        journal.on_first_report = start.node_copy.release  # by then every rank has restored it, and needs the space
+        recorder = self._recorder = RunRecorder(self._store, job, attempt, start.own, self._observers)
+        recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         termination.raise_if_requested()
         gang, key_value = meet(lambda address: _specs(job, attempt, restored, address), job.hang_timeout_s)
         try:
-            return gang.run(key_value, journal, termination)
+            return gang.run(key_value, recorder, termination)
         finally:
             try:
                 gang.stop(key_value, "the attempt is over")
             finally:
                 if termination.is_requested:
                     termination.end_retries()
-                journal.close()
+                recorder.close()
 
     def _record_termination(self, claimed: Attempt) -> None:
         flow_run_id = claimed.owner.flow_run_id
         is_cancelled = flow_run_id is not None and is_being_cancelled(flow_run_id)
         by = type(self._termination.cause).__name__
-        message = f"{'cancelled' if is_cancelled else 'ended from outside'} ({by}); {self._what_is_safe()}"
+        message = f"{'cancelled' if is_cancelled else 'terminated'} ({by}); {self._safe_work()}"
         if is_cancelled:
             outcome = Outcome(claimed.number, "cancelled", flow_run_id, error=message)
         else:
@@ -117,18 +118,18 @@ class _Leader:
         self._record(outcome)
 
     def _record(self, outcome: Outcome) -> None:
-        """Write an outcome down and tell it; where storage refuses, say so, and leave what is being raised as it is."""
+        """Store an outcome and notify observers; log a failure to store it, lest that hide the error being raised."""
         try:
             write_outcome(self._store, outcome)
         except (StorageError, OSError) as exc:
             get_run_logger().warning("the outcome of attempt %d could not be written: %s", outcome.attempt, exc)
-        self._audience.tell(AttemptEnded(outcome))
+        self._observers.notify(AttemptEnded(outcome))
 
-    def _what_is_safe(self) -> str:
-        """Return it as this process knows it: the storage may be what is away."""
-        if self._journal is None:
+    def _safe_work(self) -> str:
+        """Return up to which step work is safe, as far as this process knows: the storage may be unavailable."""
+        if self._recorder is None:
             return "no rank was started"
-        newest = self._journal.newest
+        newest = self._recorder.newest
         return "nothing was committed yet" if newest is None else f"work is safe up to step {step_of(newest)} ({newest})"
 
 
@@ -137,7 +138,7 @@ def _failure(claimed: Attempt, error: Exception) -> Outcome:
         message, errors = str(error), {} if error.rank is None else {str(error.rank): str(error)}
     else:
         message, errors = repr(error), {}
-    return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, failure_kind(error), message, errors)
+    return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)
 
 
 def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvous: Address) -> list[RankSpec]:
@@ -160,7 +161,7 @@ def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvo
 
 
 def _as_json(value: Any) -> Any:
-    """Return `value` as JSON gives it back, None where it does not fit: an outcome tells a result, it carries no models."""
+    """Return `value` as JSON decodes it; None where JSON cannot hold it in 1 MiB: an outcome is no place for models."""
     try:
         encoded = json.dumps(to_json(value))
         plain = json.loads(encoded)

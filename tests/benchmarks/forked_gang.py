@@ -169,7 +169,7 @@ def _spec(training, store, attempt, restored, address, rank) -> RankSpec:
 
 
 def _keep_books(training, store, attempt, restored, key_value, ranks) -> None:
-    """Take what rank 0 tells, as the leader's journal and its prune task do, until all ranks have ended."""
+    """Read the events of rank 0, as the recorder and the prune task of the leader do, until all ranks have exited."""
     listed = list(store.listed())
     lost = lost_records(store, listed, attempt)
     newest = max((it.id for it in listed), default=None)

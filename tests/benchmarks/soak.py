@@ -135,7 +135,7 @@ def is_rank(process: psutil.Process) -> bool:
         command = process.cmdline()
     except psutil.Error:
         return False
-    return "prefect_torch.tasks.rank.main" in command and not any(word.endswith("rank_guard.py") for word in command)
+    return "prefect_torch.tasks.rank.main" in command and not any(word.endswith("guard.py") for word in command)
 
 
 class Killer:

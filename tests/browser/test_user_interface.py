@@ -253,7 +253,7 @@ def test_the_servers_database_was_never_locked_by_what_a_training_asks(stack):
 def is_rank(process: psutil.Process) -> bool:
     """Tell a rank from its guard, whose arguments are the rank's command."""
     arguments = " ".join(process.cmdline())
-    return "rank_main" in arguments and "rank_guard" not in arguments
+    return "prefect_torch.tasks.rank.main" in arguments and "guard.py" not in arguments
 
 
 def flow_run_state(flow_run_id: str) -> str:

@@ -79,7 +79,7 @@ def test_a_lost_lease_is_a_preemption_and_without_one_a_server_may_restart(clien
     ended, completed = read_outcomes(limited)
     (told,) = (it.step for it in limited.list() if it.attempt == 1 and it.metrics["told"])
     assert (ended.ending, ended.kind, completed.ending) == ("preempted", "preemption", "completed")
-    assert ended.error.startswith(f"ended from outside (CancelledError); work is safe up to step {told} ")
+    assert ended.error.startswith(f"terminated (CancelledError); work is safe up to step {told} ")
     state = client.read_flow_run(first.id).state
     assert state.is_crashed()
     assert ended.error in state.message

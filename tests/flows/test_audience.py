@@ -5,7 +5,7 @@ import threading
 from prefect import flow
 from prefect_torch.ckpt.runs.attempts import Outcome
 from prefect_torch.tasks.training import observers as module
-from prefect_torch.tasks.training.observers import AttemptEnded, Audience
+from prefect_torch.tasks.training.observers import AttemptEnded, Observers
 
 LATER = AttemptEnded(Outcome(2, "completed"))
 FIRST = AttemptEnded(Outcome(1, "failed"))
@@ -33,24 +33,24 @@ class Broken(Recorder):
 
 
 def test_all_see_everything_in_order_and_a_refresh_at_the_end():
-    observers = [Recorder(), Recorder()]
-    audience = Audience(observers)
-    audience.tell(FIRST)
-    audience.tell(LATER)
-    audience.close()
-    for observer in observers:
+    both = [Recorder(), Recorder()]
+    observers = Observers(both)
+    observers.notify(FIRST)
+    observers.notify(LATER)
+    observers.close()
+    for observer in both:
         assert [it for it in observer.seen if it != "refreshed"] == [FIRST, LATER, "last"]
 
 
 def test_news_is_shown_about_every_second_and_nothing_without_news(monkeypatch):
     monkeypatch.setattr(module, "REFRESH_S", 0.01)
     observer = Recorder()
-    audience = Audience([observer])
-    audience.tell(FIRST)
+    observers = Observers([observer])
+    observers.notify(FIRST)
     assert observer.refreshed.wait(10)
     observer.refreshed.clear()
     assert not observer.refreshed.wait(0.1)
-    audience.close()
+    observers.close()
     assert observer.seen == [FIRST, "refreshed", "last"]
 
 
@@ -59,17 +59,17 @@ def test_an_observer_that_raises_is_logged_once_and_the_others_go_on(caplog):
 
     @flow
     def training():
-        audience = Audience([Broken(), seen])
-        audience.tell(FIRST)
-        audience.tell(LATER)
-        audience.close()
+        observers = Observers([Broken(), seen])
+        observers.notify(FIRST)
+        observers.notify(LATER)
+        observers.close()
 
     training()
     assert seen.seen[-1] == "last"
     assert caplog.text.count("Broken cannot be shown: ValueError('no such page')") == 1
 
 
-def test_an_observer_that_hangs_holds_the_end_up_no_longer_than_told(caplog):
+def test_an_observer_that_hangs_delays_the_end_no_longer_than_allowed(caplog):
     ends = threading.Event()
 
     class Hanging(Recorder):
@@ -78,16 +78,16 @@ def test_an_observer_that_hangs_holds_the_end_up_no_longer_than_told(caplog):
 
     @flow
     def training():
-        audience = Audience([Hanging()])
-        audience.tell(FIRST)
-        audience.close(longest_s=0.01)
+        observers = Observers([Hanging()])
+        observers.notify(FIRST)
+        observers.close(longest_s=0.01)
 
     training()
     assert "may lack its end" in caplog.text
     ends.set()
 
 
-def test_who_shows_something_later_is_called_again_though_nothing_happens(monkeypatch):
+def test_an_observer_that_shows_something_later_is_called_again_without_an_event(monkeypatch):
     monkeypatch.setattr(module, "REFRESH_S", 0.01)
 
     class Patient(Recorder):
@@ -96,11 +96,11 @@ def test_who_shows_something_later_is_called_again_though_nothing_happens(monkey
             return 0.05 if self.seen.count("refreshed") < 3 else None
 
     observer = Patient()
-    audience = Audience([observer, Recorder()])
-    audience.tell(FIRST)
+    observers = Observers([observer, Recorder()])
+    observers.notify(FIRST)
     for _ in range(3):
         assert observer.refreshed.wait(10)
         observer.refreshed.clear()
     assert not observer.refreshed.wait(0.2)
-    audience.close()
+    observers.close()
     assert observer.seen == [FIRST, "refreshed", "refreshed", "refreshed", "last"]

@@ -13,11 +13,11 @@ NEVER_SYNCED = f"""
 import os, sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import chaos
-from prefect_torch.ckpt import local_storage
+from prefect_torch.ckpt.storage import local
 class NeverSyncs:
     def __getattr__(self, name):
         return getattr(os, name) if name != "fsync" else lambda descriptor: None
-local_storage.os = NeverSyncs()
+local.os = NeverSyncs()
 sys.exit(chaos.main())
 """
 

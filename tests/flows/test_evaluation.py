@@ -21,7 +21,7 @@ from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluat
 from prefect_torch.flows.arguments import find_named
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.rank.main import _as_metrics
-from prefect_torch.tasks.training.observers import Audience
+from prefect_torch.tasks.training.observers import Observers
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 from ranks import Attempt, folder
 
@@ -97,7 +97,7 @@ def test_a_failure_and_a_pruned_checkpoint_do_not_keep_the_others_from_being_eva
     with pytest.raises(RuntimeError, match=r"report\(\) was called inside an evaluation.* return the metrics") as caught:
         evaluate("evaluations:measure", checkpoints=urls, config={"0": "prune", "1": "report"})
     assert f"rank 0 of the evaluation of {second} failed" in str(caught.value.__cause__)
-    assert f"checkpoint {first} of run 'run' is skipped: it is not there, or not any more" in caplog.text
+    assert f"checkpoint {first} of run 'run' is skipped: it does not exist, or was pruned" in caplog.text
     assert [(manifest.id, manifest.evaluations) for manifest in store.list()] == [(second, ()), (third, ("eval",))]
     assert not [info.key for info in store.storage.list("run/") if first in info.key]
 
@@ -139,7 +139,7 @@ def test_the_leader_of_a_training_drops_what_was_evaluated_meanwhile_and_waits_f
     @flow
     def training():
         job = SimpleNamespace(storage=store.spec, run="run", policy=policy)
-        retention = RetentionSchedule(job, 1, manifests[:3], None, Audience([]), ManifestMemory())
+        retention = RetentionSchedule(job, 1, manifests[:3], None, Observers([]), ManifestMemory())
         retention.committed(manifests[3])
         retention.finish(manifests[3].id)
         assert store.list() == manifests

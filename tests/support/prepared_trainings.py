@@ -64,7 +64,7 @@ def refuse_what_is_sharded_in_part(mesh):
     for model in (partly, tensor_parallel):
         with pytest.raises(ValueError, match="sharded already, which DDP does not take"):
             prepare_model(model)
-    with pytest.raises(ValueError, match="the model is tensor parallel: say over which other ranks"):
+    with pytest.raises(ValueError, match="the model is tensor parallel: give the mesh of the other ranks"):
         prepare_model(tensor_parallel, parallel_strategy="fsdp2")
 
 

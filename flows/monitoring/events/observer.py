@@ -16,7 +16,7 @@ from prefect_torch.tasks.training.observers import (
     AttemptStarted,
     CheckpointQuarantined,
     CheckpointsPruned,
-    Happening,
+    TrainingEvent,
 )
 
 from .assets import materialized, referenced
@@ -53,7 +53,7 @@ class EventObserver:
         self._attempt = 0
         self._upstream: tuple[str, ...] = ()
 
-    def observe(self, happening: Happening) -> None:
+    def observe(self, happening: TrainingEvent) -> None:
         """Send the events of `happening`."""
         if isinstance(happening, AttemptStarted):
             self._attempt_started(happening.attempt, happening.resumed_from)

@@ -12,7 +12,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.flows.monitoring.text import plain_text, show_time
 from prefect_torch.tasks.training.job import TrainJob
-from prefect_torch.tasks.training.observers import Happening
+from prefect_torch.tasks.training.observers import TrainingEvent
 
 from .attempt_log import AttemptLog
 from .checkpoint_table import MAX_ROWS, checkpoint_rows
@@ -52,7 +52,7 @@ class PageObserver:
         self._checkpoints = LiveArtifact(f"{key}-checkpoints", "table")
         self._summary = LiveArtifact(f"{key}-summary", "markdown")
 
-    def observe(self, happening: Happening) -> None:
+    def observe(self, happening: TrainingEvent) -> None:
         """Record `happening`; the first time, read the run's past from its storage."""
         self._view.record(happening, self._clock())
 

@@ -16,7 +16,7 @@ from prefect_torch.tasks.training.observers import (
     AttemptStarted,
     CheckpointQuarantined,
     CheckpointsPruned,
-    Happening,
+    TrainingEvent,
 )
 
 from .attempt_log import AttemptLog
@@ -64,7 +64,7 @@ class RunView:
         overdue = overdue_evaluations(held, self._policy, datetime.now(timezone.utc))
         return plan(held, self._policy, pinned=self.checkpoints.pinned, in_use=in_use, overdue=overdue).keep
 
-    def record(self, happening: Happening, now_s: float) -> None:
+    def record(self, happening: TrainingEvent, now_s: float) -> None:
         """Record `happening`, at `now_s` (seconds since the epoch)."""
         match happening:
             case AttemptStarted(attempt, resumed_from):

@@ -199,7 +199,7 @@ def test_a_training_at_a_terminal_is_shown_and_ctrl_c_leaves_the_terminal_in_ord
         process.wait()
         terminal.hang_up()
     assert re.search(r"digits  step \d+  \d+ reports", terminal.text()), terminal.text()
-    assert "attempt 1 preempted: ended from outside (KeyboardInterrupt)" in terminal.text()
+    assert "attempt 1 preempted: terminated (KeyboardInterrupt)" in terminal.text()
     lines = re.findall(r".*the line of epoch (\d+) is whole.*", terminal.text())
     assert lines == [str(epoch) for epoch in range(len(lines))], "each once, on a line of its own"
     assert terminal.raw().rindex("\x1b[?25h") > terminal.raw().rfind("\x1b[?25l"), "the cursor is shown again"

@@ -33,26 +33,26 @@ def supervisor(monkeypatch):
     return supervisor
 
 
-def test_a_rank_that_cannot_be_ended_is_named_and_no_attempt_begins_beside_it(supervisor, monkeypatch, caplog):
+def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(supervisor, monkeypatch, caplog):
     monkeypatch.setattr(gang, "_LONGEST_STOP_S", 0.1)
     key_value, ranks = MemoryKeyValue(), Gang([None, None], None)
     supervisor.done[0](None)
     for _ in range(2):  # the second time, it does not wait as long again
-        with pytest.raises(RankFailedError, match=r"rank 1 could not be ended within 0\.1 s") as caught:
+        with pytest.raises(RankFailedError, match=r"rank 1 could not be stopped within 0\.1 s") as caught:
             ranks.stop(key_value, "over")
         assert caught.value.kind == "final"
     assert key_value.check(STOP_KEY)
-    assert 2 <= caplog.text.count("rank 1 was killed and has not ended yet") <= 10
+    assert 2 <= caplog.text.count("rank 1 was killed and has not exited yet") <= 10
 
 
 def test_stopping_waits_for_a_rank_that_takes_longer_than_the_first_warning(supervisor, monkeypatch, caplog):
     class EndAtTheSecondWarning(logging.Filter):
         def filter(self, record):
-            if caplog.text.count("has not ended yet") == 1:
+            if caplog.text.count("has not exited yet") == 1:
                 supervisor.done[0](None)
             return True
 
     ranks = Gang([None], None)
     monkeypatch.setattr(logging.getLogger("gang"), "filters", [EndAtTheSecondWarning()])
     ranks.stop(MemoryKeyValue(), "over")
-    assert caplog.text.count("rank 0 was killed and has not ended yet") == 2
+    assert caplog.text.count("rank 0 was killed and has not exited yet") == 2

@@ -12,7 +12,7 @@ from prefect_torch.tasks.gang.process import RankProcess
 def run(program: str, stdin: bytes = b"") -> tuple[list[str], object]:
     process = RankProcess([sys.executable, "-u", "-c", program], dict(os.environ), stdin)
     lines = [line for some in process.lines(0.05) for line in some]
-    return lines, process.ending()
+    return lines, process.reap()
 
 
 def test_lines_of_both_streams_come_in_order_with_the_ending():
@@ -48,7 +48,7 @@ def test_terminate_lets_the_process_clean_up():
         seen += lines
         if seen:
             process.terminate()
-    assert process.ending().returncode == 9
+    assert process.reap().returncode == 9
 
 
 def test_kill_ends_what_ignores_every_request_and_all_it_started():
@@ -64,7 +64,7 @@ def test_kill_ends_what_ignores_every_request_and_all_it_started():
             pid = int(line.split()[1])
             process.terminate()
             process.kill()
-    assert process.ending().returncode == -signal.SIGKILL
+    assert process.reap().returncode == -signal.SIGKILL
     assert pid is not None
     assert not psutil.pid_exists(pid)
 

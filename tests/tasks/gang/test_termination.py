@@ -1,4 +1,4 @@
-"""What ends a flow run from outside lands anywhere in the thread that waits, and never in the one that leads."""
+"""The exception that terminates a flow run is raised anywhere in the thread that waits, never in the one that leads."""
 
 import ctypes
 import sys

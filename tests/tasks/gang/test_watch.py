@@ -16,9 +16,9 @@ def watch_for(seconds, *, hang_timeout_s=None, beating=(), reporting=False, look
     problem = None
     while problem is None and clock.now_s < 100 + seconds:
         clock.now_s += look_every_s
-        watch.take_beats({rank: int(clock.now_s) if rank in beating else 0 for rank in range(2)})
+        watch.record_heartbeats({rank: int(clock.now_s) if rank in beating else 0 for rank in range(2)})
         if reporting:
-            watch.take_report()
+            watch.record_report()
         problem = watch.problem([0, 1])
     return problem
 

@@ -38,7 +38,7 @@ def places(monkeypatch):
     """Yield a function that makes this process rank `rank` of two."""
 
     def become(rank):
-        monkeypatch.setattr(data_loader, "get_place", lambda: (rank, 2))
+        monkeypatch.setattr(data_loader, "get_rank_and_size", lambda: (rank, 2))
 
     become(0)
     return become
@@ -121,9 +121,10 @@ def test_every_argument_of_the_loader_is_kept(places, monkeypatch, resumable):
 
 WITH_WORKERS = """
 import torch
-from prefect_torch.tasks import data_loader, prepare_data_loader
+from prefect_torch.tasks import prepare_data_loader
+from prefect_torch.tasks.prepare import data_loader
 from torch.utils.data import DataLoader, TensorDataset
-data_loader.get_place = lambda: (0, 2)
+data_loader.get_rank_and_size = lambda: (0, 2)
 data = TensorDataset(torch.arange(10))
 loader = prepare_data_loader(DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True))
 for epoch in range(2):

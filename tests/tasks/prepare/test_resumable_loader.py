@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 def loader_of(rank=0, num_ranks=1, length=24, batch_size=2, kind=DataLoader, **arguments):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_loader, "get_place", lambda: (rank, num_ranks))
+        patch.setattr(data_loader, "get_rank_and_size", lambda: (rank, num_ranks))
         arguments = {"shuffle": True, "batch_size": batch_size, **arguments}
         return prepare_data_loader(kind(range(length), **arguments), resumable=True)
 
@@ -241,7 +241,7 @@ class Seeds:
     def __getitem__(self, number):
         return get_worker_info().seed
 def loader(rank=0):
-    prepared_loader.get_place = lambda: (rank, 2)
+    prepared_loader.get_rank_and_size = lambda: (rank, 2)
     loader = prepare_data_loader(DataLoader(Seeds(), batch_size=1, shuffle=True, num_workers=1), resumable=True)
     vars(loader)["_number"] = 0  # as the first of its process
     return loader
@@ -392,7 +392,7 @@ def test_torchdatas_loader_of_items_is_shared_and_resumed_like_torchs():
         (DataLoader(Stream()), True, "an IterableDataset \\(Stream\\) has no items"),
         (DataLoader(range(4), sampler=DistributedSampler(range(4), 1, 0)), True, "a DistributedSampler would be lost"),
         (DataLoader(range(4), sampler=RandomSampler(range(4), replacement=True)), True, "with replacement"),
-        (DataLoader(range(4), num_workers=2, in_order=False), True, "in_order=False hands out batches as they come"),
+        (DataLoader(range(4), num_workers=2, in_order=False), True, "in_order=False yields batches in any order"),
         (DataLoader(range(4)), False, "add_distributed_sampler=False"),
     ],
 )
@@ -402,7 +402,7 @@ def test_what_has_no_position_is_refused(loader, add, message):
 
 
 def test_a_stream_that_ranks_would_read_twice_is_refused(monkeypatch):
-    monkeypatch.setattr(data_loader, "get_place", lambda: (0, 2))
+    monkeypatch.setattr(data_loader, "get_rank_and_size", lambda: (0, 2))
     with pytest.raises(ValueError, match="an IterableDataset"):
         prepare_data_loader(stateful(Stream()), resumable=True)
 
@@ -415,7 +415,7 @@ def test_a_stream_that_ranks_would_read_twice_is_refused(monkeypatch):
     ],
 )
 def test_a_position_in_an_order_that_is_drawn_anew_is_refused(arguments):
-    with pytest.raises(ValueError, match=r"resumable=True, but a \w*RandomSampler draws anew after a restart.*shuffle=True"):
+    with pytest.raises(ValueError, match=r"resumable=True, but a \w*RandomSampler draws again after a restart.*shuffle=True"):
         prepare_data_loader(stateful(range(4), **arguments), resumable=True)
 
 

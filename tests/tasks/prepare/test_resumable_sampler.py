@@ -17,10 +17,10 @@ def sampler_of(length, rank, num_ranks, *, shuffle=True, seed=3, drop_last=False
     return ResumableSampler(range(length), rank, num_ranks, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
 
-def restored(length, num_ranks, told, **arguments):
+def restored(length, num_ranks, state, **arguments):
     samplers = [sampler_of(length, rank, num_ranks, **arguments) for rank in range(num_ranks)]
     for sampler in samplers:
-        sampler.restore(told)
+        sampler.restore(state)
     return samplers
 
 
@@ -31,16 +31,16 @@ def fresh(epoch=0):
 @given(st.integers(0, 60), ATTEMPTS, NUM_RANKS, st.integers(0, 3))
 def test_an_epoch_has_every_sample_exactly_once_whatever_interrupts_it(length, attempts, last_ranks, epoch):
     """But for those which fill the very last turn, and they come from that turn."""
-    used, told = [], fresh(epoch)
+    used, state = [], fresh(epoch)
     for num_ranks, batch_size, num_batches in attempts:
-        samplers = restored(length, num_ranks, told)
+        samplers = restored(length, num_ranks, state)
         shares = [list(sampler)[: batch_size * num_batches] for sampler in samplers]
         turns = len(shares[0])
-        position = samplers[0].after(Position(told["epoch"], told["used"]), turns)
-        used += [share[turn] for turn in range(turns) for share in shares][: position.used - told["used"]]
-        (told,) = {tuple(sampler.tell(position).items()) for sampler in samplers}  # the same on all ranks
-        told = dict(told)
-    rest = [list(sampler) for sampler in restored(length, last_ranks, told)]
+        position = samplers[0].after(Position(state["epoch"], state["used"]), turns)
+        used += [share[turn] for turn in range(turns) for share in shares][: position.used - state["used"]]
+        (state,) = {tuple(sampler.state_at(position).items()) for sampler in samplers}  # the same on all ranks
+        state = dict(state)
+    rest = [list(sampler) for sampler in restored(length, last_ranks, state)]
     left = length - len(used)
     assert {len(share) for share in rest} == {-(-left // last_ranks)}
     turns = [share[turn] for turn in range(len(rest[0])) for share in rest]
@@ -52,8 +52,8 @@ def test_an_epoch_has_every_sample_exactly_once_whatever_interrupts_it(length, a
 def test_as_many_ranks_go_on_as_if_nothing_had_been(length, num_ranks, turns, drop_last):
     for rank in range(num_ranks):
         whole = sampler_of(length, rank, num_ranks, drop_last=drop_last)
-        told = whole.tell(whole.after(Position(0, 0), min(turns, len(whole))))
-        resumed = restored(length, num_ranks, told, drop_last=drop_last)[rank]
+        state = whole.state_at(whole.after(Position(0, 0), min(turns, len(whole))))
+        resumed = restored(length, num_ranks, state, drop_last=drop_last)[rank]
         assert list(whole)[turns:] == list(resumed)
         assert len(resumed) == len(whole) == len(list(whole))
 
@@ -87,7 +87,7 @@ def test_ranks_that_used_unequally_much_each_continue_their_own_share():
     shares = [list(sampler_of(13, rank, 3)) for rank in range(3)]
     for rank, turns in enumerate((1, 3, 2)):
         sampler = sampler_of(13, rank, 3)
-        sampler.restore(sampler.tell(sampler.after(Position(), turns)))
+        sampler.restore(sampler.state_at(sampler.after(Position(), turns)))
         assert list(sampler) == shares[rank][turns:]
 
 
@@ -102,23 +102,23 @@ def test_other_data_in_the_middle_of_an_epoch_are_refused_and_between_epochs_tak
     sampler = sampler_of(10, 0, 2)
     other = sampler_of(rank=1, num_ranks=2, seed=8, **arguments)
     with pytest.raises(StateMismatchError, match=f"from the middle of epoch 4, and {message}"):
-        other.restore(sampler.tell(Position(4, 6)))
+        other.restore(sampler.state_at(Position(4, 6)))
     assert (other.epoch, other.start, other.seed) == (0, 0, 8)
-    other.restore(sampler.tell(Position(4, 0)))
+    other.restore(sampler.state_at(Position(4, 0)))
     assert (other.epoch, other.start, other.seed) == (4, 0, 3)
 
 
 def test_the_seed_is_restored():
-    told = sampler_of(10, 0, 1, seed=3).tell(Position(1, 4))
+    state = sampler_of(10, 0, 1, seed=3).state_at(Position(1, 4))
     other = sampler_of(10, 0, 1, seed=4)
     list(other)
-    other.restore(told)
+    other.restore(state)
     assert list(other) == epoch_order(10, 3 + 1)[4:].tolist()
 
 
 def test_setting_another_epoch_over_a_restored_one_is_refused():
     sampler = sampler_of(10, 0, 1)
-    sampler.restore(sampler.tell(Position(2, 4)))
+    sampler.restore(sampler.state_at(Position(2, 4)))
     sampler.set_epoch(2)
     assert sampler.start == 4
     with pytest.raises(ValueError, match=r"set_epoch\(3\), but the restored checkpoint is from the middle of epoch 2"):

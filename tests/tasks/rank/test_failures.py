@@ -20,7 +20,8 @@ from prefect_torch.ckpt import (
     UnsupportedFormatError,
 )
 from prefect_torch.ckpt.errors import ReportWithdrawnError
-from prefect_torch.tasks.rank.failures import cause_order, of_exception, of_returncode
+from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.failures import cause_first, of_exception, of_returncode
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
@@ -102,7 +103,18 @@ def test_a_death_counts_by_its_signal_and_by_what_the_kernel_did(returncode, oom
 
 
 def test_consequences_come_after_every_cause():
-    ordered = sorted(
-        ["peer", "withdrawn", "communication", "infrastructure", "user", "out_of_memory", "final"], key=cause_order
-    )
-    assert ordered == ["final", "out_of_memory", "user", "infrastructure", "withdrawn", "communication", "peer"]
+    kinds = ["peer", "withdrawn", "communication", "infrastructure", "user", "out_of_memory", "final"]
+    stopped = RuntimeError("the task runner's own")
+    ordered = cause_first([stopped, *(RankFailedError("x", 0, kind) for kind in kinds)])
+    assert ordered.pop() is stopped
+    assert [failure.kind for failure in ordered] == [
+        *("final", "out_of_memory", "user", "infrastructure", "withdrawn", "communication", "peer")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(ValueError("x"), "infrastructure"), (StorageFullError("x"), "infrastructure"), (FencedError("x"), "final")],
+)
+def test_before_the_function_runs_nothing_is_its_failure(error, kind):
+    assert of_exception(error, in_function=False) == kind

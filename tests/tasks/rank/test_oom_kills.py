@@ -21,7 +21,7 @@ def end_of(program):
     process = RankProcess([sys.executable, "-S", "-c", program], dict(os.environ), b"")
     for _ in process.lines(0.05):
         pass
-    ending = process.ending()
+    ending = process.reap()
     return ending.returncode, of_returncode(ending.returncode, oom_killed=count_oom_kills() > before)
 
 print(end_of("import os; os.kill(os.getpid(), 9)"), end_of("bytearray(1 << 30)"), end_of("import os; os.kill(os.getpid(), 9)"))

@@ -18,10 +18,11 @@ from prefect_torch.ckpt.reporting.session import ReportSettings
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.tasks.rank.errors import RankFailedError, RestartsUsedUpError
+from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.training import restarts as restarts_module
 from prefect_torch.tasks.training.job import TrainJob
-from prefect_torch.tasks.training.restarts import Restarts, failure_kind
+from prefect_torch.tasks.training.restarts import Restarts
 from prefect_torch.tasks.training.start import claim
 
 
@@ -42,7 +43,7 @@ def job(store, **budgets):
         resume="auto",
         verify="digest",
         takeover=True,
-        seed=None,
+        initial_checkpoint=None,
         reports=ReportSettings(),
         grace_s=0,
         hang_timeout_s=None,
@@ -64,14 +65,14 @@ def test_each_kind_of_failure_has_a_budget_of_its_own(store, kind):
     restarts = Restarts(job(store, **{BUDGETS[kind]: 2}), "mine")
     for other in BUDGETS:
         if other != kind:
-            assert not restarts.take(other)
-    assert [restarts.take(kind) for _ in range(3)] == [True, True, False]
+            assert not restarts.count_failure(other)
+    assert [restarts.count_failure(kind) for _ in range(3)] == [True, True, False]
     unlimited = Restarts(job(store, **{BUDGETS[kind]: -1}), "mine")
-    assert all(unlimited.take(kind) for _ in range(9))
+    assert all(unlimited.count_failure(kind) for _ in range(9))
 
 
 def test_what_is_final_is_never_tried_again(store):
-    assert not Restarts(job(store, **UNLIMITED), "mine").take("final")
+    assert not Restarts(job(store, **UNLIMITED), "mine").count_failure("final")
 
 
 def test_prefect_is_allowed_as_many_retries_as_all_budgets_together(store):
@@ -88,7 +89,7 @@ def test_a_claim_that_fails_counts_though_no_attempt_tells_of_it(store):
         gone.operations.clear()
         with pytest.raises(StorageError) as caught:
             claim(away, job(store), restarts)
-        allowed.append(restarts.take(failure_kind(caught.value)))
+        allowed.append(restarts.count_failure(counts_against(caught.value)))
     assert allowed == [True, False]
     assert gone.fired == 2
 
@@ -118,14 +119,14 @@ def test_a_flow_run_that_is_started_again_goes_on_with_what_is_left_of_its_budge
     earlier_attempt(store, kind, flow_run_id="another")
     restarts = Restarts(job(store, **{BUDGETS[kind]: 2}), "mine", is_rerun=True)
     claim(store, job(store), restarts)
-    assert [restarts.take(kind) for _ in range(2)] == [True, False]
+    assert [restarts.count_failure(kind) for _ in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize(
     ("kind", "commits", "counts_as"),
     [
-        ("preemption", False, "was ended from outside 3 times, with max_preemptions=2"),
-        (None, True, "was ended from outside 3 times, with max_preemptions=2"),
+        ("preemption", False, "was terminated 3 times, with max_preemptions=2"),
+        (None, True, "was terminated 3 times, with max_preemptions=2"),
         (None, False, "lost its processes, its storage or its network 3 times, with max_infrastructure_failures=2"),
         ("out_of_memory", False, "ran out of memory 3 times, with max_out_of_memory_failures=2"),
     ],
@@ -153,9 +154,9 @@ def test_an_attempt_of_this_process_is_counted_once(store, rerun):
     assert rerun == [None]
     claim_attempt(store, Owner.current("mine"), world_size=1)
     restarts = Restarts(job(store, max_infrastructure_failures=1), "mine", is_rerun=True)
-    assert restarts.take("infrastructure")
+    assert restarts.count_failure("infrastructure")
     claim(store, job(store), restarts)
-    assert not restarts.take("infrastructure")
+    assert not restarts.count_failure("infrastructure")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_an_attempt_of_this_process_is_counted_once(store, rerun):
     ],
 )
 def test_what_a_leader_itself_meets_counts_where_it_may_pass(error, counts_as):
-    assert failure_kind(error) == counts_as
+    assert counts_against(error) == counts_as
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_what_a_leader_itself_meets_counts_where_it_may_pass(error, counts_as):
     ],
 )
 def test_a_ranks_failure_counts_against_one_budget(kind, counts_as):
-    assert failure_kind(RankFailedError("x", 0, kind)) == counts_as
+    assert counts_against(RankFailedError("x", 0, kind)) == counts_as
 
 
 def test_a_ranks_failure_is_one_line_where_it_is_logged_and_all_of_its_text_where_it_is_raised():

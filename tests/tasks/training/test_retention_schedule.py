@@ -44,7 +44,7 @@ def prunes(monkeypatch):
 
 def schedule(memory, policy=NEWEST):
     job = SimpleNamespace(storage="store", run="run", policy=policy)
-    return RetentionSchedule(job, 1, [], None, SimpleNamespace(tell=lambda happening: None), memory)
+    return RetentionSchedule(job, 1, [], None, SimpleNamespace(notify=lambda event: None), memory)
 
 
 def test_garbage_is_looked_for_at_first_and_at_the_end_and_every_prune_shares_a_memory(prunes):
