@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -184,6 +184,19 @@ def test_what_a_living_attempt_restores_is_kept(local, as_json, command):
     assert as_json("ls", local, "run")[0]["kept_because"] == ["in use"]
     assert command("prune", local, "run", "--keep-last", 1, "--yes")[0] == 0
     assert next(store.ids()) == restored
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), 2**22 - 1], ids=["running", "lost"])
+def test_why_checkpoints_are_listed_as_kept_is_why_a_prune_keeps_them(local, as_json, pid):
+    store = train(local, ending=None)
+    restored = next(store.ids())
+    owner = replace(Owner.current("f"), pid=pid)
+    attempt = claim_attempt(store, owner, world_size=1, settings=asdict(RetentionPolicy(1)))
+    record_resumed_from(store, attempt, f"{store.path}/checkpoints/{restored}")
+    listed = {it["id"]: it["kept_because"] for it in as_json("ls", local, "run") if it["kept_because"]}
+    kept = {it["id"]: it["reasons"] for it in as_json("prune", local, "run", "--dry-run")["keep"]}
+    assert listed == kept
+    assert "in use" in listed[restored]
 
 
 def test_a_damaged_manifest_is_left_out_and_told(local, command):

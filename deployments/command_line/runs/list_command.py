@@ -1,21 +1,22 @@
 """`ls`: the runs in a storage, or the checkpoints of a run."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.attempts import newest_attempt
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
-from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
+from prefect_torch.ckpt.runs.prune_limits import prune_limits
 from prefect_torch.ckpt.text import show_age, show_bytes
 from prefect_torch.deployments.command_line.parameters import json_option, storage_argument
 from prefect_torch.deployments.command_line.storages import open_existing_storage
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .run_state import STYLES, restored_by
+from .run_state import STYLES
 from .run_summaries import summarize_runs
 from .score import policy_of
 from .selection import open_run, read_manifests
@@ -46,7 +47,7 @@ def ls(storage: str, run: str | None, as_json: bool) -> None:
     if run is None:
         _list_runs(storage, as_json)
     else:
-        _list_checkpoints(open_run(storage, run), as_json)
+        _list_checkpoints(replace(open_run(storage, run), memory=ManifestMemory()), as_json)
 
 
 def _list_runs(storage: str, as_json: bool) -> None:
@@ -79,9 +80,8 @@ def _list_checkpoints(store: CheckpointStore, as_json: bool) -> None:
     policy = policy_of(attempt)
     manifests = read_manifests(store)
     pinned = store.pinned()
-    in_use = restored_by(store, attempt)
-    overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))
-    kept = plan(manifests, policy, pinned=pinned, in_use=in_use, overdue=overdue).keep
+    limits = prune_limits(store, attempt)
+    kept = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to).keep
     if as_json:
         print_json([_describe(it, kept.get(it.id, ()), it.id in pinned) for it in manifests])
     elif not manifests:

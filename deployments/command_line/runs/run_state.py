@@ -3,7 +3,7 @@
 from typing import Literal, TypeAlias, cast
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import Attempt, Owner, read_outcome
+from prefect_torch.ckpt.runs.attempts import Owner, read_outcome
 
 State: TypeAlias = Literal["completed", "failed", "preempted", "cancelled", "running", "lost", "unknown"]
 STYLES = {"completed": "green", "failed": "red", "lost": "red", "preempted": "yellow", "cancelled": "yellow"}
@@ -21,12 +21,3 @@ def ending_of(store: CheckpointStore, attempt: int) -> str | None:
     """Return the recorded ending of an attempt, by one small read; None if it is running, or its leader was killed."""
     outcome = read_outcome(store, attempt)
     return None if outcome is None else outcome.ending
-
-
-def restored_by(store: CheckpointStore, attempt: Attempt | None) -> tuple[str, ...]:
-    """Return the id of the checkpoint that a running attempt restores, which must not be deleted."""
-    if attempt is None or attempt.restored_id is None:
-        return ()
-    if state_of(attempt.owner, ending_of(store, attempt.number)) not in ("running", "unknown"):
-        return ()
-    return (attempt.restored_id,)
