@@ -8,8 +8,8 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
+from typing import TypeAlias
 
 import xxhash
 from filelock import FileLock, Timeout
@@ -19,6 +19,9 @@ from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
 
+_State: TypeAlias = tuple[Path, int, int, int, int]
+_MAX_CONTENTS = 4096
+_contents: dict[_State, Transfer] = {}  # what this process has digested, by the file's state at that time
 _logger = logging.getLogger(__name__)
 
 
@@ -29,7 +32,8 @@ def downloaded(name: str, files: Mapping[str, FileEntry], download: Callable[[st
     It may hold more of them, that others asked for. Whoever finds a file missing downloads it while those who want it, too,
     wait for that file only; an error is the downloader's own, and the next one tries again. The last to leave deletes. A reader
     that was killed leaves a lock that nobody holds: the next one to come sweeps after it. A file that is found is read once to
-    verify it, and downloaded again if it is another; a process verifies it once as long as it stays as it is.
+    verify it, and downloaded again if it is another; a process verifies it once, while it downloads it or where it finds it, as
+    long as it stays as it is.
 
     Args:
         name: What the files belong to; equal names share.
@@ -98,22 +102,33 @@ def _share(entry: Path, file: FileEntry, download: Callable[[str, Path], None]) 
             download(file.path, partial)
             target.parent.mkdir(parents=True, exist_ok=True)
             partial.rename(target)
+            _remember(_state_of(target), Transfer(file.bytes, file.digest))  # digested on the way
         finally:
             partial.unlink(missing_ok=True)  # a failed one must not fill the disk for those who go on
 
 
 def _holds(path: Path, file: FileEntry) -> bool:
     try:
-        found = path.stat()
+        state = _state_of(path)
     except FileNotFoundError:
         return False
-    content = _content(path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    content = _contents.get(state)
+    if content is None:
+        content = digest_file(path)
+        _remember(state, content)
     return (content.bytes, content.digest) == (file.bytes, file.digest)
 
 
-@lru_cache(maxsize=4096)
-def _content(path: Path, *_state: int) -> Transfer:
-    return digest_file(path)
+def _state_of(path: Path) -> _State:
+    """Return what tells a file from the same one after a change: any write or rename of it alters one of these."""
+    found = path.stat()
+    return path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _remember(state: _State, content: Transfer) -> None:
+    if len(_contents) >= _MAX_CONTENTS:
+        _contents.clear()
+    _contents[state] = content
 
 
 def _cache_root() -> Path:
