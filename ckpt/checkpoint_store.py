@@ -9,7 +9,7 @@ from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, encode_evaluation
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import clean_metrics
-from prefect_torch.ckpt.runs.retention import Order, Plan, RetentionPolicy, check_count, rank_best
+from prefect_torch.ckpt.runs.retention import Order, Plan, RetentionPolicy, check_count, sort_by_score
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel
 
@@ -60,7 +60,7 @@ class CheckpointStore(Run):
 
         """
         check_count("k", k)
-        return rank_best(self.list(), attribute, order)[:k]
+        return sort_by_score(self.list(), attribute, order)[:k]
 
     def checkpoint(self, manifest: Manifest) -> "Checkpoint":
         """Return a handle to read the checkpoint with."""

@@ -58,7 +58,7 @@ class TrainContext:
         return self.run_name
 
     def should_checkpoint(self) -> bool:
-        """Say whether to report a checkpoint now; the n-th call says the same on every rank, so call it equally often on all.
+        """Return whether to report a checkpoint now, the n-th call the same on every rank: call it equally often on all.
 
         True when the training is about to be ended from outside (a preemption, a cancel), so that a checkpoint saves work, and
         with `CheckpointConfig.target_overhead` whenever one more keeps to it. On ranks other than 0 a call waits for rank 0's,
@@ -71,7 +71,7 @@ class TrainContext:
         return self._should_checkpoint()
 
     def ends_soon(self) -> bool:
-        """Say whether the last `should_checkpoint` was true because the training is about to be ended; the same on every rank.
+        """Return whether the last `should_checkpoint` was true because of a termination request; the same on every rank.
 
         A loop may report once more and return then, instead of being ended in the middle. Costs nothing.
         """

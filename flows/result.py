@@ -7,7 +7,7 @@ from prefect_torch.ckpt import Checkpoint, CheckpointStore
 from prefect_torch.ckpt.runs.attempts import newest_attempt, read_outcome
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
-from prefect_torch.ckpt.runs.retention import Order, rank_best
+from prefect_torch.ckpt.runs.retention import Order, sort_by_score
 from prefect_torch.ckpt.storage.opening import StorageLike
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Result:
 
         """
         checkpoints = {it.manifest.id: it for it, _ in self.best_checkpoints}
-        ranked = rank_best([it.manifest for it in checkpoints.values()], metric, mode)
+        ranked = sort_by_score([it.manifest for it in checkpoints.values()], metric, mode)
         if not ranked or find_score(ranked[0].metrics, metric) is None:
             raise ValueError(f"no checkpoint of {self.path} has a metric {metric!r} that is a number")
         return checkpoints[ranked[0].id]
@@ -113,7 +113,7 @@ class Result:
         history = read_history(store)
         manifests = store.list()
         policy = attempt.policy
-        best = rank_best(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
+        best = sort_by_score(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
         return cls(
             metrics=newest_metrics(history),
             checkpoint=store.checkpoint(manifests[-1]) if manifests else None,

@@ -49,7 +49,7 @@ class PrefectEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Say whether this is a rank of a training."""
+        """Return whether this is a rank of a training."""
         return context_or_none() is not None
 
     def world_size(self) -> int:

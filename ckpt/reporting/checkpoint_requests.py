@@ -22,7 +22,7 @@ class CheckpointRequests:
     Args:
         peers: The ranks.
         pace: When the next one is due.
-        ends_soon: Says whether the training is about to be ended from outside.
+        ends_soon: Returns whether the training is about to be ended from outside.
         clock: Seconds that only grow.
 
     Attributes:

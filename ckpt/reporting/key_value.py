@@ -27,7 +27,7 @@ class KeyValue(Protocol):
         ...
 
     def check(self, key: str) -> bool:
-        """Say whether `key` is set."""
+        """Return whether `key` is set."""
         ...
 
     def delete(self, key: str) -> None:
@@ -68,7 +68,7 @@ class MemoryKeyValue:
             return total
 
     def check(self, key: str) -> bool:
-        """Say whether `key` is set."""
+        """Return whether `key` is set."""
         with self._changed:
             return key in self._values
 

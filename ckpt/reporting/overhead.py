@@ -23,13 +23,13 @@ class OverheadBudget:
         self._under_way = 0
 
     def begin(self) -> None:
-        """Take note that a checkpoint is being reported."""
+        """Record that a checkpoint is being reported."""
         with self._lock:
             self._begun_s = self._clock()
             self._under_way += 1
 
     def end(self, stall_s: float | None = None) -> None:
-        """Take note that the checkpoint has ended.
+        """Record that the checkpoint has ended.
 
         Args:
             stall_s: For how long it held the training up; None where it failed, which tells nothing.
@@ -41,7 +41,7 @@ class OverheadBudget:
                 self._pause_s = stall_s / self._target_overhead
 
     def is_due(self) -> bool:
-        """Say whether another one would keep to the target; the first is due at once, to be measured."""
+        """Return whether another one would keep to the target; the first is due at once, to be measured."""
         if self._target_overhead is None:
             return False
         with self._lock:

@@ -26,7 +26,7 @@ _NUM_FAILURES = "failures"
 
 
 @dataclass(frozen=True, slots=True)
-class RankEnd:
+class RankExit:
     """How a rank left the training.
 
     Attributes:
@@ -113,11 +113,11 @@ class Peers:
         """Drop what this rank said under `topic`, which everybody has read."""
         self._key_value.delete(topic if self.rank == 0 else f"{topic}/{self.rank}")
 
-    def end(self, end: RankEnd) -> None:
+    def end(self, end: RankExit) -> None:
         """Tell everybody that a rank left; whoever waits for it raises instead."""
-        announce_end(self._key_value, end)
+        announce_exit(self._key_value, end)
 
-    def wait_for_all_ends(self) -> list[RankEnd]:
+    def wait_for_all_exits(self) -> list[RankExit]:
         """Wait until every rank left and return how: the first of all that left alike; or what is known once one failed.
 
         Rank 0 looks at all of them and tells the others, or each of ten thousand would read ten thousand.
@@ -125,12 +125,12 @@ class Peers:
         keys = [_end_key(rank) for rank in range(self.world_size)] if self.rank == 0 else [_ALL_ENDED]
         while (values := self._try_get(keys, self._poll_s)) is None:
             if has_failure(self._key_value):
-                known = read_ends(self._key_value)
+                known = read_exits(self._key_value)
                 if any(end.ending != "returned" for end in known):
                     return known
         if self.rank != 0:
-            return [RankEnd(**end) for end in json.loads(values[0])]
-        first_alike: dict[tuple[Ending, int | None], RankEnd] = {}
+            return [RankExit(**end) for end in json.loads(values[0])]
+        first_alike: dict[tuple[Ending, int | None], RankExit] = {}
         for end in map(_decode_end, values):
             first_alike.setdefault((end.ending, end.reports), end)
         self.decide(_ALL_ENDED, json.dumps([asdict(end) for end in first_alike.values()]).encode())
@@ -148,7 +148,7 @@ class Peers:
                 raise ReportMismatchError(
                     f"rank {self.rank} asks should_checkpoint() while rank 0 reports; call both equally often on every rank"
                 )
-            if ends := [end for end in read_ends(self._key_value) if end.rank != self.rank]:
+            if ends := [end for end in read_exits(self._key_value) if end.rank != self.rank]:
                 if (values := self._try_get(keys, 0.0)) is not None:  # what a peer said before it left still counts
                     return values
                 self._raise_for(ends, topic)
@@ -169,7 +169,7 @@ class Peers:
             *(self.rank, _SILENT_S, topic.replace("/", " "), show_some(late)),
         )
 
-    def _raise_for(self, ends: list[RankEnd], topic: str) -> None:
+    def _raise_for(self, ends: list[RankExit], topic: str) -> None:
         ends = sorted(ends, key=lambda end: end.ending == "returned")
         told = "; ".join(str(end) for end in ends[:_TOLD]) + (f"; and {len(ends) - _TOLD} more" if len(ends) > _TOLD else "")
         if all(end.ending == "returned" for end in ends):
@@ -180,7 +180,7 @@ class Peers:
         raise PeerGoneError(f"{told}, so {topic.replace('/', ' ')} of rank {self.rank} cannot complete")
 
 
-def announce_end(key_value: KeyValue, end: RankEnd) -> None:
+def announce_exit(key_value: KeyValue, end: RankExit) -> None:
     """Tell everybody who shares `key_value` that a rank left; the first word about a rank counts."""
     if not key_value.check(_end_key(end.rank)):
         key_value.set(_end_key(end.rank), json.dumps(asdict(end)).encode())
@@ -190,11 +190,11 @@ def announce_end(key_value: KeyValue, end: RankEnd) -> None:
 
 
 def has_failure(key_value: KeyValue) -> bool:
-    """Say whether a rank left otherwise than by returning; one request."""
+    """Return whether a rank left otherwise than by returning; one request."""
     return key_value.add(_NUM_FAILURES, 0) > 0
 
 
-def read_ends(key_value: KeyValue) -> list[RankEnd]:
+def read_exits(key_value: KeyValue) -> list[RankExit]:
     """Return how ranks left, of those that did, by rank; one request while none has, and some for each that has."""
     keys = [_left_key(number + 1) for number in range(key_value.add(_NUM_ENDS, 0))]
     ranks = {int(key_value.get([key], _POLL_S)[0]) for key in keys if key_value.check(key)}  # the newest may be yet to come
@@ -209,5 +209,5 @@ def _left_key(number: int) -> str:
     return f"left/{number}"
 
 
-def _decode_end(data: bytes) -> RankEnd:
-    return RankEnd(**json.loads(data))
+def _decode_end(data: bytes) -> RankExit:
+    return RankExit(**json.loads(data))

@@ -27,7 +27,7 @@ from .commits import RankCommits
 from .events import EventSender, ReportEvent
 from .key_value import KeyValue
 from .overhead import OverheadBudget
-from .peers import Peers, RankEnd
+from .peers import Peers, RankExit
 from .remote_error import RemoteError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RankSession:
         key_value: What the ranks and the leader share.
         restored: The checkpoint that this attempt begins from.
         settings: How the training checkpoints.
-        ends_soon: Says whether the training is about to be ended from outside.
+        ends_soon: Returns whether the training is about to be ended from outside.
 
     """
 
@@ -155,8 +155,8 @@ class RankSession:
         failure = self._commits.take_failure() or self._desynchronized
         if failure is not None:
             raise failure
-        self._peers.end(RankEnd(self.context.world_rank, self._reports, "returned"))
-        ends = self._peers.wait_for_all_ends()
+        self._peers.end(RankExit(self.context.world_rank, self._reports, "returned"))
+        ends = self._peers.wait_for_all_exits()
         gone = [end for end in ends if end.ending != "returned"]
         if gone:
             raise PeerGoneError(f"{gone[0]}, so the training of rank {self.context.world_rank} has no result")
@@ -176,7 +176,7 @@ class RankSession:
 
         """
         self._commits.wait(timeout_s=flush_s)
-        self._peers.end(RankEnd(self.context.world_rank, self._reports, "failed", detail))
+        self._peers.end(RankExit(self.context.world_rank, self._reports, "failed", detail))
 
     def _keep_stored(self, step: int, upload: Upload | None) -> None:
         """Say that the checkpoint of `step` stays, and return once it is as durable as `upload` asks for."""

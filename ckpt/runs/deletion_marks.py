@@ -62,7 +62,7 @@ def marked(run: Run, ids: Iterable[str]) -> Iterator[DeletionMark]:
 
 
 def is_marked(run: Run, checkpoint_id: str, witness: str) -> bool:
-    """Say whether somebody is about to delete `checkpoint_id`; one listing, and a small read for each deletion that goes on.
+    """Return whether somebody is about to delete `checkpoint_id`; one listing, and a small read for each deletion that goes on.
 
     Args:
         run: The run.

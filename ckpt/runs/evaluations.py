@@ -127,7 +127,7 @@ def evaluation_of(layout: Layout, key: str) -> tuple[str, str] | None:
 
 
 def has_newer(storage: Storage, layout: Layout, checkpoint_id: str, names: Iterable[str]) -> bool:
-    """Say whether a newer version attached one of `names`: then what the checkpoint is worth cannot be told."""
+    """Return whether a newer version attached one of `names`: then what the checkpoint is worth cannot be told."""
     return any(_is_newer(storage, layout, checkpoint_id, name) for name in names)
 
 

@@ -72,7 +72,7 @@ class HistoryWriter:
         self._pending.append(record)
 
     def is_due(self) -> bool:
-        """Say whether what is pending is two seconds old, or a chunk."""
+        """Return whether what is pending is two seconds old, or a chunk."""
         return len(self._pending) >= CHUNK_RECORDS or (bool(self._pending) and time.monotonic() - self._oldest_s >= CHUNK_AGE_S)
 
     def flush(self) -> None:

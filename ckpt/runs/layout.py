@@ -118,12 +118,12 @@ class Layout:
 
 
 def lies_in_checkpoint(path: PurePath) -> bool:
-    """Say whether a local folder is that of a checkpoint's data in some run, or lies in one."""
+    """Return whether a local folder is that of a checkpoint's data in some run, or lies in one."""
     return any(is_checkpoint_folder(folder.parent.name, folder.name) for folder in (path, *path.parents))
 
 
 def is_checkpoint_folder(parent: str, name: str) -> bool:
-    """Say whether a folder `name` in one that is named `parent` can be that of a checkpoint's data."""
+    """Return whether a folder `name` in one that is named `parent` can be that of a checkpoint's data."""
     return parent == _CHECKPOINTS and is_id(name)
 
 

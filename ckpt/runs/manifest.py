@@ -29,7 +29,7 @@ def new_id(attempt: int, step: int) -> str:
 
 
 def is_id(text: str) -> bool:
-    """Say whether `text` has the form of a checkpoint id."""
+    """Return whether `text` has the form of a checkpoint id."""
     return _ID.fullmatch(text) is not None
 
 

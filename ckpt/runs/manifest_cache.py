@@ -36,11 +36,11 @@ class ManifestMemory:
             self._num_files += 1 + len(manifest.files)
 
     def leave_out(self, checkpoint_id: str) -> None:
-        """Take note that the manifest of `checkpoint_id` cannot be read."""
+        """Record that the manifest of `checkpoint_id` cannot be read."""
         self._left_out.add(checkpoint_id)
 
     def is_left_out(self, checkpoint_id: str) -> bool:
-        """Say whether the manifest of `checkpoint_id` could not be read."""
+        """Return whether the manifest of `checkpoint_id` could not be read."""
         return checkpoint_id in self._left_out
 
     def forget(self, checkpoint_id: str) -> None:

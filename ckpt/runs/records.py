@@ -53,7 +53,7 @@ def parse(data: bytes, where: str, what: str) -> dict[str, Any]:
 
 
 def is_deeper(value: object, levels: int) -> bool:
-    """Say whether dicts and lists are nested in `value` deeper than `levels`; in a loop, which no depth can exhaust."""
+    """Return whether dicts and lists are nested in `value` deeper than `levels`; in a loop, which no depth can exhaust."""
     layer = [value]
     for _ in range(levels + 1):
         inner: list[object] = []
@@ -107,7 +107,7 @@ def decode(kind: type[T], record: Mapping[str, Any], where: str, what: str) -> T
 
 
 def is_newer(version: object) -> bool:
-    """Say whether `version` is that of a format which this version does not know yet."""
+    """Return whether `version` is that of a format which this version does not know yet."""
     return type(version) is int and version > FORMAT_VERSION
 
 

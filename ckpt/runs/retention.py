@@ -144,7 +144,7 @@ def _check_order(order: str) -> None:
         raise ValueError(f"the order {order!r} is unknown: give 'max' or 'min'")
 
 
-def rank_best(manifests: Sequence[C], attribute: str | None, order: Order) -> list[C]:
+def sort_by_score(manifests: Sequence[C], attribute: str | None, order: Order) -> list[C]:
     """Return `manifests` best first; ties, and all of them without an attribute, go to the newer.
 
     Raises:
@@ -205,7 +205,7 @@ def plan(
         for manifest in kept:
             reasons[manifest.id].append(reason)
 
-    best = rank_best(newest_first, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
+    best = sort_by_score(newest_first, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
     keep(newest_first[:1], "latest")
     if policy.num_to_keep is None:
         keep(newest_first, "all")

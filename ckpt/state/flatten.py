@@ -81,12 +81,12 @@ def path_name(path: tuple[Step, ...]) -> str:
 
 
 def is_stateful(value: object) -> bool:
-    """Say whether `value` keeps its state itself: a module, an optimizer, a scheduler, a loader."""
+    """Return whether `value` keeps its state itself: a module, an optimizer, a scheduler, a loader."""
     return not isinstance(value, type) and callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
 
 
 def is_plain(value: object) -> bool:
-    """Say whether `value` is stored as one value: it holds no tensor and no object with a state of its own."""
+    """Return whether `value` is stored as one value: it holds no tensor and no object with a state of its own."""
     if isinstance(value, (torch.Tensor, RankLocal)) or is_stateful(value):
         return False
     if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def _reshard(module: torch.nn.Module) -> None:
 
 
 def is_by_parameter(optimizer_state: Mapping[str, Any]) -> bool:
-    """Say whether an optimizer keeps its state as torch's own do; one that wraps another may not."""
+    """Return whether an optimizer keeps its state as torch's own do; one that wraps another may not."""
     return {"state", "param_groups"} <= optimizer_state.keys()
 
 
@@ -291,7 +291,7 @@ def _check_tensor(name: str, value: torch.Tensor) -> None:
 
 
 def _has_own_operations(value: torch.Tensor) -> bool:
-    """Say whether a tensor's class does what torch does: as a rule, it has no data but other tensors."""
+    """Return whether a tensor's class does what torch does: as a rule, it has no data but other tensors."""
     return next(kind for kind in type(value).__mro__ if "__torch_dispatch__" in vars(kind)) is not torch.Tensor
 
 
@@ -308,7 +308,7 @@ def _why_unstorable(value: torch.Tensor) -> str | None:
 
 
 def is_dtensor(value: object) -> bool:
-    """Say whether `value` is a DTensor, without importing what nobody uses."""
+    """Return whether `value` is a DTensor, without importing what nobody uses."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(value, tensors.DTensor)
 
@@ -335,12 +335,12 @@ def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | No
 
 
 def is_unowned(leaf: Leaf) -> bool:
-    """Say whether ranks may have different tensors there: no module, optimizer or DTensor keeps them equal or sharded."""
+    """Return whether ranks may have different tensors there: no module, optimizer or DTensor keeps them equal or sharded."""
     return not leaf.of_model and not is_dtensor(leaf.value)
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Say whether a loose tensor is stored like a plain value."""
+    """Return whether a loose tensor is stored like a plain value."""
     return tensor.numel() * tensor.element_size() < SMALL_BYTES
 
 

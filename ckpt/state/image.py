@@ -184,7 +184,7 @@ class _without_checksums:  # noqa: N801 - reads as a statement
 
 @cache
 def _is_readable(dtype: torch.dtype) -> bool:
-    """Say whether torch.load reads other values between the same frame; tried once per dtype."""
+    """Return whether torch.load reads other values between the same frame; tried once per dtype."""
     raw = torch.arange(8 * dtype.itemsize, dtype=torch.uint8, device="cpu").remainder(2)  # 0 and 1 are values of every dtype
     expected = raw.view(dtype)
     prefix, suffix = _frame(dtype, tuple(expected.shape))

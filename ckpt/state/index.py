@@ -32,7 +32,7 @@ DTYPE_BYTES = {
 
 
 def is_own_file(path: str) -> bool:
-    """Say whether a state is stored under the name `path`, so that no file of a user's folder may have it."""
+    """Return whether a state is stored under the name `path`, so that no file of a user's folder may have it."""
     return path in (INDEX_FILE, DCP_METADATA_FILE) or _RANK_FILE.fullmatch(path) is not None
 
 

@@ -196,7 +196,7 @@ class _Scratch:
         return lambda: memory_of(self._made()[start : start + size])
 
     def count(self, _: memoryview) -> None:
-        """Take note that a block is verified."""
+        """Record that a block is verified."""
         with self._one_at_a_time:
             self._left -= 1
             is_last = self._left == 0

@@ -290,18 +290,18 @@ class Restore:
         return None
 
     def _has_any(self, node: Node) -> bool:
-        """Say whether anything at `node` can be given to this rank: others may have had more in a container than it had."""
+        """Return whether anything at `node` can be given to this rank: others may have had more in a container than it had."""
         if node.names:
             own = self._rank in node.names if self._index.world_size == self._world_size else self._redistribute is not None
             return None in node.names or own
         return any(self._has_any(child) for child in node.children.values())
 
     def _is_of_others(self, node: Node) -> bool:
-        """Say whether only other ranks had what is at `node`, where every rank gets back what it had."""
+        """Return whether only other ranks had what is at `node`, where every rank gets back what it had."""
         return self._index.world_size == self._world_size and not self._has_any(node)
 
     def _is_refused(self, node: Node) -> bool:
-        """Say whether `_name` noted a problem when it returned None."""
+        """Return whether `_name` noted a problem when it returned None."""
         return not node.names or self._redistribute is None or self._index.world_size == self._world_size
 
     def _value(self, name: str) -> Get:

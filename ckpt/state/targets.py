@@ -54,7 +54,7 @@ def why_unwritable(target: torch.Tensor) -> str | None:
 
 
 def does_more_than_copy(module: torch.nn.Module) -> bool:
-    """Say whether `load_state_dict` has to be called: for hooks, or code of the module's own."""
+    """Return whether `load_state_dict` has to be called: for hooks, or code of the module's own."""
     plain = torch.nn.Module.load_state_dict
     hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     return type(module).load_state_dict is not plain or any(

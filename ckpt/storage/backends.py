@@ -14,7 +14,7 @@ def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
 
     Args:
         spec: Where it is, and how to log in.
-        renew: Returns fresh options for what `spec.renewal` names, when those of `spec` have expired; None never does.
+        renew: Returns fresh options from `spec.credential_source`, when those of `spec` have expired; None never does.
 
     Raises:
         ValueError: If it is nothing that can be opened.
@@ -41,4 +41,4 @@ def _options(spec: StorageSpec, renew: Renew | None) -> Iterator[Mapping[str, st
     """Yield the options to open `spec` with, and after the first time, when those have expired, fresh ones."""
     yield spec.options
     while True:  # what is not in the options, the client looks for anew by itself
-        yield spec.options if renew is None or spec.renewal is None else renew(spec.renewal)
+        yield spec.options if renew is None or spec.credential_source is None else renew(spec.credential_source)

@@ -126,15 +126,15 @@ def resolve_storage(storage: Any) -> StorageSpec:
     )
 
 
-def renewal_of(storage: Any) -> bytes:
+def credential_source_of(storage: Any) -> bytes:
     """Return where to look for the credentials of `storage` again: a saved block under its name, else the block itself.
 
     A block with a profile or a role gives new keys each time; one with keys of its own only if somebody saves new ones.
     """
     name = getattr(storage, "_block_document_name", None)
     is_saved = name is not None and not storage._is_anonymous  # noqa: SLF001 - Prefect has no public name for it
-    renewal: bytes = cloudpickle.dumps(f"{storage.get_block_type_slug()}/{name}" if is_saved else storage)
-    return renewal
+    credential_source: bytes = cloudpickle.dumps(f"{storage.get_block_type_slug()}/{name}" if is_saved else storage)
+    return credential_source
 
 
 def _spec_of(location: str) -> StorageSpec:

@@ -164,14 +164,14 @@ def remove_empty(fs: FileSystem, folder: str, root: str) -> None:
 
 
 def _walks(fs: FileSystem) -> bool:
-    """Say whether fsspec's own walk would list `fs`: it leaves a folder out whose listing fails, and tells nobody."""
+    """Return whether fsspec's own walk would list `fs`: it leaves a folder out whose listing fails, and tells nobody."""
     if isinstance(fs, AsyncFileSystem):
         return type(fs)._find is AsyncFileSystem._find  # noqa: SLF001 - what an asynchronous one overrides instead
     return type(fs).find is AbstractFileSystem.find
 
 
 def _reads_by_opening(fs: FileSystem) -> bool:
-    """Say whether `fs` has no request of its own for a file's bytes."""
+    """Return whether `fs` has no request of its own for a file's bytes."""
     return type(fs).cat_file is AbstractFileSystem.cat_file and not isinstance(fs, AsyncFileSystem)
 
 

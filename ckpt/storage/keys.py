@@ -12,7 +12,7 @@ def temporary_name() -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Say whether `name` is one that `temporary_name` makes; no object may have it."""
+    """Return whether `name` is one that `temporary_name` makes; no object may have it."""
     return _TEMPORARY.fullmatch(name) is not None
 
 

@@ -63,7 +63,7 @@ def refuse_password(text: str) -> None:
 
 
 def is_block_slug(text: str) -> bool:
-    """Say whether `text` names a saved block."""
+    """Return whether `text` names a saved block."""
     slug, _, name = text.partition("/")
     return slug in _BLOCK_SLUGS and bool(name) and "/" not in name
 

@@ -83,7 +83,7 @@ def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
 
 
 def promises_key_order(store: "ObjectStore") -> bool:
-    """Say whether the service documents that it lists in the order of keys; of other servers, their listings must show it.
+    """Return whether the service documents that it lists in the order of keys; of other servers, their listings must show it.
 
     S3 does (https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html), except for directory buckets; so does
     Google Cloud Storage (https://cloud.google.com/storage/docs/json_api/v1/objects/list).

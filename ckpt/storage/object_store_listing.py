@@ -9,7 +9,7 @@ LISTED_AT_ONCE = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_Lis
 
 
 class ServerOrder:
-    """What listings have shown of the order that a server lists in; another thread may look while one takes note.
+    """What listings have shown of the order that a server lists in; another thread may look while one records.
 
     Two orders exist that let a listing begin in the middle: by whole keys ("a-b/x" before "a/x", as S3 has it), and by names,
     folder for folder ("a/x" before "a-b/x", as servers on top of folders have it). A thousand keys in a row in one of them are
@@ -34,7 +34,7 @@ class ServerOrder:
         return self._is_known and (self.by_keys or self.by_names)
 
     def see(self, before: str | None, keys: Sequence[str]) -> None:
-        """Take note of a page of keys, which followed the key `before`."""
+        """Record a page of keys, which followed the key `before`."""
         for one, other in pairwise(keys if before is None else (before, *keys)):
             if one >= other:
                 self.by_keys = False

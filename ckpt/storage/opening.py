@@ -28,9 +28,9 @@ def parse_storage(storage: StorageLike) -> StorageSpec:
         return normalized(storage)
     if isinstance(storage, (str, PathLike)) and (spec := parse_location(storage)) is not None:
         return spec
-    from .blocks import renewal_of, resolve_storage  # noqa: PLC0415 - the one module here that imports prefect
+    from .blocks import credential_source_of, resolve_storage  # noqa: PLC0415 - the one module here that imports prefect
 
-    return replace(normalized(resolve_storage(storage)), renewal=renewal_of(storage))
+    return replace(normalized(resolve_storage(storage)), credential_source=credential_source_of(storage))
 
 
 def open_storage(storage: StorageLike) -> Storage:
@@ -43,10 +43,10 @@ def open_storage(storage: StorageLike) -> Storage:
     return storage if is_open(storage) else open_spec(parse_storage(storage), _fresh_options)
 
 
-def _fresh_options(renewal: bytes) -> Mapping[str, str]:
-    return parse_storage(pickle.loads(renewal)).options  # noqa: S301 - from our own leader
+def _fresh_options(credential_source: bytes) -> Mapping[str, str]:
+    return parse_storage(pickle.loads(credential_source)).options  # noqa: S301 - from our own leader
 
 
 def is_open(storage: StorageLike) -> TypeGuard[Storage]:
-    """Say whether `storage` speaks the verbs itself."""
+    """Return whether `storage` speaks the verbs itself."""
     return hasattr(storage, "put_file") and hasattr(storage, "list")

@@ -38,7 +38,7 @@ class StorageSpec:
     url: str
     options: dict[str, str] = field(default_factory=dict, repr=False)
     retry: RetryPolicy = RetryPolicy()
-    renewal: bytes | None = field(default=None, repr=False, compare=False)
+    credential_source: bytes | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class Way:
         self._names.append(name)
 
     def is_link(self, name: str) -> bool:
-        """Say whether `name` is a link in the last folder."""
+        """Return whether `name` is a link in the last folder."""
         try:
             return stat.S_ISLNK(self.status(name).st_mode)
         except FileNotFoundError:

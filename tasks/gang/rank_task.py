@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Failed
 from prefect_torch.ckpt.reporting.key_value import KeyValue
-from prefect_torch.ckpt.reporting.peers import RankEnd, announce_end
+from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import of_returncode
 from prefect_torch.tasks.rank.oom_kills import count_oom_kills
@@ -65,14 +65,14 @@ def train_rank(spec: RankSpec) -> Any:
     result = rank_result(process_exit, oom_kills, count_oom_kills())
     if result.kind is not None:
         # The rank may have announced it; if its process died, it has not.
-        announce_end(key_value, RankEnd(spec.rank, None, "died", result.error))
+        announce_exit(key_value, RankExit(spec.rank, None, "died", result.error))
         return _failed(spec, result)
     return None if result.return_value is None else _load_value(result.return_value)
 
 
 def _environment(spec: RankSpec) -> dict[str, str]:
     """Return this process's environment without the secrets of Prefect's API; only a storage from a block may need them."""
-    comes_from_block = spec.storage.renewal is not None
+    comes_from_block = spec.storage.credential_source is not None
     kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in _SECRETS_OF_PREFECT}
     return {**kept, **spec.environment()}
 

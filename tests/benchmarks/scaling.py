@@ -51,7 +51,7 @@ from counting_storage import CountingStorage  # noqa: E402 - here and below: fou
 from memory_storage import MemoryStorage  # noqa: E402
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext  # noqa: E402
 from prefect_torch.ckpt.reporting.agreement import Intent  # noqa: E402
-from prefect_torch.ckpt.reporting.peers import RankEnd, announce_end  # noqa: E402
+from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit  # noqa: E402
 from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
@@ -254,7 +254,7 @@ def play_other_ranks(key_value, world_size, reports):
             part = {"files": files, "state": None, "stall_s": None, "stored_s": 0.0}
             key_value.set(f"report {number}/files/{rank}", json.dumps(part).encode())
     for rank in range(1, world_size):
-        announce_end(key_value, RankEnd(rank, reports, "returned"))
+        announce_exit(key_value, RankExit(rank, reports, "returned"))
 
 
 class CountedStore:
@@ -283,7 +283,7 @@ def polls_per_s(address, world_size):
     rates = []
     for awaited, wait in (
         ("topic", lambda peers: peers.decision("topic")),
-        ("all ended", lambda peers: peers.wait_for_all_ends()),
+        ("all ended", lambda peers: peers.wait_for_all_exits()),
     ):
         key_value, calls = connect_counted(address)
         waiting = threading.Thread(target=wait, args=(Peers(key_value, 1, world_size),))

@@ -6,7 +6,7 @@ import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.attempts import Attempt, newest_attempt
 from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
-from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, rank_best
+from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def policy_of(attempt: Attempt | None) -> RetentionPolicy:
     return RetentionPolicy() if attempt is None else attempt.policy
 
 
-def sort_by_score(manifests: list[Manifest], score: Score) -> list[Manifest]:
+def best_first(manifests: list[Manifest], score: Score) -> list[Manifest]:
     """Return `manifests` best first.
 
     Raises:
@@ -51,4 +51,4 @@ def sort_by_score(manifests: list[Manifest], score: Score) -> list[Manifest]:
     if manifests and all(find_metric(manifest.metrics, score.metric) is None for manifest in manifests):
         names = sorted({name for manifest in manifests for name, _ in flatten_metrics(manifest.metrics)})
         raise ValueError(f"no checkpoint has the metric {score.metric!r}; they have {', '.join(names) or 'none'}")
-    return rank_best(manifests, score.metric, score.order)
+    return sort_by_score(manifests, score.metric, score.order)

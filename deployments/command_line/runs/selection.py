@@ -15,7 +15,7 @@ from prefect_torch.ckpt.text import show_some
 from prefect_torch.deployments.command_line.storages import open_existing_storage
 from prefect_torch.deployments.command_line.terminal import note
 
-from .score import resolve_score, sort_by_score
+from .score import best_first, resolve_score
 
 
 def open_run(storage: str, run: str) -> CheckpointStore:
@@ -64,7 +64,7 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None
         found = store.latest()
     elif text == "best":
         score = resolve_score(store, metric, order)
-        found = next(iter(sort_by_score(read_manifests(store), score)), None)
+        found = next(iter(best_first(read_manifests(store), score)), None)
     else:
         return store.get(_only_id(store, text))
     if found is None:

@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 
 from prefect_torch.ckpt import Manifest, RetentionPolicy
 from prefect_torch.ckpt.runs.metrics import Metrics
-from prefect_torch.ckpt.runs.retention import rank_best
+from prefect_torch.ckpt.runs.retention import sort_by_score
 
 MAX_HELD = 2000
 
@@ -94,6 +94,6 @@ class StoredCheckpoints:
             self.remove(checkpoint_id, held.bytes)
 
     def _drop_half(self) -> None:
-        best = rank_best(self.held, self._policy.checkpoint_score_attribute, self._policy.checkpoint_score_order)
+        best = sort_by_score(self.held, self._policy.checkpoint_score_attribute, self._policy.checkpoint_score_order)
         kept = {it.id for it in (*best[: MAX_HELD // 4], *self.held[-MAX_HELD // 4 :])} | self.pinned
         self._held = {key: it for key, it in self._held.items() if key in kept}

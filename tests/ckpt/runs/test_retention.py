@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt.runs.manifest import new_id
-from prefect_torch.ckpt.runs.retention import RetentionPolicy, plan, rank_best, score
+from prefect_torch.ckpt.runs.retention import RetentionPolicy, plan, score, sort_by_score
 
 
 @dataclass(frozen=True)
@@ -76,21 +76,21 @@ def test_the_latest_is_kept_besides_the_best():
 @pytest.mark.parametrize("order", ["max", "min"])
 def test_missing_is_worse_than_nan_and_nan_worse_than_any_number(order):
     worst_first = known({}, {"m": math.nan}, {"m": -math.inf if order == "max" else math.inf}, {"m": 0.0})
-    ranked = rank_best(worst_first, "m", order)
+    ranked = sort_by_score(worst_first, "m", order)
     assert [checkpoint.step for checkpoint in ranked] == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("value", ["0.9", None, {"n": 9}])
 def test_what_is_no_number_counts_as_missing(value):
-    assert rank_best(known({"m": 0.0}, {"m": value}), "m", "min")[0].step == 0
+    assert sort_by_score(known({"m": 0.0}, {"m": value}), "m", "min")[0].step == 0
 
 
 def test_ties_go_to_the_newer():
-    assert [checkpoint.step for checkpoint in rank_best(known({"m": 1}, {"m": 1.0}, {"m": 1}), "m", "min")] == [2, 1, 0]
+    assert [checkpoint.step for checkpoint in sort_by_score(known({"m": 1}, {"m": 1.0}, {"m": 1}), "m", "min")] == [2, 1, 0]
 
 
 def test_a_nested_metric_ranks_by_its_path():
-    assert rank_best(known({"eval": {"acc": 0.9}}, {"eval": {"acc": 0.1}}), "eval/acc", "max")[0].step == 0
+    assert sort_by_score(known({"eval": {"acc": 0.9}}, {"eval": {"acc": 0.1}}), "eval/acc", "max")[0].step == 0
 
 
 def test_without_an_attribute_the_newest_are_kept():
@@ -151,7 +151,7 @@ def test_without_checkpoints_there_is_nothing_to_decide():
 @pytest.mark.parametrize(("order", "best_step"), [("max", 1), ("min", 0)])
 @pytest.mark.parametrize("low", [2**53, 10**400], ids=["rounded", "overflowing"])
 def test_whole_numbers_that_no_float_holds_rank_exactly(order, best_step, low):
-    assert rank_best(known({"m": low}, {"m": low + 1}), "m", order)[0].step == best_step
+    assert sort_by_score(known({"m": low}, {"m": low + 1}), "m", order)[0].step == best_step
 
 
 def test_keep_last_has_no_none():

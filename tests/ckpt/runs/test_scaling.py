@@ -14,7 +14,7 @@ from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError, T
 from prefect_torch.ckpt.errors import PeerGoneError
 from prefect_torch.ckpt.reporting.agreement import Intent
 from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting.peers import Peers, RankEnd, announce_end, has_failure, read_ends
+from prefect_torch.ckpt.reporting.peers import Peers, RankExit, announce_exit, has_failure, read_exits
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, read_history
@@ -144,7 +144,7 @@ def play_other_ranks(key_value, world_size):
         files = [{"path": f"m{rank}", "bytes": 4, "digest": DIGEST, "rank": rank}]
         part = {"files": files, "state": None, "stall_s": None, "stored_s": 0.0}
         key_value.set(f"report 0/files/{rank}", json.dumps(part).encode())
-        announce_end(key_value, RankEnd(rank, 1, "returned"))
+        announce_exit(key_value, RankExit(rank, 1, "returned"))
 
 
 @pytest.mark.parametrize("world_size", [1, 1000])
@@ -162,36 +162,36 @@ def test_all_ranks_learn_how_all_ended_from_a_few_words():
     key_value = MemoryKeyValue()
     play_other_ranks(key_value, 100)
     peers = [Peers(key_value, rank, 100) for rank in (0, 1)]
-    peers[0].end(RankEnd(0, 1, "returned"))
-    announce_end(key_value, RankEnd(0, 7, "failed"))  # the first word counts
-    assert peers[0].wait_for_all_ends() == [RankEnd(0, 1, "returned")]
-    assert peers[1].wait_for_all_ends() == [RankEnd(0, 1, "returned")]
+    peers[0].end(RankExit(0, 1, "returned"))
+    announce_exit(key_value, RankExit(0, 7, "failed"))  # the first word counts
+    assert peers[0].wait_for_all_exits() == [RankExit(0, 1, "returned")]
+    assert peers[1].wait_for_all_exits() == [RankExit(0, 1, "returned")]
     assert len(key_value.get(["all ended"], 1.0)[0]) < 200
-    assert len(read_ends(key_value)) == 100
+    assert len(read_exits(key_value)) == 100
     assert not has_failure(key_value)
 
 
 def test_a_rank_that_ends_after_another_number_of_reports_is_told_to_all():
     key_value = MemoryKeyValue()
     for rank, reports in enumerate([2, 2, 1]):
-        announce_end(key_value, RankEnd(rank, reports, "returned"))
-    told = [RankEnd(0, 2, "returned"), RankEnd(2, 1, "returned")]
-    assert [Peers(key_value, rank, 3).wait_for_all_ends() for rank in range(3)] == [told] * 3
+        announce_exit(key_value, RankExit(rank, reports, "returned"))
+    told = [RankExit(0, 2, "returned"), RankExit(2, 1, "returned")]
+    assert [Peers(key_value, rank, 3).wait_for_all_exits() for rank in range(3)] == [told] * 3
 
 
 def test_a_failure_ends_the_wait_for_all_ends_on_every_rank():
     key_value = MemoryKeyValue()
-    announce_end(key_value, RankEnd(1, 1, "returned"))
-    announce_end(key_value, RankEnd(3, None, "died", "SIGKILL"))
+    announce_exit(key_value, RankExit(1, 1, "returned"))
+    announce_exit(key_value, RankExit(3, None, "died", "SIGKILL"))
     assert has_failure(key_value)
-    known = [RankEnd(1, 1, "returned"), RankEnd(3, None, "died", "SIGKILL")]
-    assert [Peers(key_value, rank, 4).wait_for_all_ends() for rank in (0, 1, 2)] == [known] * 3
+    known = [RankExit(1, 1, "returned"), RankExit(3, None, "died", "SIGKILL")]
+    assert [Peers(key_value, rank, 4).wait_for_all_exits() for rank in (0, 1, 2)] == [known] * 3
 
 
 def test_an_error_names_some_of_many_ranks_that_left():
     key_value = MemoryKeyValue()
     for rank in range(1, 50):
-        announce_end(key_value, RankEnd(rank, 1, "died" if rank == 40 else "returned"))
+        announce_exit(key_value, RankExit(rank, 1, "died" if rank == 40 else "returned"))
     with pytest.raises(
         PeerGoneError, match=r"^rank 40 died .*; rank 7 returned after 1 reports; and 41 more, so report 0 of rank 0"
     ):
