@@ -1,4 +1,4 @@
-"""One download of each file of a checkpoint per node, however many processes and threads ask for it."""
+"""The node's download cache: one download of each file of a checkpoint, however many processes and threads request it."""
 
 import logging
 import os
@@ -21,27 +21,27 @@ from prefect_torch.ckpt.storage.protocol import Transfer
 
 _State: TypeAlias = tuple[Path, int, int, int, int]
 _MAX_CONTENTS = 4096
-_contents: dict[_State, Transfer] = {}  # what this process has digested, by the file's state at that time
+_contents: dict[_State, Transfer] = {}  # the files that this process has digested, by the file's state at that time
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def downloaded(name: str, files: Mapping[str, FileEntry], download: Callable[[str, Path], None]) -> Iterator[Path]:
-    """Yield a folder that holds `files`, each of them as its entry says, shared with this user's other readers of `name` here.
+    """Yield a directory that holds `files`, each as in its entry, shared with this user's other readers of `name` here.
 
-    It may hold more of them, that others asked for. Whoever finds a file missing downloads it while those who want it, too,
-    wait for that file only; an error is the downloader's own, and the next one tries again. The last to leave deletes. A reader
-    that was killed leaves a lock that nobody holds: the next one to come sweeps after it. A file that is found is read once to
-    verify it, and downloaded again if it is another; a process verifies it once, while it downloads it or where it finds it, as
-    long as it stays as it is.
+    It may hold more files, which others requested. A reader that finds a file missing downloads it, while other readers of it
+    wait for that file only; an error is the downloader's own, and the next reader tries again. The last reader to leave deletes
+    the directory. A killed reader leaves an unheld lock, and the next reader removes its files. A file that is found is read
+    once to verify it, and downloaded again if it differs; a process verifies a file once, during its download or when it finds
+    it, as long as the file is unchanged.
 
     Args:
-        name: What the files belong to; equal names share.
-        files: What to have, by path.
-        download: Writes the file of a path, verified, to the place that it is given.
+        name: An identifier of the checkpoint that the files belong to; equal names share a directory.
+        files: The files to hold, by path.
+        download: Writes the file of a path, verified, to the path that it receives.
 
     Raises:
-        PermissionError: If the cache is not this user's, or others may write to it, naming the folder.
+        PermissionError: If the cache is not this user's, or others may write to it, naming the directory.
 
     """
     with _reading(_cache_root(), name) as entry:
@@ -51,13 +51,13 @@ def downloaded(name: str, files: Mapping[str, FileEntry], download: Callable[[st
 
 @contextmanager
 def found(name: str, paths: Iterable[str]) -> Iterator[Path | None]:
-    """Yield the folder that holds the files `paths` of `name` if a reader on this node has all of them, else None.
+    """Yield the directory that holds the files `paths` of `name` if a reader on this node has all of them, else None.
 
-    The files are there until the block ends. What is in them is for the caller to verify.
+    The files exist until the block ends. The caller must verify their content.
     """
     try:
         root = _cache_root()
-    except OSError:  # none that could be used
+    except OSError:  # there is no usable cache
         yield None
         return
     files = root / xxhash.xxh3_128_hexdigest(name.encode()) / "files"
@@ -65,13 +65,13 @@ def found(name: str, paths: Iterable[str]) -> Iterator[Path | None]:
         yield None
         return
     with _reading(root, name) as entry:
-        there = all((entry / "files" / path).exists() for path in paths)  # else the last one has just left
+        there = all((entry / "files" / path).exists() for path in paths)  # else the last reader has just left
         yield entry / "files" if there else None
 
 
 @contextmanager
 def _reading(root: Path, name: str) -> Iterator[Path]:
-    """Yield the folder of `name`, which nobody deletes meanwhile."""
+    """Yield the directory of `name`, which is not deleted until the block ends."""
     entry = root / xxhash.xxh3_128_hexdigest(name.encode())
     reader = FileLock(entry / "readers" / f"{secrets.token_hex(8)}.lock", thread_local=False)
     with FileLock(root / "cache.lock", thread_local=False):
@@ -88,7 +88,7 @@ def _reading(root: Path, name: str) -> Iterator[Path]:
 
 
 def _share(entry: Path, file: FileEntry, download: Callable[[str, Path], None]) -> None:
-    """Return once `file` is among the entry's files; of all who want it, one at a time downloads it."""
+    """Return once `file` is among the entry's files; of all its readers, one at a time downloads it."""
     target = entry / "files" / check_key(file.path)
     partial = entry / "downloads" / xxhash.xxh3_128_hexdigest(file.path.encode())  # the same for all: replaces a killed one's
     if _holds(target, file):
@@ -102,9 +102,9 @@ def _share(entry: Path, file: FileEntry, download: Callable[[str, Path], None]) 
             download(file.path, partial)
             target.parent.mkdir(parents=True, exist_ok=True)
             partial.rename(target)
-            _remember(_state_of(target), Transfer(file.bytes, file.digest))  # digested on the way
+            _remember(_state_of(target), Transfer(file.bytes, file.digest))  # digested during the download
         finally:
-            partial.unlink(missing_ok=True)  # a failed one must not fill the disk for those who go on
+            partial.unlink(missing_ok=True)  # a failed one must not fill the disk for the readers that continue
 
 
 def _holds(path: Path, file: FileEntry) -> bool:
@@ -120,7 +120,7 @@ def _holds(path: Path, file: FileEntry) -> bool:
 
 
 def _state_of(path: Path) -> _State:
-    """Return what tells a file from the same one after a change: any write or rename of it alters one of these."""
+    """Return values that distinguish a file from the same one after a change: any write or rename of it alters one of them."""
     found = path.stat()
     return path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
@@ -132,15 +132,15 @@ def _remember(state: _State, content: Transfer) -> None:
 
 
 def _cache_root() -> Path:
-    """Return the folder of this user's cache, to which nobody else may write, as OpenSSH asks of ~/.ssh.
+    """Return the directory of this user's cache, to which no other user may write, as OpenSSH requires of ~/.ssh.
 
-    Where it is not, it is an error and no other folder is taken: readers would share nothing, and the disk would hold each
-    file as often as there are readers.
+    If this is not so, an error is raised and no other directory is used: readers would share nothing, and the disk would hold
+    each file as often as there are readers.
     """
     root = Path(tempfile.gettempdir()) / f"prefect-torch-{os.geteuid()}"  # a container's user may have no name
     with suppress(FileExistsError):
         root.mkdir(mode=0o700)
-    found = root.lstat()  # not what a link leads to
+    found = root.lstat()  # not the target of a link
     if not stat.S_ISDIR(found.st_mode):
         problem = "is a link" if stat.S_ISLNK(found.st_mode) else "is no folder"
     elif found.st_uid != os.geteuid():

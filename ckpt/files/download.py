@@ -1,4 +1,4 @@
-"""Files of checkpoints to a local folder, verified on the way."""
+"""Downloads of checkpoint files to a local directory, verified during the transfer."""
 
 import shutil
 from collections.abc import Collection, Iterable, Iterator
@@ -17,10 +17,10 @@ from prefect_torch.ckpt.storage.protocol import Storage
 
 
 def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target: Path) -> None:
-    """Write files of a checkpoint below `target`; returns only if all are what was committed.
+    """Write files of a checkpoint below `target`; return only if all equal the committed ones.
 
     Raises:
-        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointCorruptError: If a file differs from the committed one.
         CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
 
     """
@@ -37,15 +37,15 @@ def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target:
 
 @contextmanager
 def readable_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path]:
-    """Yield a folder of this machine with `files` of a checkpoint, verified: in place where it sees them, else downloaded.
+    """Yield a local directory with `files` of a checkpoint, verified: in place if this machine sees them, else downloaded.
 
     Raises:
-        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointCorruptError: If a file differs from the committed one.
         CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
 
     """
     local = run.storage.local_path(run.layout.data(manifest.id))
-    if local is not None and manifest.files:  # without any there may be no folder
+    if local is not None and manifest.files:  # without files there may be no directory
         with in_place(run, manifest, files):
             verify(run, replace(manifest, files=tuple(files)), "digest")
             yield local
@@ -56,10 +56,10 @@ def readable_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -
 
 @contextmanager
 def cached_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path]:
-    """Yield a folder with `files` of a checkpoint, verified, among the downloads that this node's readers share.
+    """Yield a directory with `files` of a checkpoint, verified, among the downloads that this node's readers share.
 
     Raises:
-        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointCorruptError: If a file differs from the committed one.
         CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
 
     """
@@ -76,27 +76,27 @@ def cached_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> 
 
 @contextmanager
 def found_files(run: Run, manifest: Manifest) -> Iterator[Path | None]:
-    """Yield the folder with all files of a checkpoint where some process on this node has downloaded them, else None.
+    """Yield the directory with all files of a checkpoint if a process on this node has downloaded them, else None.
 
-    It downloads and verifies nothing.
+    Nothing is downloaded or verified.
     """
-    from .cache import found  # noqa: PLC0415 - as above
+    from .cache import found  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
 
     with found(_cache_name(run, manifest), [entry.path for entry in manifest.files]) as folder:
         yield folder
 
 
 def _cache_name(run: Run, manifest: Manifest) -> str:
-    # The manifest holds every digest: equal names are equal bytes, wherever they come from.
+    # The manifest holds every digest: equal names are equal bytes, from any source.
     return f"{run.path_of(manifest.id)} {manifest.encode().decode()}"
 
 
 @contextmanager
 def in_place(run: Run, manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[None]:
-    """Keep `files` of a checkpoint where they are while they are read in place, whoever prunes; does nothing for a bucket.
+    """Keep `files` of a checkpoint in place while they are read there, despite any prune; do nothing for a bucket.
 
     Raises:
-        CheckpointNotFoundError: If the checkpoint was pruned, or is under the reader where the filesystem has no locks.
+        CheckpointNotFoundError: If the checkpoint was pruned, or is pruned during the read if the filesystem has no locks.
 
     """
     folder = run.storage.local_path(run.layout.data(manifest.id))
@@ -114,10 +114,10 @@ def in_place(run: Run, manifest: Manifest, files: Iterable[FileEntry]) -> Iterat
 
 
 def download_file(run: Run, manifest: Manifest, entry: FileEntry, path: Path) -> None:
-    """Write one file of a checkpoint to `path`; what is there after an error is no file of it.
+    """Write one file of a checkpoint to `path`, which after an error holds no file of the checkpoint.
 
     Raises:
-        CheckpointCorruptError: If it differs from what was committed.
+        CheckpointCorruptError: If it differs from the committed one.
         CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
         OSError: If `path` cannot be written, naming it.
 
@@ -133,13 +133,13 @@ def download_file(run: Run, manifest: Manifest, entry: FileEntry, path: Path) ->
     try:
         confirm_damage(run.storage, read)
     except OSError as exc:
-        if exc.errno is not None and exc.filename is None:  # a write tells of a full disk, but not of which
+        if exc.errno is not None and exc.filename is None:  # a write reports a full disk, but not which
             exc.filename = str(path)
         raise
 
 
 def copy_folder(source: Path, target: Path, paths: Iterable[str] | None) -> None:
-    """Copy a plain folder, or the files of it at `paths`, into another one."""
+    """Copy a plain directory, or the files of it at `paths`, into another one."""
     if paths is None:
         shutil.copytree(source, target, dirs_exist_ok=True)
         return

@@ -1,4 +1,4 @@
-"""The files that one rank brings to a report."""
+"""The files that one rank reports."""
 
 import errno
 import os
@@ -11,17 +11,17 @@ from prefect_torch.ckpt.storage.keys import is_temporary
 from prefect_torch.ckpt.storage.scratch import make_scratch
 
 USER_METADATA_FILE = ".metadata.json"
-_NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing end, a way through a file, links in a circle
+_NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing target, a path through a file, links in a circle
 
 
 def scan_files(directory: Path) -> list[str]:
-    """Return the "/"-joined path of every file below `directory`; links are followed to what they name.
+    """Return the "/"-joined path of every file below `directory`; links are followed to their targets.
 
     Raises:
-        ValueError: If something below is no file or folder, names nothing, or links back to a folder above it.
+        ValueError: If an entry is neither a file nor a directory, a link to nothing, or a link to a directory above it.
 
     """
-    return [path for path in _walk(directory, "", ()) if path != USER_METADATA_FILE]  # metadata travels in the manifest
+    return [path for path in _walk(directory, "", ()) if path != USER_METADATA_FILE]  # metadata is stored in the manifest
 
 
 def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
@@ -58,11 +58,11 @@ def _storable(path: str) -> str:
 
 
 def check_apart(directory: Path, run: Path | None) -> None:
-    """Return only if the run does not lie in `directory`, or it would be stored in itself, or moved.
+    """Raise ValueError if the run lies in `directory`: it would be stored in itself, or moved.
 
     Args:
-        directory: What is reported.
-        run: The run's own folder, None where it has none on this machine.
+        directory: The reported directory.
+        run: The run's own directory, None if it has none on this machine.
 
     Raises:
         ValueError: If it does.
@@ -73,14 +73,14 @@ def check_apart(directory: Path, run: Path | None) -> None:
 
 
 def adopt_files(directory: Path, paths: Iterable[str]) -> Path:
-    """Move the files at `paths` into a scratch folder and return it; a copy only across filesystems.
+    """Move the files at `paths` into a scratch directory and return it; a copy only across filesystems.
 
-    The caller may delete or reuse `directory` at once. Costs one rename a file on the same filesystem. What a link names
-    outside of `directory` is copied, since it was not handed over, and so is what a link names inside.
+    The caller may delete or reuse `directory` immediately. Costs one rename per file on the same filesystem. A link's target
+    outside of `directory` is copied, since it was not handed over, and so is one inside.
     """
     root = directory.resolve()
     taken = make_scratch(_writable_parent(root))
-    # Copies first: what a link names may be one of the files that move.
+    # Copies first: the target of a link may be one of the files that move.
     for path in sorted(paths, key=lambda path: _is_reached_directly(root / path)):
         target = taken / path
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A restored checkpoint's files on the leader's node: read from a bucket once, proven on the way, found there by its ranks."""
+"""A restored checkpoint's files on the leader's node: read from a bucket once, verified in transit, reused by its ranks."""
 
 import logging
 import shutil
@@ -12,18 +12,18 @@ from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 
 from .download import cached_files
 
-_ROOM = 2  # times the checkpoint's size must be free: the training wants some, and TMPDIR may be memory
+_ROOM = 2  # times the checkpoint's size must be free: the training needs space, too, and TMPDIR may be memory
 _logger = logging.getLogger(__name__)
 
 
 class NodeCopy:
-    """Keeps what it has verified among the node's downloads until it is released."""
+    """Keeps the files it has verified among the node's downloads until it is released."""
 
     def __init__(self) -> None:
         self._kept = ExitStack()
 
     def verify(self, run: Run, manifest: Manifest, level: VerifyLevel) -> None:
-        """Do what `CheckpointStore.verify` does; what is read from a bucket to prove it whole is kept, where there is room.
+        """Verify as `CheckpointStore.verify` does; files read from a bucket for it are kept, if there is room.
 
         Raises:
             CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
@@ -39,12 +39,12 @@ class NodeCopy:
             self._kept.enter_context(cached_files(run, manifest, manifest.files))
         except CheckpointError:
             raise
-        except OSError as exc:  # of this machine's disk, which a proof does not need
+        except OSError as exc:  # an error of this machine's disk, which a verification does not need
             _logger.warning("checkpoint %s is not kept on this node, so each reader reads it again: %s", manifest.id, exc)
             verify(run, manifest, level)
 
     def release(self) -> None:
-        """Let the files go as soon as nobody else on this node reads them; harmless when there are none."""
+        """Release the files as soon as no other process on this node reads them; do nothing if there are none."""
         self._kept.close()
 
 

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint somebody wants."""
+"""Selection of a checkpoint's files."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -15,13 +15,13 @@ Include: TypeAlias = str | Sequence[str] | None
 
 
 def choose_files(manifest: Manifest, include: Include, own_of: tuple[int, int] | None, where: str) -> tuple[FileEntry, ...]:
-    """Return the files that match `include` and those that one rank stored; all of them if neither is asked for.
+    """Return the files that match `include` and those that one rank stored; all of them if neither is given.
 
     Args:
         manifest: The checkpoint.
         include: See `matching`; None for no pattern.
-        own_of: The rank whose own files are wanted, and the number of ranks now; None for no rank.
-        where: The place, for errors.
+        own_of: The rank whose own files are selected, and the number of ranks now; None for no rank.
+        where: The location, for errors.
 
     Raises:
         ValueError: If a pattern matches nothing.
@@ -41,10 +41,10 @@ def choose_files(manifest: Manifest, include: Include, own_of: tuple[int, int] |
 
 
 def choose_in_folder(folder: Path, include: Include, *, own_files: bool) -> list[str] | None:
-    """Return the paths of the files in a plain folder that match `include`; None stands for all that is in it.
+    """Return the paths of the files in a plain directory that match `include`; None stands for all its files.
 
     Raises:
-        ValueError: If a pattern matches nothing, or one rank's own files are wanted.
+        ValueError: If a pattern matches nothing, or one rank's own files are selected.
 
     """
     if own_files:
@@ -53,15 +53,15 @@ def choose_in_folder(folder: Path, include: Include, *, own_files: bool) -> list
 
 
 def matching(paths: Sequence[str], include: str | Sequence[str], where: str) -> set[str]:
-    """Return those of `paths` that match one of the patterns, or lie in a folder that does.
+    """Return those of `paths` that match one of the patterns, or lie in a directory that does.
 
     Args:
         paths: "/"-joined paths of files.
-        include: Patterns as `fnmatch` knows them, case-sensitive; "*" matches "/", too. What is a path matches that path.
-        where: The place, for the error.
+        include: Patterns of `fnmatch`, case-sensitive; "*" matches "/", too. A pattern that is a path matches that path.
+        where: The location, for the error.
 
     Raises:
-        ValueError: If one of the patterns matches nothing, naming files that there are.
+        ValueError: If one of the patterns matches nothing, naming existing files.
 
     """
     found: set[str] = set()

@@ -1,1 +1,1 @@
-"""The records of one run: its checkpoints, attempts and metrics, and what may be deleted."""
+"""The records of one run: its checkpoints, attempts and metrics, and their deletion."""

@@ -1,4 +1,4 @@
-"""Who owns a run: attempts are claimed in order, and the newest claim fences all older ones."""
+"""Ownership of a run: attempts are claimed in order, and the newest claim fences all older ones."""
 
 import os
 import re
@@ -31,22 +31,22 @@ FailureKind: TypeAlias = Literal["user", "infrastructure", "out_of_memory", "pre
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that leads an attempt, told well enough to ask later whether it is alive.
+    """The process that leads an attempt, with enough detail to check later whether it is alive.
 
     Attributes:
         flow_run_id: The Prefect flow run, or None outside one.
-        host: The machine's name, its boot, and the pid namespace, in which alone a pid means something: two containers may have
-            one name and one boot. Outside of Linux the name alone; without a namespace where version 0.1 wrote it.
-        pid: The process.
+        host: The machine's name, its boot, and the pid namespace, outside of which a pid means nothing: two containers may
+            have one name and one boot. Outside of Linux the name alone; without a namespace where version 0.1 wrote it.
+        pid: The process id.
         started: The process's start in kernel ticks, so that a reused pid is not mistaken for it; None outside of Linux.
-        budget: Which budgets of the flow run its failures count against: None for those it began with, else the Prefect state
-            in which the flow run had ended when somebody ran it again.
+        budget: The budgets of the flow run that its failures count against: None for the initial ones, else the Prefect
+            state in which the flow run had ended when it was run again.
 
     """
 
     flow_run_id: str | None
     host: str
-    pid: Annotated[int, Within(1, 2**31 - 1)]  # what os.kill takes
+    pid: Annotated[int, Within(1, 2**31 - 1)]  # the range of os.kill
     started: Count | None
     budget: str | None = None
 
@@ -56,7 +56,7 @@ class Owner:
         return cls(flow_run_id, _host(), os.getpid(), _start_ticks(os.getpid()), budget)
 
     def is_earlier_process_of(self, other: "Owner") -> bool:
-        """Return whether it is another process of the same flow run, whose failures count against the same budgets."""
+        """Return whether this is another process of the same flow run, whose failures count against the same budgets."""
         alike = replace(self, host=other.host, pid=other.pid, started=other.started) == other
         return alike and self != other
 
@@ -66,7 +66,7 @@ class Owner:
         return self.host.partition("/")[0]
 
     def is_dead(self) -> bool | None:
-        """Return whether the process is gone; None where its pid says nothing: on another machine, in another container."""
+        """Return whether the process is gone; None if its pid is meaningless here: on another machine, in another container."""
         here = _host()
         if self.host not in (here, here.rpartition("/")[0]):
             return None
@@ -86,13 +86,13 @@ class Attempt:
 
     Attributes:
         number: Counted from 1 over the life of the run.
-        token: Tells two claimers of one number apart.
-        owner: Who leads it.
+        token: Distinguishes two claims of one number.
+        owner: The leader's process.
         world_size: The number of ranks.
         resumed_from: The path or URL of the checkpoint that its ranks restore, or None.
         lineage: The first attempt whose checkpoints this one may restore (`resume="never"` begins a new lineage).
-        claimed_at: When (UTC, ISO 8601, the owner's clock).
-        settings: How the training ranks checkpoints: its retention policy's fields.
+        claimed_at: The time of the claim (UTC, ISO 8601, the owner's clock).
+        settings: How the training sorts checkpoints: its retention policy's fields.
 
     """
 
@@ -112,7 +112,7 @@ class Attempt:
 
     @property
     def restored_id(self) -> str | None:
-        """The id of the checkpoint that its ranks restore, or None; while it lives, nobody may delete it."""
+        """The id of the checkpoint that its ranks restore, or None; it must not be deleted while the attempt lives."""
         checkpoint_id = (self.resumed_from or "").rpartition("/")[2]
         return checkpoint_id if is_id(checkpoint_id) else None
 
@@ -131,10 +131,10 @@ class Outcome:
         attempt: Its number.
         ending: "completed", "failed", "preempted" or "cancelled".
         flow_run_id: The flow run that led it: retry budgets are counted per flow run.
-        kind: What the failure counts against; None unless it failed.
+        kind: The kind of the failure, which selects its budget; None unless it failed.
         error: The error that ended it, as text, with the rank's own traceback.
         errors: Each failed rank's error.
-        return_value: Rank 0's, where JSON can hold it in 1 MiB.
+        return_value: Rank 0's return value, if it fits JSON of 1 MiB.
 
     """
 
@@ -149,7 +149,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _RunInfo:
-    """What run.json says that anybody needs to know: by its format, whether a newer version began the run."""
+    """The part of run.json that readers need: its format, by which a newer version is recognized."""
 
 
 def list_attempts(run: Run) -> Iterator[Attempt]:
@@ -162,10 +162,10 @@ def list_attempts(run: Run) -> Iterator[Attempt]:
 def newest_attempt(run: Run) -> Attempt | None:
     """Return the attempt that owns the run, or None before the first; a listing and one small read.
 
-    A claim that was torn, or is none, is passed over with a warning.
+    A claim that is torn or malformed is skipped with a warning.
 
     Raises:
-        UnsupportedFormatError: If a newer version made it: whether it lives, and what it restores, cannot be told.
+        UnsupportedFormatError: If a newer version made it: whether it lives, and which checkpoint it restores, is unknown.
 
     """
     readable = (attempt for key in reversed(_claims(run)) if (attempt := read_attempt(run, key)) is not None)
@@ -182,8 +182,8 @@ def claim_attempt(
 ) -> Attempt:
     """Claim the next attempt number; no two claims end with the same one, on any storage.
 
-    No conditional write is needed: every claim is a key of its own, written and then looked for. Of two that chose the
-    same number, whichever lists last sees the other and moves on to the next number, so exactly one is the newest.
+    No conditional write is needed: every claim is a key of its own, written and then looked for. Of two claims of the same
+    number, the last to list sees the other and moves on to the next number, so exactly one is the newest.
 
     Raises:
         UnsupportedFormatError: If a newer version began the run.
@@ -222,19 +222,19 @@ def claim_attempt(
 
 
 def claim_unless_led(run: Run, refuse_if_led: Callable[[Attempt], None], claim: Callable[[Attempt | None], Attempt]) -> Attempt:
-    """Claim the next attempt unless somebody leads the run; of several that begin at the same moment exactly one succeeds.
+    """Claim the next attempt unless a live attempt leads the run; of several concurrent claims exactly one succeeds.
 
-    A claimer that finds claims between the attempt that it looked at and its own number withdraws, and looks again: it came
-    later. So the one that was first is not fenced by those that are refused. Costs a listing and a small read before the claim,
+    A claimer that finds claims between the attempt that it looked at and its own number came later: it withdraws, and looks
+    again. So the first claim is not fenced by those that are refused. Costs a listing and a small read before the claim,
     and a listing after it.
 
     Args:
         run: The run.
         refuse_if_led: Raises if the owner of an attempt leads the run.
-        claim: Claims a number, given the newest attempt, which does not lead.
+        claim: Claims a number, given the newest attempt, which does not lead the run.
 
     Raises:
-        RunBusyError: Or whatever else `refuse_if_led` raises; then nothing is claimed.
+        RunBusyError: Or any other error of `refuse_if_led`; then nothing is claimed.
 
     """
     while True:
@@ -250,13 +250,13 @@ def claim_unless_led(run: Run, refuse_if_led: Callable[[Attempt], None], claim: 
 
 
 def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
-    """Add to a claim which checkpoint its ranks restore; nobody else writes that key."""
+    """Record in a claim which checkpoint its ranks restore; no other process writes that key."""
     record = asdict(replace(attempt, resumed_from=checkpoint))
     run.put_json(run.layout.attempt(attempt.number, attempt.token), record)
 
 
 def check_fence(run: Run, attempt: int) -> None:
-    """Return only if `attempt` is still the newest; one listing, with this attempt's claim alone as a rule.
+    """Raise FencedError unless `attempt` is the newest; one listing, usually of this attempt's claim alone.
 
     Raises:
         FencedError: If a newer attempt owns the run, or the claim is gone.
@@ -282,18 +282,18 @@ def write_outcome(run: Run, outcome: Outcome) -> None:
 
 
 def read_outcomes(run: Run) -> list[Outcome]:
-    """Return every recorded ending, oldest first; an attempt whose leader was killed has none, or one that cannot be read."""
+    """Return every recorded outcome, oldest first; an attempt whose leader was killed has none, or an unreadable one."""
     keys = run.keys(run.layout.outcomes)
     return [outcome for outcome in read_all(keys, partial(_read_outcome, run)) if outcome is not None]
 
 
 def read_outcome(run: Run, attempt: int) -> Outcome | None:
-    """Return how one attempt ended, by one small read; None while it runs, if its leader was killed, or with a warning."""
+    """Return the outcome of one attempt by a small read; None while it runs, if its leader was killed, or with a warning."""
     return _read_outcome(run, run.layout.outcome(attempt))
 
 
 def read_attempt(run: Run, key: str) -> Attempt | None:
-    """Return the claim at `key`; None where there is none, or with a warning where it cannot be read.
+    """Return the claim at `key`; None if it does not exist, or with a warning if it cannot be read.
 
     Raises:
         UnsupportedFormatError: If a newer version made it.
@@ -307,7 +307,7 @@ def _claims(run: Run) -> list[str]:
 
 
 def _read_outcome(run: Run, key: str) -> Outcome | None:
-    # To take an attempt for one that may be alive protects what it works with; so does not to know how it failed.
+    # An attempt without a readable outcome counts as possibly alive, which protects its files; its failure kind is unknown.
     return run.leave_out_newer(lambda: run.get_record(Outcome, key, "the outcome of an attempt"))
 
 
@@ -336,6 +336,6 @@ def _exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's process
         return True
     return True

@@ -1,8 +1,9 @@
-"""Marks of what is about to be deleted: two parties that each write first and look then cannot miss each other.
+"""Marks of pending deletions: two processes that each write first and look then cannot miss each other.
 
-Who deletes writes a mark, then looks for what forbids it (a pin, a manifest), and deletes then. Who forbids writes what forbids
-it, then looks for a mark, then whether all is still there. Whatever the order, one of the two sees the other and gives way.
-No conditional write is needed, of which some storages have none (https://en.wikipedia.org/wiki/Dekker%27s_algorithm).
+The deleting process writes a mark, then looks for anything that forbids the deletion (a pin, a manifest), and then deletes.
+The forbidding process writes its pin or manifest, then looks for a mark, then checks that everything is still there. In any
+order, one of the two sees the other and gives way. No conditional write is needed, which some storages do not offer
+(https://en.wikipedia.org/wiki/Dekker%27s_algorithm).
 """
 
 import secrets
@@ -14,16 +15,16 @@ from prefect_torch.ckpt.text import utc_now
 
 from .run import Run
 
-STALE_S = 3600.0  # by the storage's clock: a mark so old is that of a process that was killed
+STALE_S = 3600.0  # by the storage's clock: an older mark is that of a process that was killed
 _RENEW_S = STALE_S / 6
 
 
 class DeletionMark:
-    """The mark of one deletion, renewed while it goes on.
+    """The mark of one deletion, renewed while the deletion goes on.
 
     Args:
         run: The run.
-        ids: What is about to be deleted.
+        ids: The checkpoints to delete.
 
     """
 
@@ -39,7 +40,7 @@ class DeletionMark:
         return self._key is None or time.monotonic() - self._put_s > _RENEW_S
 
     def renew(self) -> None:
-        """Write the mark; what forbids a deletion must be looked for afterwards."""
+        """Write the mark; the caller must look for pins and manifests afterwards."""
         old, key, now_s = self._key, self._run.layout.deletion(secrets.token_hex(8)), time.monotonic()
         self._run.put_json(key, {"checkpoints": self._ids, "marked_at": utc_now()})
         self._key, self._put_s = key, now_s
@@ -47,7 +48,7 @@ class DeletionMark:
             self._run.storage.delete([old])
 
     def remove(self) -> None:
-        """Remove the mark: everything is deleted, or will not be."""
+        """Remove the mark: the deletion is complete, or will not happen."""
         if self._key is not None:
             self._run.storage.delete([self._key])
             self._key = None
@@ -62,12 +63,12 @@ def marked(run: Run, ids: Iterable[str]) -> Iterator[DeletionMark]:
 
 
 def is_marked(run: Run, checkpoint_id: str, witness: str) -> bool:
-    """Return whether somebody is about to delete `checkpoint_id`; one listing, and a small read for each deletion that goes on.
+    """Return whether another process is about to delete `checkpoint_id`; one listing, and a small read per current deletion.
 
     Args:
         run: The run.
         checkpoint_id: The checkpoint.
-        witness: The key of an object that the caller has just put, whose time tells the storage's clock.
+        witness: The key of an object that the caller has just put; its modification time gives the storage's clock.
 
     """
     marks = list(run.storage.list(run.layout.deletions))
@@ -85,7 +86,7 @@ def remove_stale_marks(run: Run, now_s: float) -> None:
 
 
 def _ids_at(run: Run, key: str, unreadable: Collection[str]) -> Collection[str]:
-    """Return the ids of a mark: none where it has gone since, `unreadable` where it is torn, as it may hold any."""
+    """Return the ids of a mark: none if it was removed since, `unreadable` if it is torn, as it may hold any."""
     try:
         run.storage.size(key)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Metrics that somebody attaches to a checkpoint after its commit: an object for each evaluation, beside the manifest.
+"""Metrics attached to a checkpoint after its commit: an object for each evaluation, beside the manifest.
 
-The manifest never changes. An object has one name and is written whole, so two evaluators never lose each other's work, and
-one that is interrupted leaves the old object, the new one, or a damaged one, which is left out as if it were not there.
+The manifest never changes. An object has one name and is written whole, so two evaluators never lose each other's work. An
+interrupted evaluator leaves the old object, the new one, or a damaged one, which is left out as if it did not exist.
 """
 
 import logging
@@ -27,11 +27,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """A committed checkpoint as a listing tells it.
+    """A committed checkpoint in a listing.
 
     Attributes:
         id: Its id.
-        evaluations: The names of what was attached to it, damaged or not.
+        evaluations: The names of the evaluations attached to it, damaged or not.
 
     """
 
@@ -55,7 +55,7 @@ def check_evaluation_name(name: str) -> str:
 
 
 def check_free(manifest: Manifest, name: str) -> None:
-    """Return only if the training itself reported no metric under `name`.
+    """Raise ValueError if the training itself reported a metric under `name`.
 
     Raises:
         ValueError: If it did.
@@ -69,7 +69,7 @@ def check_free(manifest: Manifest, name: str) -> None:
 
 
 def encode_evaluation(checkpoint_id: str, name: str, metrics: Metrics) -> bytes:
-    """Return what is stored of an evaluation."""
+    """Return the stored form of an evaluation."""
     body = {
         "format": FORMAT_VERSION,
         "checkpoint": checkpoint_id,
@@ -81,7 +81,7 @@ def encode_evaluation(checkpoint_id: str, name: str, metrics: Metrics) -> bytes:
 
 
 def with_evaluations(storage: Storage, layout: Layout, manifest: Manifest, names: Iterable[str]) -> Manifest:
-    """Return `manifest` with what was attached under `names` among its metrics; costs a small read each."""
+    """Return `manifest` with the evaluations attached under `names` among its metrics; costs a small read each."""
     found = {name: metrics for name in names if (metrics := _read(storage, layout, manifest, name)) is not None}
     if not found:
         return manifest
@@ -92,7 +92,7 @@ def read_listing(layout: Layout, infos: Iterable[ObjectInfo]) -> list[ListedChec
     """Return the committed checkpoints in a listing of `layout.manifests`, oldest first, each with its evaluations."""
     committed: set[str] = set()
     evaluations: dict[str, set[str]] = defaultdict(set)
-    for info in infos:  # servers differ in whether a manifest comes before its evaluations, behind them, or elsewhere
+    for info in infos:  # servers differ in whether a manifest is listed before its evaluations, after them, or elsewhere
         if (checkpoint_id := manifest_id(layout, info.key)) is not None:
             committed.add(checkpoint_id)
         elif (evaluation := evaluation_of(layout, info.key)) is not None:
@@ -102,15 +102,15 @@ def read_listing(layout: Layout, infos: Iterable[ObjectInfo]) -> list[ListedChec
 
 
 def manifest_id(layout: Layout, key: str) -> str | None:
-    """Return the checkpoint whose manifest `key` is; None if it is none."""
+    """Return the id of the checkpoint with its manifest at `key`; None if `key` is no manifest's."""
     checkpoint_id = stem(key)
     return checkpoint_id if is_id(checkpoint_id) and key == layout.manifest(checkpoint_id) else None
 
 
 def committed_id(layout: Layout, key: str) -> str | None:
-    """Return the checkpoint that an object `key` beside the manifests commits, by whatever version; None if it is none.
+    """Return the checkpoint that the object at `key` commits, by any version; None if it commits none.
 
-    What this version cannot list, an object "<id>.json" of another format or "<id>" with another ending, is no garbage.
+    An object that this version cannot list, "<id>.json" of another format or "<id>" with another ending, is no garbage.
     """
     checkpoint_id = stem(key)
     return (
@@ -119,15 +119,15 @@ def committed_id(layout: Layout, key: str) -> str | None:
 
 
 def evaluation_of(layout: Layout, key: str) -> tuple[str, str] | None:
-    """Return the checkpoint's id and the name of the evaluation that `key` is; None if it is none."""
+    """Return the checkpoint's id and the name of the evaluation at `key`; None if `key` is no evaluation's."""
     checkpoint_id = key.removeprefix(layout.manifests).partition("/")[0]
     name = key.removeprefix(layout.evaluations(checkpoint_id)).removesuffix(".json")
     is_evaluation = is_id(checkpoint_id) and _NAME.fullmatch(name) and key == layout.evaluation(checkpoint_id, name)
-    return (checkpoint_id, name) if is_evaluation else None  # else somebody else's file
+    return (checkpoint_id, name) if is_evaluation else None  # else another program's file
 
 
 def has_newer(storage: Storage, layout: Layout, checkpoint_id: str, names: Iterable[str]) -> bool:
-    """Return whether a newer version attached one of `names`: then what the checkpoint is worth cannot be told."""
+    """Return whether a newer version attached one of `names`, so that the checkpoint's score is unknown."""
     return any(_is_newer(storage, layout, checkpoint_id, name) for name in names)
 
 
@@ -142,12 +142,12 @@ def _is_newer(storage: Storage, layout: Layout, checkpoint_id: str, name: str) -
 
 
 def _read(storage: Storage, layout: Layout, manifest: Manifest, name: str) -> Metrics | None:
-    """Return what was attached under `name`; None, with a warning, where it cannot be read: no checkpoint suffers from it."""
+    """Return the metrics attached under `name`; None, with a warning, if unreadable, which does not affect the checkpoint."""
     key = layout.evaluation(manifest.id, name)
     try:
         metrics = _load(storage, layout, manifest.id, name)
         check_free(manifest, name)
-    except FileNotFoundError:  # deleted since it was listed
+    except FileNotFoundError:  # deleted after the listing
         return None
     except (ValueError, CheckpointCorruptError, UnsupportedFormatError) as exc:
         _logger.warning("%s/%s is left out, as if the checkpoint were not evaluated: %s", storage.url, key, exc)
@@ -157,7 +157,7 @@ def _read(storage: Storage, layout: Layout, manifest: Manifest, name: str) -> Me
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """What is stored of an evaluation and read back."""
+    """The stored fields of an evaluation that are read back."""
 
     checkpoint: str
     name: str

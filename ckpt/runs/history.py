@@ -1,4 +1,4 @@
-"""Every report of rank 0, kept in chunks beside the checkpoints and independent of them."""
+"""The metric history: every report of rank 0, in chunks beside the checkpoints and independent of them."""
 
 import threading
 import time
@@ -21,14 +21,14 @@ MOST_PARTS = 32
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """One report of rank 0, or what it logged between two.
+    """One report of rank 0, or metrics that it logged between two reports.
 
     Attributes:
         attempt: The attempt that reported.
         step: The step of the report.
-        metrics: What it reported.
+        metrics: The reported metrics.
         checkpoint: The id of the checkpoint reported with it, or None.
-        reported_at: When (UTC, ISO 8601, rank 0's clock).
+        reported_at: The time of the report (UTC, ISO 8601, rank 0's clock).
         is_logged: Whether a logger recorded it between reports.
 
     """
@@ -44,8 +44,8 @@ class MetricRecord:
 class HistoryWriter:
     """Stores an attempt's records in chunks; one thread may append while another flushes.
 
-    No object is ever written again, which would not be atomic on every storage: each flush stores a small one of its own, and
-    when these are many, or hold a thousand records, one object takes their place, which is read back before they are deleted.
+    No object is ever written again, which would not be atomic on every storage: each flush stores a small object of its own.
+    When these are many, or hold a thousand records, one object replaces them, and is read back before they are deleted.
     So a run that reports for weeks has an object per thousand reports, and 32 others at most.
 
     Attributes:
@@ -57,8 +57,8 @@ class HistoryWriter:
         self._run = run
         self._attempt = attempt
         self._first = 0  # the number of the first of `_lines`
-        self._lines: list[bytes] = []  # what is stored, but not yet as one of a thousand
-        self._parts: dict[Chunk, bool] = {}  # where it is, and whether it is there for sure: an error may have left anything
+        self._lines: list[bytes] = []  # stored lines that are not yet merged into a chunk of a thousand
+        self._parts: dict[Chunk, bool] = {}  # each part, and whether it certainly exists: after an error it may exist or not
         self._replaced: list[Chunk] = []
         self._pending: list[MetricRecord] = []
         self._oldest_s = 0.0
@@ -66,28 +66,28 @@ class HistoryWriter:
         self.recorded = recorded
 
     def append(self, record: MetricRecord) -> None:
-        """Take one record, to be stored by a later `flush`."""
+        """Add one record, to be stored by a later `flush`."""
         if not self._pending:
             self._oldest_s = time.monotonic()
         self._pending.append(record)
 
     def is_due(self) -> bool:
-        """Return whether what is pending is two seconds old, or a chunk."""
+        """Return whether the pending records are two seconds old, or fill a chunk."""
         return len(self._pending) >= CHUNK_RECORDS or (bool(self._pending) and time.monotonic() - self._oldest_s >= CHUNK_AGE_S)
 
     def flush(self) -> None:
-        """Store what is pending, by one request as a rule; after an error it stays pending, or is stored and not yet merged."""
+        """Store the pending records, usually by one request; after an error they stay pending, or are stored but unmerged."""
         with self._one_flush:
             left = len(self._pending)
             while left > 0:
-                if self._is_full:  # an error came in between
+                if self._is_full:  # an error occurred before the merge
                     self._merge()
                 left -= self._store_some(left)
                 if self._is_full or len(self._parts) >= MOST_PARTS:
                     self._merge()
 
     def close(self) -> None:
-        """Store what is pending, and put together what is in small parts."""
+        """Store the pending records, and merge the small parts."""
         self.flush()
         with self._one_flush:
             self._merge()
@@ -112,10 +112,10 @@ class HistoryWriter:
         return len(taken)
 
     def _merge(self) -> None:
-        """Have one object in the place of all parts; what an error leaves undone, the next call does."""
+        """Replace all parts by one object; the next call completes one that an error interrupted."""
         if len(self._parts) > 1:
             whole = new_chunk(self._run.layout, self._attempt, self._first + len(self._lines) - 1, len(self._lines))
-            if not self._parts.setdefault(whole, False):  # else all lines were stored at once, after errors
+            if not self._parts.setdefault(whole, False):  # else all lines were stored in one put, after errors
                 self._run.storage.put_bytes(whole.key, join_lines(self._lines))
             if self._run.storage.get_bytes(whole.key) != join_lines(self._lines):
                 raise StorageError(f"{self._run.storage.url}/{whole.key} holds something else than was stored just now")
@@ -129,15 +129,15 @@ class HistoryWriter:
 
 
 def read_history(run: Run) -> list[MetricRecord]:
-    """Return every stored report, oldest first; what cannot be read is left out with a warning.
+    """Return every stored report, oldest first; unreadable records are left out with a warning.
 
-    A leader that was killed leaves up to two seconds of reports unstored; those that came with a committed checkpoint
-    are filled in from its manifest.
+    A leader that was killed leaves up to two seconds of reports unstored; those with a committed checkpoint are filled in
+    from its manifest.
     """
     records: list[MetricRecord] = []
     known: set[str] = set()
     for record in read_records(run.storage, run.layout, MetricRecord):
-        if record.checkpoint is None or record.checkpoint not in known:  # a leader may make up for one twice
+        if record.checkpoint is None or record.checkpoint not in known:  # a leader may store a lost record twice
             records.append(record)
         if record.checkpoint is not None:
             known.add(record.checkpoint)
@@ -161,9 +161,9 @@ def newest_metrics(history: Sequence[MetricRecord]) -> Metrics:
 def lost_records(run: Run, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:
     """Return the reports of `listed` checkpoints that leaders before `attempt` were killed too early to store.
 
-    Who leads `attempt` stores them before anything is pruned: then a manifest is all that remembers them. Costs a small read
-    for each attempt that `listed` are of, a listing and a read for each of those that left no outcome, and a read for each
-    lost report.
+    The leader of `attempt` stores them before anything is pruned: until then a manifest is their only record. Costs a small
+    read for each attempt that `listed` are of, a listing and a read for each of those that left no outcome, and a read for
+    each lost report.
     """
     before = sorted({number for it in listed if (number := attempt_of(it.id)) < attempt})
 
@@ -179,10 +179,10 @@ def newest_recorded(run: Run, attempt: int | None = None) -> str:
     """Return the newest checkpoint whose report is stored, of one attempt or of all; empty if none is."""
     newest = ""
     for chunk in reversed(list_chunks(run.storage, run.layout, attempt)):
-        records = read_chunk(run.storage, chunk, MetricRecord) or {}  # empty: it was put together with older ones
+        records = read_chunk(run.storage, chunk, MetricRecord) or {}  # empty: it was merged with older ones
         known = (record.checkpoint for record in records.values() if attempt in (None, record.attempt))
         newest = max([newest, *(checkpoint for checkpoint in known if checkpoint)])
-        if newest and (len(records) == chunk.count or not chunk.proves_itself):  # else others may hold what is missing in it
+        if newest and (len(records) == chunk.count or not chunk.proves_itself):  # else others may hold its missing records
             break
     return newest
 

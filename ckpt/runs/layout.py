@@ -1,7 +1,7 @@
-"""Where everything of a run lies: the only place that spells a key.
+"""The keys of everything in a run; no other module spells a key.
 
 <run>/run.json                       format version, run id (uuid), created at and by
-<run>/attempts/<attempt>-<token>.json  who claimed the attempt; unique per claimer, so no claim overwrites another
+<run>/attempts/<attempt>-<token>.json  a claim of the attempt; unique per claimer, so no claim overwrites another
 <run>/outcomes/<attempt>.json        how the attempt ended
 <run>/checkpoints/<id>/<path>        data, immutable
 <run>/manifests/<id>.json            the commit point, written last
@@ -11,7 +11,7 @@
 <run>/metrics/<attempt>-<last>-<count>.jsonl  metric history: `count` records that end with number `last`, written once
 <run>/pins/<id>.<token>.json         a pin; unique per call (version 0.1 wrote <id>.json)
 <run>/quarantine/<id>.json           a damaged checkpoint's manifest, and the reason; its data stay where they are
-<run>/deletions/<token>.json         what somebody is about to delete; there for a moment
+<run>/deletions/<token>.json         the ids of a pending deletion; exists for a moment
 """
 
 import re
@@ -26,7 +26,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 def check_run_name(run: str) -> str:
-    """Return `run`, a name that is one folder on every backend.
+    """Return `run`, a name that is one directory on every backend.
 
     Raises:
         ValueError: If it is not 1 to 200 letters, digits, ".", "_" or "-" that begin with a letter or digit.
@@ -118,17 +118,17 @@ class Layout:
 
 
 def lies_in_checkpoint(path: PurePath) -> bool:
-    """Return whether a local folder is that of a checkpoint's data in some run, or lies in one."""
+    """Return whether a local directory is that of a checkpoint's data in some run, or lies in one."""
     return any(is_checkpoint_folder(folder.parent.name, folder.name) for folder in (path, *path.parents))
 
 
 def is_checkpoint_folder(parent: str, name: str) -> bool:
-    """Return whether a folder `name` in one that is named `parent` can be that of a checkpoint's data."""
+    """Return whether a directory `name` in a directory named `parent` can be that of a checkpoint's data."""
     return parent == _CHECKPOINTS and is_id(name)
 
 
 def attempt_number(key: str) -> int:
-    """Return the number of the attempt that a claim at `key` is of; 0 for what is no claim."""
+    """Return the attempt number of the claim at `key`; 0 if `key` is no claim's."""
     claim = _CLAIM.fullmatch(key.rpartition("/")[2])
     return 0 if claim is None else int(claim["number"])
 

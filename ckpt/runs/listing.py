@@ -1,4 +1,4 @@
-"""Which runs a storage holds."""
+"""The runs in a storage."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,7 +9,7 @@ from .layout import Layout, check_run_name
 
 
 def list_runs(storage: StorageLike) -> Iterator[str]:
-    """Yield the names of the runs in `storage`, sorted; a listing, and a request each, however many checkpoints they have.
+    """Yield the names of the runs in `storage`, sorted; one listing, and one request per run at any number of checkpoints.
 
     Args:
         storage: A local path, a URL, "block-type-slug/block-name", a block, or an open storage.
@@ -19,7 +19,7 @@ def list_runs(storage: StorageLike) -> Iterator[str]:
     for folder in sorted(set(opened.folders(""))):
         if not _is_run_name(folder):
             continue
-        with suppress(FileNotFoundError):  # somebody else's folder
+        with suppress(FileNotFoundError):  # another program's directory
             opened.size(Layout(folder).run_info)
             yield folder
 

@@ -1,4 +1,4 @@
-"""The manifest: the one small file whose existence is a checkpoint's existence."""
+"""The manifest: the one small file whose existence commits a checkpoint."""
 
 import re
 import reprlib
@@ -20,7 +20,7 @@ _ID = re.compile(r"(?P<attempt>[0-9]{6})-(?P<step>[0-9]{8})-[0-9a-f]{8}")
 
 
 def new_id(attempt: int, step: int) -> str:
-    """Return a fresh checkpoint id; ids sort as (attempt, step) and are never reused."""
+    """Return a new checkpoint id; ids sort as (attempt, step) and are never reused."""
     if not 0 <= step <= MAX_STEP:
         raise ValueError(f"step {step} is not within 0 and {MAX_STEP}")
     if not 1 <= attempt <= MAX_ATTEMPT:
@@ -34,7 +34,7 @@ def is_id(text: str) -> bool:
 
 
 def check_id(text: str) -> None:
-    """Return only if `text` is a checkpoint id.
+    """Raise ValueError unless `text` is a checkpoint id.
 
     Raises:
         ValueError: If it is not.
@@ -63,7 +63,7 @@ class FileEntry:
     """One file of a checkpoint.
 
     Attributes:
-        path: Relative to the checkpoint's directory, with "/" between folders.
+        path: Relative to the checkpoint's directory, with "/" between names.
         bytes: Its size.
         digest: xxh3-128 of its content, 32 hexadecimal digits.
         rank: The rank that stored it.
@@ -78,20 +78,20 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What was committed, and the proof of it: sizes and digests of every file.
+    """The record of a commit, and the proof of it: sizes and digests of every file.
 
     Attributes:
         id: `<attempt:06d>-<step:08d>-<8 hex>`; sorts by attempt, then step.
         step: The step that the training reported.
         attempt: The attempt that wrote it, counted from 1 over the life of the run.
-        metrics: Rank 0's metrics of the report, and under the name of each evaluation what it attached afterwards: what the
-            evaluation "eval" says of accuracy is `metrics["eval"]["accuracy"]`, and ranks as "eval/accuracy".
+        metrics: Rank 0's metrics of the report, and under the name of each evaluation the metrics that it attached afterwards:
+            the accuracy of the evaluation "eval" is `metrics["eval"]["accuracy"]`, and sorts checkpoints as "eval/accuracy".
         files: Every file of every rank, by path.
         world_size: The number of ranks that wrote it.
         parent: The id of the checkpoint that it continues, or a URL when that belongs to another run.
-        created_at: When it was committed (UTC, the committing machine's clock; nothing is ordered by it).
-        metadata: The user's own.
-        timings: What it cost, in seconds: `stall_s`, for which its slowest rank's training waited, and `durable_s`, from the
+        created_at: The time of the commit (UTC, the committing machine's clock; nothing is sorted by it).
+        metadata: The user's own metadata.
+        timings: The cost in seconds: `stall_s`, for which its slowest rank's training waited, and `durable_s`, from the
             first rank's report to this manifest. Each rank measures by its own clock, and no two clocks are compared.
         evaluations: The names in `metrics` that were attached after the commit; the manifest in storage has none.
 
@@ -120,7 +120,7 @@ class Manifest:
         return sum(entry.bytes for entry in self.files)
 
     def encode(self) -> bytes:
-        """Return strict JSON that carries its own digest: what was committed, whatever was attached to it since."""
+        """Return strict JSON that carries its own digest: the committed record, without metrics attached since."""
         fields = {**asdict(self), "metrics": self.reported, "created_at": self.created_at.isoformat()}
         del fields["evaluations"]
         return seal(to_json({"format": FORMAT_VERSION, **fields}))
@@ -131,7 +131,7 @@ class Manifest:
 
         Args:
             data: The bytes as stored.
-            where: The place they come from, for the error.
+            where: The location of the bytes, for the error.
 
         Raises:
             CheckpointCorruptError: If any bit differs from what was written.
@@ -140,5 +140,5 @@ class Manifest:
 
         """
         body = unseal(data, where, _WHAT)
-        body.pop("evaluations", None)  # each is an object of its own
+        body.pop("evaluations", None)  # each evaluation is an object of its own
         return decode(cls, body, where, _WHAT)

@@ -1,4 +1,4 @@
-"""The manifests that a process has read, which never change: who prunes after every commit reads each of them once."""
+"""A cache of the manifests that a process has read; manifests never change, so prunes after every commit read each once."""
 
 from collections.abc import Collection
 from typing import Any
@@ -11,9 +11,9 @@ _MOST_FILES = 500_000  # about 150 MB, for a hundred thousand checkpoints; beyon
 class ManifestMemory:
     """Manifests of one run by id, as they were committed; safe to share between threads.
 
-    One that could not be read is remembered, too, so that each is read, and warned of, once.
+    An unreadable manifest is remembered, too, so that each is read, and warned of, once.
 
-    Whether a checkpoint still exists only a listing tells. What resumes or verifies reads the manifest itself.
+    Only a listing shows whether a checkpoint still exists. A resume or a verification reads the manifest itself.
     """
 
     def __init__(self) -> None:
@@ -22,15 +22,15 @@ class ManifestMemory:
         self._num_files = 0
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        """Travel empty: another process reads for itself."""
+        """Pickle empty: another process reads the manifests itself."""
         return ManifestMemory, ()
 
     def recall(self, checkpoint_id: str) -> Manifest | None:
-        """Return the manifest of `checkpoint_id` if it is remembered."""
+        """Return the manifest of `checkpoint_id`, or None if it is not remembered."""
         return self._manifests.get(checkpoint_id)
 
     def remember(self, manifest: Manifest) -> None:
-        """Keep `manifest`, if there is room."""
+        """Keep `manifest`, unless the cache is full."""
         if self._num_files < _MOST_FILES and manifest.id not in self._manifests:
             self._manifests[manifest.id] = manifest
             self._num_files += 1 + len(manifest.files)
@@ -49,7 +49,7 @@ class ManifestMemory:
             self._num_files -= 1 + len(manifest.files)
 
     def forget_all_but(self, existing: Collection[str]) -> None:
-        """Drop the manifests of checkpoints that a listing has not shown."""
+        """Drop the manifests of checkpoints that a listing does not contain."""
         self._left_out.intersection_update(existing)
         for checkpoint_id in self._manifests.keys() - set(existing):
             self.forget(checkpoint_id)

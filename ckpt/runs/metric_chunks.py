@@ -1,7 +1,7 @@
-"""The objects that hold a run's metric history: each is written once, and each line proves itself.
+"""The objects that hold a run's metric history: each is written once, and each line carries its own digest.
 
-An attempt's records are numbered. The key of a chunk says the number of its last record and how many it holds, so that a chunk
-which puts others together sorts behind all of them: a listing that misses one that was just deleted finds what took its place.
+An attempt's records are numbered. The key of a chunk holds the number of its last record and the count of its records, so that
+a merged chunk sorts after all the chunks that it replaces: a listing that misses a just deleted chunk finds its replacement.
 Version 0.1 wrote chunks of a thousand, the newest of them in place, without digests; they are read as they are.
 """
 
@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Chunk:
-    """One object of the history; they sort by what they hold, and of two with one end, the longer last.
+    """One object of the history; chunks sort by their records, and of two with the same last record, the longer is last.
 
     Attributes:
         attempt: The attempt whose leader wrote it.
         last: The number of its last record.
-        count: How many it holds, at most.
-        key: Where it is.
+        count: The number of its records, at most.
+        key: Its key.
         proves_itself: Whether its lines carry digests.
 
     """
@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """The number of a record; the record itself is beside it, in the same object."""
+    """The number of a record; the other fields of the same JSON object are the record itself."""
 
     number: Count
 
@@ -62,7 +62,7 @@ def new_chunk(layout: Layout, attempt: int, last: int, count: int) -> Chunk:
 
 
 def list_chunks(storage: Storage, layout: Layout, attempt: int | None = None) -> list[Chunk]:
-    """Return the chunks of one attempt, or of all, in the order of their records; something else is warned of."""
+    """Return the chunks of one attempt, or of all, in the order of their records; warn of any other object."""
     first = None if attempt is None else f"{layout.metrics}{attempt:06d}"
     found: set[Chunk] = set()
     for info in storage.list(layout.metrics, after=first):
@@ -80,14 +80,14 @@ def encode_line(number: int, record: dict[str, Any]) -> bytes:
 
 
 def join_lines(lines: Sequence[bytes]) -> bytes:
-    """Return what to store of a chunk."""
+    """Return the stored form of a chunk."""
     return b"\n".join(lines)
 
 
 def read_chunk(storage: Storage, chunk: Chunk, kind: type[T]) -> dict[int, T] | None:
-    """Return the records of a chunk by number; None if it is not there.
+    """Return the records of a chunk by number; None if the chunk does not exist.
 
-    Lines that cannot be read are left out, with one warning that names the first of them.
+    Unreadable lines are left out, with one warning that names the first of them.
     """
     try:
         lines = storage.get_bytes(chunk.key).split(b"\n")
@@ -119,12 +119,12 @@ def _decode_line(chunk: Chunk, place: int, line: bytes, where: str, kind: type[T
 
 
 def read_records(storage: Storage, layout: Layout, kind: type[T]) -> list[T]:
-    """Return every record of the history once, in order, though a writer may put chunks together meanwhile."""
+    """Return every record of the history once, in order, even if a writer merges chunks meanwhile."""
     known: dict[Chunk, dict[int, T]] = {}
     gone: set[Chunk] = set()
     while unread := [chunk for chunk in list_chunks(storage, layout) if chunk not in known]:
         for chunk, records in zip(unread, read_all(unread, lambda it: read_chunk(storage, it, kind)), strict=True):
-            if records is not None or chunk in gone:  # what is listed again, and is not there again, never was
+            if records is not None or chunk in gone:  # listed twice and missing twice: it never existed
                 known[chunk] = records or {}
             else:
                 gone.add(chunk)

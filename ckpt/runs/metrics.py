@@ -9,13 +9,13 @@ MetricValue: TypeAlias = "bool | int | float | str | dict[str, MetricValue] | No
 Metrics: TypeAlias = dict[str, MetricValue]
 
 _MAX_DEPTH = 32
-# Strict JSON has no NaN and no infinities; readers in other languages refuse Python's bare words for them.
+# Strict JSON has no NaN and no infinities; readers in other languages reject Python's bare words for them.
 _NON_FINITE = "__float__"
 _NON_FINITE_TEXTS = ("nan", "inf", "-inf")
 
 
 def clean_metrics(metrics: Mapping[str, object]) -> Metrics:
-    """Return `metrics` with numpy scalars and 0-d tensors as Python numbers, detached from what the caller holds.
+    """Return `metrics` with numpy scalars and 0-d tensors as Python numbers, detached from the caller's objects.
 
     Args:
         metrics: Numbers, bools, strings, None, NaN, infinities and nested dicts of them, under string keys.
@@ -35,7 +35,7 @@ def _clean_mapping(metrics: Mapping[str, object], path: str, depth: int) -> Metr
     cleaned: Metrics = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise ValueError(f"metric name {name!r} under {path or 'the top level'!r} must be a string")  # noqa: TRY004 - as above
+            raise ValueError(f"metric name {name!r} under {path or 'the top level'!r} must be a string")  # noqa: TRY004 - same
         if name == _NON_FINITE:
             raise ValueError(f"the metric name {_NON_FINITE!r} is reserved")
         plain = str.__str__(name)  # str() of an enum is its name, not its text
@@ -51,7 +51,7 @@ def _clean_value(value: object, name: str) -> MetricValue:
     if to_item is not None and getattr(value, "ndim", None) == 0:  # numpy scalars, 0-d arrays and tensors
         try:
             item = to_item()
-        except Exception as exc:  # a tensor on the meta device, say
+        except Exception as exc:  # for example a tensor on the meta device
             raise ValueError(f"metric {name!r} is a {type(value).__name__} that tells no value: {exc}") from exc
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
@@ -69,7 +69,7 @@ def _clean_value(value: object, name: str) -> MetricValue:
 
 
 def find_metric(metrics: Metrics, attribute: str) -> MetricValue:
-    """Return the metric `attribute`, a key or an "a/b" path into nested dicts; None where there is none."""
+    """Return the metric `attribute`, a key or an "a/b" path into nested dicts; None if it does not exist."""
     if attribute in metrics:
         return metrics[attribute]
     value: MetricValue = metrics
@@ -81,19 +81,19 @@ def find_metric(metrics: Metrics, attribute: str) -> MetricValue:
 
 
 def find_score(metrics: Metrics, attribute: str) -> bool | int | float | None:
-    """Return the metric `attribute` if it is a number, NaN and infinities among them; None where it is not, or missing.
+    """Return the metric `attribute` if it is a number, including NaN and infinities; None otherwise, or if it is missing.
 
-    A bool counts as 0 or 1, as it did when runs that are stored were trained; reports are refused with one.
+    A bool counts as 0 or 1, since stored runs were trained with such scores; a report with a bool score is rejected.
     """
     value = find_metric(metrics, attribute)
     return value if isinstance(value, (bool, int, float)) else None
 
 
 def check_score(metrics: Metrics, attribute: str | None) -> None:
-    """Return only if the metric `attribute`, by which checkpoints are ranked, is a number, or None, or missing.
+    """Raise ValueError unless the metric `attribute`, by which checkpoints are sorted, is a number, or None, or missing.
 
     Raises:
-        ValueError: If it is anything else: nothing says which of two texts is the better.
+        ValueError: If it is anything else: no rule decides which of two texts is the better.
 
     """
     value = None if attribute is None else find_metric(metrics, attribute)
@@ -116,7 +116,7 @@ def flatten_metrics(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, M
 def to_json(value: object) -> object:
     """Return `value` with every non-finite float as a tagged string, so that strict JSON can hold it.
 
-    A dict that looks like the tag, which metadata may hold, has its value in a list, so that `from_json` can tell.
+    A dict with the form of the tag, which metadata may hold, has its value in a list, so that `from_json` recognizes it.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return {_NON_FINITE: repr(value)}

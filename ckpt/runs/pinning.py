@@ -1,4 +1,4 @@
-"""Pins: what no policy deletes. A pin that returned holds, whoever prunes at the same time."""
+"""Pins, which protect a checkpoint from every policy. A pin that returned holds, even against a concurrent prune."""
 
 import secrets
 
@@ -14,7 +14,7 @@ from .run import Run
 def pin(run: Run, checkpoint_id: str) -> None:
     """Keep `checkpoint_id`; see `CheckpointStore.pin`.
 
-    The key is this call's own, so that one that gives way to a prune takes nobody else's pin along.
+    Each call has a key of its own, so that a pin that gives way to a prune removes no other pin.
     """
     if not is_id(checkpoint_id):
         raise CheckpointNotFoundError(f"run {run.name!r} in {run.storage.url} has no checkpoint {checkpoint_id[:100]!r}")
@@ -37,6 +37,6 @@ def _check_stays(run: Run, checkpoint_id: str, key: str) -> None:
 
 
 def unpin(run: Run, checkpoint_id: str) -> None:
-    """Remove all pins of `checkpoint_id`; harmless when there is none."""
+    """Remove all pins of `checkpoint_id`; do nothing if there are none."""
     pins = run.storage.list(run.layout.pins)
     run.storage.delete([info.key for info in pins if stem(info.key) == checkpoint_id])

@@ -1,4 +1,4 @@
-"""What a prune beside a training must leave alone; a training's own prunes know it themselves."""
+"""Limits of a prune beside a training; a training's own prunes know these limits themselves."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from .run import Run
 
 @dataclass(frozen=True, slots=True)
 class PruneLimits:
-    """What may not be deleted, whatever a policy says.
+    """Checkpoints that may not be deleted, whatever a policy decides.
 
     Attributes:
         in_use: The ids that ranks restore.
@@ -23,10 +23,10 @@ class PruneLimits:
 
 
 def prune_limits(run: Run, attempt: Attempt | None) -> PruneLimits:
-    """Return the limits of a prune by somebody other than the leader of `attempt`, the newest of the run.
+    """Return the limits of a prune by a process other than the leader of `attempt`, the newest of the run.
 
-    An attempt without an outcome is running, or its leader was killed, and then the next one stores the reports that it left
-    unstored. Costs a small read; without an outcome, a listing and a read of the metric history too.
+    An attempt without an outcome is running, or its leader was killed, and then the next leader stores the reports that it left
+    unstored. Costs a small read; without an outcome, a listing and a read of the metric history in addition.
     """
     if attempt is None or read_outcome(run, attempt.number) is not None:
         return PruneLimits()

@@ -1,4 +1,4 @@
-"""Deleting: manifest first, so that a checkpoint is gone before its data is; nothing that is pinned or read."""
+"""Deletion of checkpoints: the manifest first, the data after it; never a pinned checkpoint or one that is read."""
 
 import logging
 from collections import defaultdict
@@ -40,7 +40,7 @@ def prune(run: Run, policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str
 
 
 def _newer_evaluated(run: Run, manifests: Iterable[Manifest], attached: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield the ids of checkpoints with an evaluation of a newer version, which may have found them the best of all."""
+    """Yield the ids of checkpoints with an evaluation of a newer version, which may have rated them the best of all."""
     for manifest in manifests:
         unread = set(attached[manifest.id]) - set(manifest.evaluations)
         if has_newer(run.storage, run.layout, manifest.id, unread):
@@ -50,7 +50,7 @@ def _newer_evaluated(run: Run, manifests: Iterable[Manifest], attached: dict[str
 def _delete_all(
     run: Run, dropped: tuple[Manifest, ...], evaluations: dict[str, tuple[str, ...]], mark: DeletionMark
 ) -> set[str]:
-    """Delete what nobody has pinned meanwhile, and return the ids of what somebody has."""
+    """Delete the checkpoints that were not pinned meanwhile, and return the ids of those that were."""
     failures: list[tuple[Manifest, Exception]] = []
     spared: set[str] = set()
     pinned: frozenset[str] | None = None
@@ -77,7 +77,7 @@ def _delete_all(
 
 
 def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:
-    """Delete the manifest, then the data, which garbage collection does later where somebody reads them in place."""
+    """Delete the manifest, then the data; garbage collection deletes data later that another process reads in place."""
     layout = run.layout
     run.storage.delete([layout.manifest(manifest.id)])
     if run.memory is not None:  # a listing that still shows it must not bring it back
@@ -88,16 +88,17 @@ def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:
 
 
 def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quarantined_days: float | None = None) -> list[str]:
-    """Delete data that no manifest names and nobody can still be writing or reading in place; return the ids it belonged to.
+    """Delete data without a manifest that no process can still write or read in place; return the ids of their checkpoints.
 
-    An id is garbage when its attempt has committed a later one (an attempt uploads in order, so this one was given up or
-    pruned), or when a newer attempt began and the data is older than `grace_s`. Evaluations go with the data, or after it.
+    An id is garbage when its attempt has committed a later one (an attempt uploads in order, so this one was abandoned or
+    pruned), or when a newer attempt began and the data is older than `grace_s`. Evaluations are deleted with the data, or
+    after it.
 
     Args:
         run: The run.
-        grace_s: For how many seconds data of an older attempt stay, by the storage's clock.
-        keep_quarantined_days: For how many days the data of a checkpoint in quarantine stay, by the same clock, if nobody has
-            pinned it; None keeps them for good. The note stays in any case.
+        grace_s: The number of seconds that data of an older attempt stay, by the storage's clock.
+        keep_quarantined_days: The number of days that the data of a quarantined checkpoint stay, by the same clock, unless it
+            is pinned; None keeps them permanently. The note stays in any case.
 
     """
     data: dict[str, set[str]] = defaultdict(set)
@@ -106,7 +107,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
         checkpoint_id = info.key.removeprefix(run.layout.checkpoints).partition("/")[0]
         data[checkpoint_id].add(info.key)
         modified_s[checkpoint_id] = max(modified_s[checkpoint_id], info.modified_s)
-    # Before and after the manifests: a restore puts the manifest, then removes the note, and a quarantine does the opposite.
+    # Listed before and after the manifests: a restore puts the manifest, then removes the note; a quarantine does the opposite.
     quarantined = _quarantined(run)
     # Listed after the data: a checkpoint committed in between is then seen as committed, not as garbage.
     manifests = run.keys(run.layout.manifests)
@@ -114,7 +115,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     attempts = list(run.storage.list(run.layout.attempts))
     newest_attempt = max((attempt_number(info.key) for info in attempts), default=0)
     quarantined |= _quarantined(run)
-    # The storage's own clock, read off its newest object: this machine's may be hours away.
+    # The storage's own clock, taken from its newest object: this machine's may be hours off.
     now_s = max([*modified_s.values(), *quarantined.values(), *(info.modified_s for info in attempts)], default=0.0)
 
     def is_garbage(checkpoint_id: str) -> bool:
@@ -125,7 +126,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
             return True
         return attempt < newest_attempt and modified_s[checkpoint_id] < now_s - grace_s
 
-    # Asked for by name: a listing may have missed a manifest, and what is deleted is gone for good.
+    # Requested by key: a listing may have missed a manifest, and a deletion is final.
     garbage = [it for it in sorted(data) if is_garbage(it) and not run.exists(it) and not is_read(run.storage, data[it])]
     for checkpoint_id in garbage:
         run.storage.delete(data[checkpoint_id])
@@ -141,12 +142,12 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
 
 
 def _quarantined(run: Run) -> dict[str, float]:
-    """Return since when, by the storage's clock, each checkpoint in quarantine is there."""
+    """Return when each quarantined checkpoint was quarantined, by the storage's clock."""
     return {stem(info.key): info.modified_s for info in run.storage.list(run.layout.quarantined)}
 
 
 def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Collection[str]]) -> list[str]:
-    """Delete the data of those that nobody has pinned or restored, and return their ids."""
+    """Delete the data of those that are neither pinned nor restored, and return their ids."""
     deleted = []
     for checkpoint_id in sorted(expired):
         with marked(run, [checkpoint_id]) as mark:
@@ -160,7 +161,7 @@ def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Col
 
 
 def _delete_left_evaluations(run: Run, keys: Iterable[str], *, kept: Collection[str]) -> None:
-    """Delete those evaluations among `keys` whose checkpoint is gone: it was pruned while they were written, say."""
+    """Delete those evaluations among `keys` whose checkpoint is gone, for example pruned while they were written."""
     left: dict[str, list[str]] = defaultdict(list)
     for key in keys:
         if (evaluation := evaluation_of(run.layout, key)) is not None and evaluation[0] not in kept:

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are set aside, with everything that it takes to bring one back that turns out to be whole."""
+"""Quarantine: a damaged checkpoint is set aside with everything needed to restore it if it turns out to be whole."""
 
 import logging
 import shlex
@@ -17,10 +17,10 @@ _logger = logging.getLogger(__name__)
 
 
 def quarantine(run: Run, checkpoint_id: str, reason: str) -> None:
-    """Take a damaged checkpoint out of the run, keeping its data, its manifest and the reason for whoever looks into it.
+    """Take a damaged checkpoint out of the run, keeping its data, its manifest and the reason for an investigation.
 
     Raises:
-        CheckpointNotFoundError: If it is not damaged but gone: who prunes deletes the manifest first.
+        CheckpointNotFoundError: If it is not damaged but gone: a prune deletes the manifest first.
 
     """
     manifest_key = run.layout.manifest(checkpoint_id)
@@ -30,7 +30,7 @@ def quarantine(run: Run, checkpoint_id: str, reason: str) -> None:
         raise CheckpointNotFoundError(f"checkpoint {checkpoint_id} of run {run.name!r} was pruned meanwhile") from exc
     _logger.warning("checkpoint %s of run %r is damaged and set aside: %s", checkpoint_id, run.name, reason)
     key = run.layout.quarantine(checkpoint_id)
-    before = str((run.get_json(key) or {}).get("manifest"))  # a restore that was killed may have torn what it put
+    before = str((run.get_json(key) or {}).get("manifest"))  # a restore that was killed may have torn the manifest that it put
     if not _is_intact(manifest) and _is_intact(before):
         manifest = before
     run.put_json(key, {"reason": reason, "manifest": manifest, "quarantined_at": utc_now()})
@@ -80,18 +80,18 @@ def _commit_again(run: Run, checkpoint_id: str, data: bytes) -> Manifest:
 def _check_stays(run: Run, manifest: Manifest, manifest_key: str) -> None:
     if is_marked(run, manifest.id, witness=manifest_key):
         raise CheckpointCorruptError("its time in quarantine is over, and its data are being removed")
-    verify_uncommitted(run, manifest, "size")  # last: who removed its mark before has removed the data
+    verify_uncommitted(run, manifest, "size")  # last: a deletion that has removed its mark before has removed the data
 
 
 def why_quarantined(run: Run, lineage: int = 1) -> dict[str, str]:
-    """Return the ids in quarantine that attempts from `lineage` on wrote, and for each what was wrong with it."""
+    """Return the ids in quarantine that attempts from `lineage` on wrote, each with the reason."""
     ids = sorted(map(stem, run.keys(run.layout.quarantined)))
     return {it: _reason(run, it) for it in ids if is_id(it) and attempt_of(it) >= lineage}
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What a quarantine note says that a person wants to know."""
+    """The fields of a quarantine note that are shown to a person."""
 
     reason: str
 

@@ -1,8 +1,8 @@
-"""What the fields of a stored record may hold, by their types: scalars, datetimes, dicts, lists, tuples, dataclasses, unions.
+"""The types of a stored record's fields: scalars, datetimes, dicts, lists, tuples, dataclasses, unions.
 
-Written here, since msgspec, which does the same faster, refuses lone surrogates that stored runs have in their metrics, knows
-no tags for NaN and infinities, and would still need `json` to compare a record with its digest; pydantic takes a tenth of a
-second to import in each rank.
+The package has readers of its own, since msgspec, which does the same faster, rejects lone surrogates that stored runs have in
+their metrics, knows no tags for NaN and infinities, and would still need `json` to compare a record with its digest; pydantic
+takes a tenth of a second to import in each rank.
 """
 
 import reprlib
@@ -21,7 +21,7 @@ Reader: TypeAlias = Callable[[Any], Any]
 
 
 class FieldError(ValueError):
-    """A value is not what its field needs."""
+    """A value does not fit the type of its field."""
 
     def __init__(self, problem: str, place: str = "") -> None:
         super().__init__(f"{place}: {problem}" if place else problem)
@@ -29,20 +29,20 @@ class FieldError(ValueError):
         self._place = place
 
     def within(self, name: str) -> "FieldError":
-        """Return the same of what has the value in its field `name`."""
+        """Return the same error for the record that has the value in its field `name`."""
         shown = name[:_SHOWN]
         return FieldError(self._problem, f"{shown}/{self._place}" if self._place else shown)
 
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """The whole numbers from `least` to `most`, both among them."""
+    """The integers from `least` to `most`, both included."""
 
     least: int
     most: int
 
     def __call__(self, value: int) -> None:
-        """Return only if `value` is one of them.
+        """Raise ValueError unless `value` is one of them.
 
         Raises:
             ValueError: If it is not.
@@ -57,9 +57,9 @@ Count: TypeAlias = Annotated[int, Within(0, 2**63 - 1)]  # of bytes or ranks; no
 
 @cache
 def reader_of(hint: Any) -> Reader:  # noqa: PLR0911 - a case for each kind of type
-    """Return what turns parsed JSON into a value of the type `hint`; it raises FieldError for what is none.
+    """Return a function that turns parsed JSON into a value of the type `hint`, or raises FieldError if it does not fit.
 
-    `Annotated` carries a function that raises ValueError for a value that cannot be. A dataclass's own ValueError counts, too.
+    `Annotated` carries a function that raises ValueError for an invalid value. A dataclass's own ValueError counts, too.
     """
     if hint in _PLAIN:
         return _PLAIN[hint]
@@ -226,7 +226,7 @@ def _record(kind: type[Any]) -> Reader:
                 raise FieldError("it is missing").within(name)
         try:
             return kind(**found)
-        except ValueError as exc:  # what it checks itself
+        except ValueError as exc:  # the dataclass's own check
             raise FieldError(str(exc)) from None
 
     return read

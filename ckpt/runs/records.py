@@ -1,8 +1,8 @@
-"""How stored records are read: from JSON into dataclasses, checked before anything believes them, here and nowhere else.
+"""The one reader of stored records: from JSON into dataclasses, checked before use.
 
-A storage holds what other versions, other programs and accidents left there. Fields that are not known are ignored, so that a
-later version may add some; what is missing or of another type makes a record malformed, and the error names field and object; a
-newer format is an error of its own, since what it means is not this version's to judge.
+A storage holds objects of other versions, other programs and accidents. Unknown fields are ignored, so that a later version
+may add some. A missing field or one of another type makes a record malformed, and the error names field and object. A newer
+format is an error of its own, since this version cannot judge its meaning.
 """
 
 import json
@@ -18,32 +18,32 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordErr
 from .record_fields import FieldError, reader_of
 
 FORMAT_VERSION = 1
-MAX_DEPTH = 200  # of dicts and lists: a fifth of Python's stack, which walks over them must not exhaust
-MAX_GIVEN_DEPTH = 100  # of what a user gives: the record around it is deeper
-_SEALED = b'{"body":{"format":'  # how every sealed record begins
+MAX_DEPTH = 200  # of dicts and lists: a fifth of Python's stack, which recursive functions over them must not exhaust
+MAX_GIVEN_DEPTH = 100  # of a user's value: the record around it is deeper
+_SEALED = b'{"body":{"format":'  # the beginning of every sealed record
 _SHOWN = 80
 
 T = TypeVar("T")
 
 
 def parse(data: bytes, where: str, what: str) -> dict[str, Any]:
-    """Return the strict JSON object that `data` is, at most 200 levels deep.
+    """Return the strict JSON object in `data`, at most 200 levels deep.
 
     Args:
         data: The bytes as stored.
-        where: The object that they are of, for the error.
-        what: What they should be, with its article, for the error.
+        where: The key of the object, for the error.
+        what: A description of the expected record, with its article, for the error.
 
     Raises:
-        MalformedRecordError: If they are anything else.
+        MalformedRecordError: If the bytes are anything else.
 
     """
     try:
         value = _STRICT_DECODER.decode(data.decode())
         problem = "it is nested too deeply" if is_deeper(value, MAX_DEPTH) else None
-    except RecursionError:  # the parser's own limit, which depends on the caller's place in the stack
+    except RecursionError:  # the parser's own limit, which depends on the caller's depth in the stack
         value, problem = None, "it is nested too deeply"
-    except ValueError as exc:  # also for what is no UTF-8, and for integers of many thousand digits
+    except ValueError as exc:  # also for invalid UTF-8, and for integers of many thousand digits
         value, problem = None, str(exc)
     if problem is None and not isinstance(value, dict):
         problem = f"{reprlib.repr(value)} is not an object"
@@ -69,7 +69,7 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def check_depth(value: object, what: str) -> None:
-    """Return only if a record can hold the JSON `value`, and be read.
+    """Raise ValueError unless a record can hold the JSON `value`, and be read.
 
     Raises:
         ValueError: If dicts and lists are nested in it more than 100 levels deep.
@@ -83,10 +83,10 @@ def decode(kind: type[T], record: Mapping[str, Any], where: str, what: str) -> T
     """Return `record` as `kind`, a dataclass; a field that `kind` does not have is ignored.
 
     Args:
-        kind: Its fields are of the types that `record_fields` reads.
-        record: What `parse` or `unseal` returned.
-        where: The object that it is of, for the error.
-        what: What it should be, with its article, for the error.
+        kind: A dataclass with fields of the types that `record_fields` reads.
+        record: A dict that `parse` or `unseal` returned.
+        where: The key of the object, for the error.
+        what: A description of the expected record, with its article, for the error.
 
     Raises:
         MalformedRecordError: If a field is missing, or of another type, naming it.
@@ -107,28 +107,28 @@ def decode(kind: type[T], record: Mapping[str, Any], where: str, what: str) -> T
 
 
 def is_newer(version: object) -> bool:
-    """Return whether `version` is that of a format which this version does not know yet."""
+    """Return whether `version` is a format version newer than this package knows."""
     return type(version) is int and version > FORMAT_VERSION
 
 
 def seal(body: object) -> bytes:
-    """Return strict JSON of `body` and its digest, so that whoever reads it knows whether it is whole."""
+    """Return strict JSON of `body` and its digest, by which a reader verifies that it is whole."""
     dumped = _STRICT_ENCODER.encode(body).encode()
     return b'{"body":%b,"digest":"%b"}' % (dumped, xxhash.xxh3_128_hexdigest(dumped).encode())
 
 
 def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
-    """Return the body that `seal` was given.
+    """Return the body that `seal` received.
 
     Args:
         data: The bytes as stored.
-        where: The object that they are of, for the error.
-        what: What they should be, with its article, for the error.
+        where: The key of the object, for the error.
+        what: A description of the expected record, with its article, for the error.
 
     Raises:
-        CheckpointCorruptError: If this package wrote them, and any bit differs since.
-        MalformedRecordError: If it did not.
-        UnsupportedFormatError: If they name a newer format, and do not prove themselves as this version's would.
+        CheckpointCorruptError: If this package wrote the bytes, and any bit differs since.
+        MalformedRecordError: If this package did not write them.
+        UnsupportedFormatError: If they name a newer format, and their digest is not that of the body in this version's format.
 
     """
     is_ours = data.startswith(_SEALED)
@@ -138,7 +138,7 @@ def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
         raise (CheckpointCorruptError if is_ours else MalformedRecordError)(str(exc)) from exc
     body, digest = sealed.get("body", sealed), sealed.get("digest")  # a newer version may put its format into either
     if isinstance(body, dict):
-        if data == seal(body):  # the bytes, since JSON has several spellings of one value
+        if data == seal(body):  # compares bytes, since JSON has several spellings of one value
             return body
         if is_newer(body.get("format")) and digest != _digest({**body, "format": FORMAT_VERSION}):  # else a digit was changed
             decode(_Anything, body, where, what)
@@ -149,7 +149,7 @@ def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Anything:
-    """A record of which only the format is of interest."""
+    """A record of which only the format is read."""
 
 
 def _digest(body: object) -> str:

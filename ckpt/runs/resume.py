@@ -1,4 +1,4 @@
-"""Which checkpoint a new attempt begins from: chosen once, proven whole, handed to all ranks."""
+"""The checkpoint that a new attempt begins from: chosen once, proven whole, passed to all ranks."""
 
 import logging
 import shlex
@@ -28,19 +28,20 @@ def choose_checkpoint(
 ) -> Manifest | None:
     """Return the newest whole checkpoint since attempt `lineage`; None if there never was one.
 
-    A damaged one is quarantined with a warning, and the one before is tried; so it is where somebody else's object lies in the
-    place of a manifest, which stays as it is.
+    A damaged checkpoint is quarantined with a warning, and the next older one is tried. An object of another program in the
+    place of a manifest is skipped in the same way, but stays as it is.
 
     Args:
         run: The run.
         lineage: The first attempt whose checkpoints count.
-        verify: How a checkpoint is proven whole.
-        prove: Returns only if the checkpoint is whole; one that keeps what it reads may stand in for `verification.verify`.
-        on_quarantine: Called with the id of each damaged one and what is wrong with it.
+        verify: The level of verification.
+        prove: Returns only if the checkpoint is whole; a function that keeps the files it reads may replace
+            `verification.verify`.
+        on_quarantine: Called with the id of each damaged checkpoint and the damage.
 
     Raises:
-        CheckpointCorruptError: If there were some and all are damaged, now or at an earlier start; it lists what was tried.
-        UnsupportedFormatError: If a newer version committed what would be next: to go on from an older one would discard it.
+        CheckpointCorruptError: If checkpoints exist and all are damaged, now or at an earlier start; it lists them.
+        UnsupportedFormatError: If a newer version committed the next candidate: to resume from an older one would discard it.
 
     """
     unreadable: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: a pure decision over manifests, apart from any deleting."""
+"""Which checkpoints to keep: a pure decision over manifests, separate from any deletion."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
@@ -9,11 +9,11 @@ from .metrics import Metrics, find_score
 
 Order: TypeAlias = Literal["max", "min"]
 
-_LONGEST_TIMEOUT_S = 1e9  # thirty years; dates end
+_LONGEST_TIMEOUT_S = 1e9  # thirty years; datetime has a last year
 
 
 class Committed(Protocol):
-    """What a decision needs to know of a checkpoint; a Manifest has it."""
+    """The properties of a checkpoint that a decision needs; a Manifest has them."""
 
     @property
     def id(self) -> str:
@@ -27,16 +27,16 @@ class Committed(Protocol):
 
     @property
     def metrics(self) -> Metrics:
-        """What it was reported with, and what was attached to it since."""
+        """Its reported metrics, and those attached since."""
         ...
 
 
 class Dated(Committed, Protocol):
-    """What a decision that depends on the time needs to know besides; a Manifest has it."""
+    """The properties that a decision depending on the time needs in addition; a Manifest has them."""
 
     @property
     def created_at(self) -> datetime:
-        """When it was committed, with a time zone."""
+        """The time of the commit, with a time zone."""
         ...
 
 
@@ -45,20 +45,20 @@ C = TypeVar("C", bound=Committed)
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What is worth keeping; the newest, pinned and protected checkpoints are kept besides.
+    """A retention policy; the newest, pinned and protected checkpoints are kept in addition.
 
     Attributes:
-        num_to_keep: How many of the best to keep by `checkpoint_score_attribute`, or of the newest where that is None.
+        num_to_keep: The number of the best to keep by `checkpoint_score_attribute`, or of the newest if that is None.
             None keeps everything.
         checkpoint_score_attribute: A metric's name, or an "a/b" path into nested metrics; "eval/accuracy" is the accuracy that
             the evaluation "eval" attaches.
         checkpoint_score_order: Whether a high ("max") or a low ("min") score is good.
-        keep_last: How many of the newest to keep besides the best.
-        keep_every_n_steps: Keep every checkpoint whose step is a multiple of this, for good.
-        evaluation_timeout_s: Keep every checkpoint without a score for so long after its commit, by the clocks of who commits
-            and who prunes, since its evaluation may yet attach one. None waits for no evaluation.
-        keep_quarantined_days: For how many days after a checkpoint was found damaged its data stay, by the storage's clock, for
-            who wants to look into it or restores it. None keeps them until somebody removes them.
+        keep_last: The number of the newest to keep in addition to the best.
+        keep_every_n_steps: Keep every checkpoint whose step is a multiple of this, permanently.
+        evaluation_timeout_s: Keep every checkpoint without a score for this many seconds after its commit, by the clocks of
+            the committing and the pruning process, since its evaluation may yet attach one. None waits for no evaluation.
+        keep_quarantined_days: The number of days that a damaged checkpoint's data stay after its quarantine, by the storage's
+            clock, for an investigation or a restore. None keeps them until they are removed by hand.
 
     """
 
@@ -71,7 +71,7 @@ class RetentionPolicy:
     keep_quarantined_days: float | None = 7.0
 
     def __post_init__(self) -> None:
-        """Refuse numbers that would keep nothing or mean nothing."""
+        """Raise ValueError for numbers that would keep nothing or have no meaning."""
         for name in ("num_to_keep", "keep_every_n_steps"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), "at least 1, or None")
@@ -83,19 +83,19 @@ class RetentionPolicy:
             raise ValueError(f"keep_quarantined_days={days!r}: give days, 0 or more, or None to keep them")
 
     def __setstate__(self, state: "list[object] | dict[str, object]") -> None:
-        """Restore a pickle, also one of version 0.1: a list of the fields that there were; later ones have their defaults."""
+        """Restore a pickle, also one of version 0.1: a list of its fields; later fields get their defaults."""
         given = state if isinstance(state, dict) else dict(zip([it.name for it in fields(self)], state, strict=False))
         self.__dict__.update({it.name: given.get(it.name, it.default) for it in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[C]):
-    """What a policy decided.
+    """The decision of a policy.
 
     Attributes:
         keep: The reasons to keep each kept id: "latest", "best", "last", "every", "pinned", "in use",
             "awaiting evaluation", "recent", "all".
-        drop: What to delete, oldest first.
+        drop: The checkpoints to delete, oldest first.
 
     """
 
@@ -113,11 +113,11 @@ def score(metrics: Metrics, attribute: str, order: Order) -> tuple[int, float]:
         return (0, 0.0)
     if value != value:  # noqa: PLR0124 - NaN is the one number that differs from itself
         return (1, 0.0)
-    return (2, value if order == "max" else -value)  # as it is: float() would overflow, and round what is above 2**53
+    return (2, value if order == "max" else -value)  # unconverted: float() would overflow, and round values above 2**53
 
 
 def check_count(name: str, value: object, wanted: str = "at least 1") -> None:
-    """Return only if `value` is a whole number from 1 on.
+    """Raise ValueError unless `value` is an integer of at least 1.
 
     Raises:
         ValueError: If it is anything else.
@@ -145,7 +145,7 @@ def _check_order(order: str) -> None:
 
 
 def sort_by_score(manifests: Sequence[C], attribute: str | None, order: Order) -> list[C]:
-    """Return `manifests` best first; ties, and all of them without an attribute, go to the newer.
+    """Return `manifests` best first; among equals, and without an attribute among all, the newer is first.
 
     Raises:
         ValueError: If `order` is neither "max" nor "min".
@@ -159,11 +159,11 @@ def sort_by_score(manifests: Sequence[C], attribute: str | None, order: Order) -
 
 
 def overdue_evaluations(manifests: Sequence[Dated], policy: RetentionPolicy, now: datetime) -> frozenset[str]:
-    """Return the ids whose evaluation has had its time, and has attached no score.
+    """Return the ids whose evaluation has timed out without a score.
 
     Args:
         manifests: All committed checkpoints, in any order.
-        policy: What says how long an evaluation may take.
+        policy: The policy with the evaluation timeout.
         now: The time, with a time zone.
 
     """
@@ -187,15 +187,15 @@ def plan(
     up_to: str | None = None,
     overdue: Collection[str] = (),
 ) -> Plan[C]:
-    """Decide what stays and what goes; the newest checkpoint never goes.
+    """Decide which checkpoints to keep and which to delete; the newest checkpoint is always kept.
 
     Args:
         manifests: All committed checkpoints, in any order.
-        policy: What is worth keeping.
-        pinned: Ids that somebody pinned.
-        in_use: Ids that a training restores from or somebody reads.
-        up_to: What is newer than this id stays, as "recent"; None for no such limit.
-        overdue: Ids for which no evaluation is awaited any more; see `overdue_evaluations`.
+        policy: The retention policy.
+        pinned: The ids of pinned checkpoints.
+        in_use: The ids that a training restores or another process reads.
+        up_to: Checkpoints newer than this id stay, as "recent"; None for no such limit.
+        overdue: The ids whose evaluation is no longer awaited; see `overdue_evaluations`.
 
     """
     newest_first = sorted(manifests, key=lambda manifest: manifest.id, reverse=True)

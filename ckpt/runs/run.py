@@ -1,4 +1,4 @@
-"""One run's records as every module reads them: where it lies, its listings, its manifests."""
+"""One run's records as every module reads them: its location, its listings, its manifests."""
 
 import json
 import logging
@@ -36,10 +36,10 @@ class Run:
     """A run in its storage; a checkpoint exists if and only if its manifest does.
 
     Attributes:
-        storage: Where the run lies.
+        storage: The storage that holds the run.
         layout: The run's keys.
         spec: How another process opens the storage.
-        memory: Manifests that need not be read again to list them; None to read every one each time.
+        memory: Manifests that a listing need not read again; None reads every one each time.
 
     """
 
@@ -55,10 +55,10 @@ class Run:
         Args:
             storage: A local path, a URL, "block-type-slug/block-name", a block, or an open storage.
             run: The run's name.
-            retry: How patient to be with the storage, unless it is open; two minutes if None.
+            retry: The retry policy of the storage, unless it is open; None gives up after two minutes.
 
         Raises:
-            ValueError: If the name or the storage cannot be one.
+            ValueError: If the name or the storage is invalid.
 
         """
         if is_open(storage):
@@ -69,7 +69,7 @@ class Run:
         return cls(open_storage(spec), Layout(check_run_name(run)), spec)
 
     def __reduce__(self) -> "tuple[Any, tuple[StorageSpec, str]]":
-        """Pickle as where it is; another process opens its own connection."""
+        """Pickle the run's location; another process opens its own connection."""
         return type(self).open, (self.spec, self.name)
 
     @property
@@ -79,11 +79,11 @@ class Run:
 
     @property
     def path(self) -> str:
-        """Where the run lies: a local path or a URL."""
+        """The run's location: a local path or a URL."""
         return self._place_of(self.name)
 
     def path_of(self, checkpoint_id: str) -> str:
-        """Return where a checkpoint lies: a local path or a URL, as `Checkpoint` takes it."""
+        """Return a checkpoint's location: a local path or a URL, as `Checkpoint` takes it."""
         return self._place_of(self.layout.data(checkpoint_id)).rstrip("/")
 
     def ids(self, *, after: str | None = None) -> Iterator[str]:
@@ -99,12 +99,12 @@ class Run:
         """
         if since is None:
             return read_listing(self.layout, self.storage.list(self.layout.manifests))
-        before_it = f"{self.layout.manifests}{since[:-1]}"  # the folder of its evaluations is named like the id
+        before_it = f"{self.layout.manifests}{since[:-1]}"  # the prefix of its evaluations is named like the id
         listed = read_listing(self.layout, self.storage.list(self.layout.manifests, after=before_it))
         return [it for it in listed if it.id >= since]
 
     def exists(self, checkpoint_id: str) -> bool:
-        """Ask for the manifest itself whether `checkpoint_id` is committed; one small request, right where a listing lags."""
+        """Return whether `checkpoint_id` is committed; one small request for the manifest, right where a listing lags."""
         try:
             self.storage.size(self.layout.manifest(checkpoint_id))
         except FileNotFoundError:
@@ -116,9 +116,9 @@ class Run:
         return sorted({info.key for info in self.storage.list(prefix)})
 
     def newest_first(self) -> Iterator[ListedCheckpoint]:
-        """Yield committed checkpoints, newest first; the first costs two requests at any count while the hint is any good."""
+        """Yield committed checkpoints, newest first; with a usable hint the first costs two requests at any count."""
         hint = self._hint()
-        if hint is not None:  # whatever it names, what is newer sorts after it
+        if hint is not None:  # at any value of the hint, a newer checkpoint sorts after it
             newer = self.listed(since=hint)
             yield from reversed(newer)
             if (not newer or newer[0].id != hint) and self.exists(hint):  # the listing is behind the hint
@@ -143,7 +143,7 @@ class Run:
         """Return the manifest of a listed checkpoint, with attached metrics, by a small read for each object.
 
         Raises:
-            CheckpointNotFoundError: If it was pruned since.
+            CheckpointNotFoundError: If it was pruned after the listing.
             CheckpointCorruptError: If the manifest is damaged.
             UnsupportedFormatError: If a newer version committed it.
 
@@ -167,7 +167,7 @@ class Run:
         return confirm_damage(self.storage, lambda storage: self._read_manifest(checkpoint_id, storage))
 
     def check_exists(self, checkpoint_id: str) -> None:
-        """Return only if `checkpoint_id` is committed; asks for no content.
+        """Raise CheckpointNotFoundError unless `checkpoint_id` is committed; reads no content.
 
         Raises:
             CheckpointNotFoundError: If it was never committed, or was pruned.
@@ -193,17 +193,17 @@ class Run:
         return manifest
 
     def readable(self, listed: Iterable[ListedCheckpoint]) -> list[Manifest]:
-        """Return the manifests of listed checkpoints, with attached metrics; what cannot be read is left out with a warning."""
+        """Return the manifests of listed checkpoints, with attached metrics; unreadable ones are left out with a warning."""
         return [manifest for manifest in read_all(listed, self._readable) if manifest is not None]
 
     def find_newest(self, take: Callable[[ListedCheckpoint], T | None], *, oldest_attempt: int = 0) -> T | None:
-        """Return the first that `take` does not answer with None, newest first, though others are pruned meanwhile.
+        """Return the first result of `take` that is not None, newest checkpoint first, even if others are pruned meanwhile.
 
-        Where one that was listed turns out to be pruned, a newer one may have been committed just before: it looks again, as
-        often as there are new ones that have gone.
+        When a listed checkpoint turns out to be pruned, a newer one may have been committed just before. The search then starts
+        again, as often as newly pruned checkpoints are found.
 
         Args:
-            take: Called with each; raises CheckpointNotFoundError for one that has gone.
+            take: Called with each; raises CheckpointNotFoundError for a pruned one.
             oldest_attempt: The first attempt whose checkpoints count.
 
         """
@@ -224,25 +224,25 @@ class Run:
                 return None
 
     def pinned(self) -> frozenset[str]:
-        """Return the ids that are pinned."""
+        """Return the ids of the pinned checkpoints."""
         return frozenset(map(stem, self.keys(self.layout.pins)))
 
     def metadata(self, manifest: Manifest) -> dict[str, Any]:
-        """Return the user's metadata: what was set last, else what was committed."""
+        """Return the user's metadata: the value set last, or the committed one."""
         changed = self.get_json(self.layout.metadata(manifest.id))
         return dict(manifest.metadata) if changed is None else changed
 
     def get_json(self, key: str) -> dict[str, Any] | None:
-        """Return a small JSON object; None where there is none, or with a warning where it is something else."""
+        """Return a small JSON object; None if it does not exist, or with a warning if it is no JSON object."""
         return self._read_small(key, "a JSON object", lambda found: found)
 
     def get_record(self, kind: type[T], key: str, what: str) -> T | None:
-        """Return the small record at `key`; None where there is none, or with a warning where it is something else.
+        """Return the small record at `key`; None if it does not exist, or with a warning if it is malformed.
 
         Args:
             kind: Its dataclass; see `records.decode`.
-            key: Where it is.
-            what: What it is, with its article, for the warning.
+            key: Its key.
+            what: A description of the record, with its article, for the warning.
 
         Raises:
             UnsupportedFormatError: If a newer version wrote it.
@@ -272,7 +272,7 @@ class Run:
         self.storage.put_bytes(key, json.dumps(value, sort_keys=True).encode())
 
     def hint_latest(self, checkpoint_id: str) -> None:
-        """Remember `checkpoint_id` as a recent one, so that finding the latest costs no full listing."""
+        """Record `checkpoint_id` as a recent one, so that finding the latest costs no full listing."""
         self.put_json(self.layout.latest, {"id": checkpoint_id})
 
     def _place_of(self, key: str) -> str:
@@ -285,11 +285,11 @@ class Run:
     def _readable(self, listed: ListedCheckpoint) -> Manifest | None:
         try:
             return self.read_or_leave_out(listed)
-        except CheckpointNotFoundError:  # pruned since it was listed
+        except CheckpointNotFoundError:  # pruned after the listing
             return None
 
     def read_or_leave_out(self, listed: ListedCheckpoint) -> Manifest | None:
-        """Return what `read` does; None, with a warning, where the manifest is damaged or a newer version committed it."""
+        """Return the manifest as `read` does; None, with a warning, if it is damaged or a newer version committed it."""
         if self.memory is not None and self.memory.is_left_out(listed.id):
             return None
         try:

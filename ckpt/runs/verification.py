@@ -1,4 +1,4 @@
-"""Whether what is stored is what was committed."""
+"""Verification: whether the stored files are the committed ones."""
 
 from functools import partial
 from typing import Literal, TypeAlias
@@ -15,25 +15,25 @@ VerifyLevel: TypeAlias = Literal["none", "size", "digest"]
 
 
 def verify(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
-    """Return only if every file is there with the size, and at level "digest" the content, of the manifest.
+    """Return only if every file exists with the size, and at level "digest" the content, of the manifest.
 
     Raises:
-        CheckpointCorruptError: Naming the first file that differs, twice read.
+        CheckpointCorruptError: Naming the first file that differs in two reads.
         CheckpointNotFoundError: If the checkpoint is being pruned.
 
     """
     try:
         verify_uncommitted(run, manifest, level)
     except CheckpointCorruptError:
-        run.committed(manifest.id)  # who prunes deletes the manifest first: what is missing then is no damage
+        run.committed(manifest.id)  # a prune deletes the manifest first: files missing then are no damage
         raise
 
 
 def verify_uncommitted(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
-    """Do what `verify` does for a checkpoint whose manifest is not in the run.
+    """Verify as `verify` does a checkpoint whose manifest is not in the run.
 
     Raises:
-        CheckpointCorruptError: Naming the first file that differs, twice read.
+        CheckpointCorruptError: Naming the first file that differs in two reads.
 
     """
     if level == "none":
@@ -44,7 +44,7 @@ def verify_uncommitted(run: Run, manifest: Manifest, level: VerifyLevel) -> None
 
 
 def check_entry(run: Run, manifest: Manifest, entry: FileEntry, got: Transfer) -> None:
-    """Compare what was read with what was committed.
+    """Compare the bytes that were read with those that were committed.
 
     Raises:
         CheckpointCorruptError: If it differs.
@@ -58,10 +58,10 @@ def check_entry(run: Run, manifest: Manifest, entry: FileEntry, got: Transfer) -
 
 
 def missing(run: Run, manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
-    """Return the error for a file that is not there although its checkpoint is.
+    """Return the error for a file that is missing although its checkpoint exists.
 
     Raises:
-        CheckpointNotFoundError: If the checkpoint is not there either; who prunes deletes its manifest first.
+        CheckpointNotFoundError: If the checkpoint does not exist either; a prune deletes its manifest first.
 
     """
     run.committed(manifest.id)

@@ -1,10 +1,10 @@
-"""Objects under keys, on a disk, in a bucket or on a server; it knows no checkpoint."""
+"""Objects under keys, on a disk, in a bucket or on a server; this package knows no checkpoint."""
 
 
 def __getattr__(name: str) -> object:
-    """Return what version 0.1 pickled under this name, when a module was here."""
+    """Return the class that version 0.1 pickled under this name, when this package was a module."""
     if name in ("ObjectInfo", "RetryPolicy", "StorageSpec", "Transfer"):
-        from . import protocol  # noqa: PLC0415 - only for what was pickled then
+        from . import protocol  # noqa: PLC0415 - only for pickles of version 0.1
 
         return getattr(protocol, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""From a storage's specification to an open storage; each backend is imported only where it is used."""
+"""Opening of a storage from its specification; each backend is imported only when it is used."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,35 +10,35 @@ Renew = Callable[[bytes], Mapping[str, str]]
 
 
 def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
-    """Open the storage that `spec` specifies; asks the storage nothing yet.
+    """Open the storage that `spec` specifies; sends no request yet.
 
     Args:
-        spec: Where it is, and how to log in.
-        renew: Returns fresh options from `spec.credential_source`, when those of `spec` have expired; None never does.
+        spec: The storage's location and login.
+        renew: Returns fresh options from `spec.credential_source`, when those of `spec` have expired; None disables this.
 
     Raises:
-        ValueError: If it is nothing that can be opened.
+        ValueError: If it cannot be opened.
 
     """
     match = URL.match(spec.url)
     from .retry import RetryingStorage  # noqa: PLC0415 - each backend loads only what it needs
 
     if match is None:
-        from .local import LocalStorage  # noqa: PLC0415 - as above
+        from .local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
         return RetryingStorage(lambda: LocalStorage(Path(spec.url)), spec.retry)
     options = _options(spec, renew)
     if match["scheme"] in OBJECT_STORES:
-        from .object_store import ObstoreStorage  # noqa: PLC0415 - as above
+        from .object_store import ObstoreStorage  # noqa: PLC0415 - each backend loads only what it needs
 
         return RetryingStorage(lambda: ObstoreStorage(spec.url, next(options)), spec.retry)
-    from .fsspec_backend import FsspecStorage  # noqa: PLC0415 - as above
+    from .fsspec_backend import FsspecStorage  # noqa: PLC0415 - each backend loads only what it needs
 
     return RetryingStorage(lambda: FsspecStorage(spec.url, next(options)), spec.retry)
 
 
 def _options(spec: StorageSpec, renew: Renew | None) -> Iterator[Mapping[str, str]]:
-    """Yield the options to open `spec` with, and after the first time, when those have expired, fresh ones."""
+    """Yield the options of `spec`, and then, each time they have expired, fresh ones."""
     yield spec.options
-    while True:  # what is not in the options, the client looks for anew by itself
+    while True:  # the client itself searches anew for credentials that are not in the options
         yield spec.options if renew is None or spec.credential_source is None else renew(spec.credential_source)

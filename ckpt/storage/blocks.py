@@ -18,10 +18,10 @@ from .protocol import StorageSpec
 
 
 class CheckpointStorage(Block):
-    """Configure where the checkpoints of trainings go.
+    """Configure the location of trainings' checkpoints.
 
     Example:
-        Load a saved one, see that it does what trainings need, and give it to a training:
+        Load a saved block, check that the storage does what trainings need, and pass it to a training:
         ```python
         from prefect_torch.ckpt.storage.blocks import CheckpointStorage
         from prefect_torch.flows import RunConfig, train
@@ -67,19 +67,19 @@ class CheckpointStorage(Block):
         return (RemoteFileSystem if "settings" in value else LocalFileSystem).model_validate(value)
 
     def check(self) -> StorageProbe:
-        """Write, list, read and delete small objects there, which do not stay; return what was tried and how long it took.
+        """Write, list, read and delete small objects there, all of which are removed; return the steps and their durations.
 
-        Costs a dozen requests; a storage that does not answer is given up after about twenty seconds.
+        Costs a dozen requests; a storage that does not answer fails after about twenty seconds.
 
         Raises:
-            StorageUnfitError: If one of them fails; it says which, why, and what to do.
-            ValueError: If the location cannot be one.
+            StorageUnfitError: If a step fails; it names the step, the reason and the remedy.
+            ValueError: If the location is invalid.
 
         """
         return probe_storage(open_spec(replace(normalized(self.spec()), retry=PROBE_RETRY_POLICY)))
 
     def spec(self) -> StorageSpec:
-        """Return what a process needs to open this storage."""
+        """Return the specification with which a process opens this storage."""
         if self.file_system is None:
             spec = _spec_of(self.location)
             return spec if self.password is None else _with_password(spec, self.password.get_secret_value())
@@ -102,7 +102,7 @@ StorageBlock: TypeAlias = CheckpointStorage | LocalFileSystem | RemoteFileSystem
 
 
 def resolve_storage(storage: Any) -> StorageSpec:
-    """Return what every process needs to open the storage that a block describes.
+    """Return the specification with which every process opens the storage that a block describes.
 
     Args:
         storage: "block-type-slug/block-name" of a saved block, or a block.
@@ -127,9 +127,9 @@ def resolve_storage(storage: Any) -> StorageSpec:
 
 
 def credential_source_of(storage: Any) -> bytes:
-    """Return where to look for the credentials of `storage` again: a saved block under its name, else the block itself.
+    """Return the source of fresh credentials of `storage`: the name of a saved block, else the block itself.
 
-    A block with a profile or a role gives new keys each time; one with keys of its own only if somebody saves new ones.
+    A block with a profile or a role gives new keys each time; one with keys of its own only if new ones are saved in it.
     """
     name = getattr(storage, "_block_document_name", None)
     is_saved = name is not None and not storage._is_anonymous  # noqa: SLF001 - Prefect has no public name for it
@@ -168,7 +168,7 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
 
 
 def _aws_keys(credentials: AwsCredentials) -> dict[str, str | None]:
-    """Return the block's keys, those of its profile or role, or none, which leaves it to the machine's own."""
+    """Return the block's keys, those of its profile or role, or none, so that the machine's own are used."""
     if credentials.profile_name is None and credentials.assume_role_arn is None:
         secret = credentials.aws_secret_access_key
         return {
@@ -185,7 +185,7 @@ def _aws_keys(credentials: AwsCredentials) -> dict[str, str | None]:
 
 
 def _remote_spec(block: RemoteFileSystem) -> StorageSpec:
-    """Return an fsspec block's place; s3fs' own words for S3 become the object store's."""
+    """Return an fsspec block's location; s3fs' option names for S3 become the object store's."""
     settings = dict(block.settings)
     if block.basepath.partition("://")[0] not in ("s3", "s3a"):
         return StorageSpec(block.basepath.rstrip("/"), settings)

@@ -1,4 +1,4 @@
-"""Damage is a verdict of two reads: one bit that flipped on the way must not cost a checkpoint."""
+"""Damage is confirmed by a second read: one bit that flipped in transit must not cost a checkpoint."""
 
 import logging
 from collections.abc import Callable
@@ -13,13 +13,13 @@ _logger = logging.getLogger(__name__)
 
 
 def confirm_damage(storage: Storage, read: Callable[[Storage], T]) -> T:
-    """Return what `read` returns; where it finds damage, what it returns by a new connection, and only that counts.
+    """Return the result of `read`; if it finds damage, the result of a second read by a new connection, which alone counts.
 
-    Costs nothing where all is well, and else the read once more.
+    Costs nothing without damage, and one more read with it.
 
     Args:
-        storage: Where to read from.
-        read: Reads from the storage that it is given, and raises CheckpointCorruptError where what it read cannot be true.
+        storage: The storage to read.
+        read: Reads from the storage that it receives, and raises CheckpointCorruptError if the data are damaged.
 
     Raises:
         CheckpointCorruptError: If the second read finds damage, too.

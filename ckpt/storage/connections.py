@@ -7,19 +7,19 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_AT_MOST = 4  # a server refuses too many at once (sshd's MaxStartups is 10), and every rank of a node opens its own
-# What a server answers on a connection that works.
+_AT_MOST = 4  # a server refuses too many connections (sshd's MaxStartups is 10), and every rank of a node opens its own
+# Errors that a server returns on a working connection.
 _ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 
 
 class Connections(Generic[T]):
     """Lends connections: no two threads share one, and one that failed is never lent again.
 
-    Libraries for SFTP and FTP hold one connection, whose answers two threads would take from each other. Opened when first
-    needed, at most four at a time; who wants a fifth waits.
+    Libraries for SFTP and FTP hold one connection, on which two threads would receive each other's answers. A connection is
+    opened when first needed, at most four at a time; the thread that needs a fifth waits.
 
     Args:
-        connect: Opens one.
+        connect: Opens a connection.
 
     """
 
@@ -30,7 +30,7 @@ class Connections(Generic[T]):
 
     @contextmanager
     def lent(self) -> Iterator[T]:
-        """Lend one until the block ends."""
+        """Lend a connection until the block ends."""
         with self._slots:
             try:
                 connection = self._idle.pop()

@@ -1,4 +1,4 @@
-"""xxh3-128 of bytes on the move."""
+"""xxh3-128 of bytes in transit."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ import xxhash
 from .direct_io import write_direct
 from .protocol import Transfer
 
-CHUNK_BYTES = 2**20  # fits the L2 cache, so that hashing reads what the copy has just touched
+CHUNK_BYTES = 2**20  # fits the L2 cache, so that hashing reads bytes that the copy has just touched
 
 
 def digest_file(path: Path) -> Transfer:
@@ -22,12 +22,12 @@ def digest_file(path: Path) -> Transfer:
 
 
 def digest_stream(source: BinaryIO) -> Transfer:
-    """Return the size and digest of what is left of `source`."""
+    """Return the size and digest of the rest of `source`."""
     return _digest(source, lambda _: None)
 
 
 def copy_and_digest(source: BinaryIO, target: BinaryIO) -> Transfer:
-    """Copy `source` to its end into `target` and return what passed, read once."""
+    """Copy `source` to its end into `target`, read once, and return the size and digest."""
     return _digest(source, lambda data: write_all(target, data))
 
 
@@ -43,7 +43,7 @@ def _digest(source: BinaryIO, take: Callable[[memoryview], None]) -> Transfer:
 
 
 def write_and_digest(parts: Iterable[memoryview], target: BinaryIO) -> Transfer:
-    """Write `parts` into the raw file `target`, past the page cache where that is possible, and return what passed."""
+    """Write `parts` into the raw file `target`, past the page cache where possible, and return the size and digest."""
     digest = xxhash.xxh3_128()
     total = 0
     for part in parts:
@@ -64,10 +64,10 @@ def split(parts: Iterable[memoryview], most_bytes: int) -> Iterator[memoryview]:
 def write_all(target: BinaryIO, data: memoryview | bytes) -> None:
     """Write all of `data`, or raise.
 
-    A raw file may take less than it was given; a buffered one takes all of it, and some return nothing (paramiko's).
+    A raw file may take fewer bytes than it receives; a buffered one takes all of them, and some return nothing (paramiko's).
 
     Raises:
-        OSError: If `target` takes no more: BlockingIOError where it may later.
+        OSError: If `target` takes no more: BlockingIOError if it may later.
 
     """
     left = memoryview(data)

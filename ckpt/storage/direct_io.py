@@ -7,19 +7,19 @@ import os
 from collections.abc import Callable
 from typing import BinaryIO
 
-_ALIGNED_BYTES = 4096  # a multiple of every disk's block: what O_DIRECT asks of addresses, lengths and places (man 2 open)
+_ALIGNED_BYTES = 4096  # a multiple of every disk's block: what O_DIRECT requires of addresses, lengths and offsets (man 2 open)
 _PIECE_BYTES = 4 * 2**20
 _LEAST_BYTES = 2**20
 
 
 def write_direct(file: BinaryIO, data: memoryview, passed: Callable[[memoryview], None]) -> memoryview:
-    """Write the beginning of `data` into `file`, past the page cache, and return what is left to write.
+    """Write the beginning of `data` into `file`, past the page cache, and return the rest.
 
-    That is all of it where the memory or the place in the file is not aligned, or the filesystem cannot.
+    The rest is all of it if the memory or the file offset is not aligned, or the filesystem does not support O_DIRECT.
 
     Args:
         file: A raw file.
-        data: What to write.
+        data: The bytes to write.
         passed: Called with every piece that was written.
 
     """
@@ -37,10 +37,10 @@ def write_direct(file: BinaryIO, data: memoryview, passed: Callable[[memoryview]
             count = os.write(descriptor, piece)
             passed(piece[:count])
             done += count
-            if count == 0 or count % _ALIGNED_BYTES:  # it takes no more this way, or the place is not aligned any more
+            if count == 0 or count % _ALIGNED_BYTES:  # the file takes no more this way, or the offset is no longer aligned
                 break
     except OSError as exc:
-        if exc.errno != errno.EINVAL:  # this filesystem does not
+        if exc.errno != errno.EINVAL:  # this filesystem does not support it
             raise
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)

@@ -1,6 +1,6 @@
-"""Readers of a checkpoint in place: a shared lock on one of its files, which the kernel lets go however they end.
+"""Readers of a checkpoint in place: a shared lock on one of its files, which the kernel releases however the reader ends.
 
-A prune deletes the manifest, then asks for the locks; a reader takes its lock, then looks for the manifest. So either the
+A prune deletes the manifest, then tests the locks; a reader takes its lock, then looks for the manifest. So either the
 reader finds the checkpoint gone, or the data stay until it has finished, and garbage collection removes them then.
 """
 
@@ -14,11 +14,11 @@ from .protocol import Storage
 
 @contextmanager
 def reading(storage: Storage, keys: Iterable[str]) -> Iterator[None]:
-    """Keep the checkpoint that `keys` belong to from being deleted; does nothing where the filesystem has no locks."""
+    """Keep the checkpoint that `keys` belong to from being deleted; do nothing if the filesystem has no locks."""
     descriptor = _open(storage, min(keys, default=None), os.O_RDONLY)
     try:
         if descriptor is not None:
-            with suppress(OSError):  # no locks here; or a prune holds it, and then the manifest is gone
+            with suppress(OSError):  # no locks here; or a prune holds the lock, and then the manifest is gone
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
     finally:
@@ -27,12 +27,12 @@ def reading(storage: Storage, keys: Iterable[str]) -> Iterator[None]:
 
 
 def is_read(storage: Storage, keys: Iterable[str]) -> bool:
-    """Return whether some process reads one of `keys` in place."""
+    """Return whether a process reads one of `keys` in place."""
     return any(_is_locked(storage, key) for key in keys)
 
 
 def _is_locked(storage: Storage, key: str) -> bool:
-    descriptor = _open(storage, key, os.O_RDWR)  # NFS locks exclusively only what may be written
+    descriptor = _open(storage, key, os.O_RDWR)  # NFS takes an exclusive lock only on a file that is open for writing
     if descriptor is None:
         descriptor = _open(storage, key, os.O_RDONLY)
     if descriptor is None:
@@ -52,5 +52,5 @@ def _open(storage: Storage, key: str | None, mode: int) -> int | None:
     with suppress(OSError):  # it is gone, another user's, or a link that leads out of the storage
         path = None if key is None else storage.local_path(key)
         if path is not None:
-            return os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe of that name must not hold us up
+            return os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe of that name must not block this process
     return None

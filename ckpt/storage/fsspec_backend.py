@@ -1,4 +1,4 @@
-"""Any filesystem that fsspec knows as a storage: memory, SFTP, HDFS, WebDAV and more."""
+"""Any filesystem of fsspec as a storage: memory, SFTP, HDFS, WebDAV and more."""
 
 import re
 import socket
@@ -37,17 +37,17 @@ _LOGIN_REFUSED = re.compile(r"\w*(?:Authentication|Logon|Login)|\w+: 530 ")  # a
 class FsspecStorage:
     """Objects as files of an fsspec filesystem.
 
-    A put is atomic where the filesystem renames a file over another, which is tried once: written under a temporary name and
-    renamed when its size is right. Elsewhere it replaces in place, and may leave a short file behind when it is interrupted: a
-    manifest proves itself by its digest, and data counts only when a manifest names it. How durable a file is, and where a
-    link leads, is the server's business; listings show no links. Connects when first used.
+    A put is atomic if the filesystem renames a file over another, which is tried once: the file is written under a temporary
+    name and renamed when its size is right. Elsewhere a put replaces in place, and may leave a short file when interrupted: a
+    manifest proves itself by its digest, and data counts only when a manifest names it. The server decides how durable a file
+    is, and where a link leads; listings show no links. Connects when first used.
 
     Args:
-        url: Where, as `scheme://…`.
-        options: What the filesystem's constructor takes; they count more than what the url says.
+        url: The location, as `scheme://…`.
+        options: Arguments of the filesystem's constructor; they override those in the url.
 
     Raises:
-        ValueError: If fsspec does not know the scheme, or what implements it is not installed.
+        ValueError: If fsspec does not know the scheme, or its implementation is not installed.
 
     """
 
@@ -62,14 +62,14 @@ class FsspecStorage:
                 f"{scheme}:// cannot be a storage: {exc}. Give a local path, s3://, gs://, az://, memory://, "
                 "or the URL of another filesystem that fsspec knows"
             ) from exc
-        self._root: str = self._kind._strip_protocol(url).rstrip("/")  # noqa: SLF001 - what fsspec's own open() calls
-        given = {**self._kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}  # noqa: SLF001 - as above
+        self._root: str = self._kind._strip_protocol(url).rstrip("/")  # noqa: SLF001 - as fsspec's open()
+        given = {**self._kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}  # noqa: SLF001 - likewise
         self._connections: Connections[FileSystem] = Connections(lambda: self._kind(**given))
         self._can_replace: bool | None = None
 
     @property
     def url(self) -> str:
-        """Where this is, without secrets."""
+        """The storage's location, without secrets."""
         return self._url
 
     def put_file(self, key: str, path: Path) -> Transfer:
@@ -79,11 +79,11 @@ class FsspecStorage:
             with path.open("rb", buffering=0) as source, create(fs, target) as file:
                 return copy_and_digest(source, file)
 
-        path.stat()  # raises if it is missing, before anything is made
+        path.stat()  # raises if it is missing, before anything is created
         return self._put(key, store)
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
-        """Store `parts` as one object; the filesystem may buffer them once more."""
+        """Store `parts` as one object; the filesystem may buffer them in addition."""
 
         def store(fs: FileSystem, target: str) -> Transfer:
             digest = xxhash.xxh3_128()
@@ -107,7 +107,7 @@ class FsspecStorage:
             if self._can_replace:
                 with create(fs, target) as file:
                     write_all(file, data)
-            else:  # in one call, which some filesystems make whole or not at all
+            else:  # in one call, which some filesystems make atomic
                 make_folder(fs, target.rpartition("/")[0])
                 fs.pipe_file(target, data)
             return Transfer(len(data), "")
@@ -125,7 +125,7 @@ class FsspecStorage:
             return read_whole(fs, self._path(key))
 
     def get_range(self, key: str, start: int, into: memoryview) -> int:
-        """Copy the object's bytes from `start` on into `into`; returns how many there were."""
+        """Copy the object's bytes from `start` on into `into`, and return their number."""
         with self._reading(key) as fs:
             data = read_range(fs, self._path(key), start, len(into))
         into[: len(data)] = data
@@ -138,7 +138,7 @@ class FsspecStorage:
                 yield ObjectInfo(key, info["size"], _modified_s(info))
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Yield the names of the folders directly below `prefix`, by one listing of it."""
+        """Yield the names of the directories directly below `prefix`, by one listing of it."""
         if prefix:
             check_key(prefix.removesuffix("/"))
         try:
@@ -161,7 +161,7 @@ class FsspecStorage:
         return size
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, and the folders that this empties."""
+        """Remove objects, and the directories that become empty."""
         paths_in: dict[str, list[str]] = defaultdict(list)
         for key in keys:
             path = self._path(key)
@@ -174,9 +174,9 @@ class FsspecStorage:
                 remove_empty(fs, folder, self._root)
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
-        """Remove the temporary files of interrupted puts, and the folders that this empties.
+        """Remove the temporary files of interrupted puts, and the directories that become empty.
 
-        A short file that lies under its own name goes with its checkpoint's data.
+        A short file under its own name is deleted with its checkpoint's data.
         """
         newest_s = time.time() - older_than_s
         found = self._find(prefix).items()
@@ -184,11 +184,11 @@ class FsspecStorage:
         self.delete(left)
 
     def reopened(self) -> "FsspecStorage":
-        """Return this storage by a new connection."""
+        """Return this storage with a new connection."""
         return FsspecStorage(self._url, self._options)
 
     def local_path(self, key: str) -> Path | None:
-        """Return None: what fsspec reaches is read through it."""
+        """Return None: files behind fsspec are read through it."""
         del key
         return None
 
@@ -210,7 +210,7 @@ class FsspecStorage:
                     fs.mv(path, target)
             except BaseException:
                 if path != target:
-                    with suppress(Exception):  # what went wrong first counts; it is removed once it is old
+                    with suppress(Exception):  # the first error counts; the file is removed once it is old
                         fs.rm_file(path)
                 raise
         return stored
@@ -225,23 +225,23 @@ class FsspecStorage:
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[FileSystem]:
-        """Lend a connection, and call a folder missing, as an object store does."""
+        """Lend a connection, and report a directory as missing, as an object store does."""
         with self._connected(key) as fs:
             try:
                 yield fs
             except OSError as exc:
-                if exc.errno is None and fs.isdir(self._path(key)):  # SFTP says no more than "Failure" of it
+                if exc.errno is None and fs.isdir(self._path(key)):  # SFTP reports only "Failure" for it
                     raise FileNotFoundError(key) from exc
                 raise
 
     @contextmanager
     def _connected(self, key: str) -> Iterator[FileSystem]:
-        """Lend a connection, and raise what the Storage protocol promises for what a filesystem raises."""
+        """Lend a connection, and translate a filesystem's errors into those of the Storage protocol."""
         where = f"{self._url}/{key}"
         try:
             with self._connections.lent() as fs:
                 yield fs
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:  # a folder is no object
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:  # a directory is no object
             raise FileNotFoundError(f"{where} does not exist") from exc
         except PermissionError as exc:
             raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({exc})") from exc
@@ -250,7 +250,7 @@ class FsspecStorage:
         except Exception as exc:
             if isinstance(exc, OSError) and exc.errno is not None and not isinstance(exc, socket.gaierror):
                 raise
-            # A protocol library's own classes, and what it gives no number: a lost connection more often than not.
+            # A protocol library's own exceptions, and errors without a number: usually a lost connection.
             told = f"{type(exc).__name__}: {exc}"
             if _LOGIN_REFUSED.match(told):
                 raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({told})") from exc
@@ -258,7 +258,7 @@ class FsspecStorage:
 
 
 def _modified_s(info: dict[str, Any]) -> float:
-    """Return the time of the last change; filesystems name it as they like, and some do not tell."""
+    """Return the time of the last change; filesystems name it differently, and some do not report it."""
     for name in ("mtime", "modified", "LastModified", "last_modified", "created"):
         value = info.get(name)
         if isinstance(value, datetime):

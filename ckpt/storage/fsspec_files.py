@@ -1,4 +1,4 @@
-"""What storages need of a filesystem and fsspec leaves to each one: judged by what it does, never by its name."""
+"""File operations that fsspec leaves to each filesystem: judged by a filesystem's behaviour, never by its name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,19 +13,19 @@ from .keys import temporary_name
 
 FileSystem: TypeAlias = Any  # fsspec ships no types
 
-_PIECE_BYTES = 2**15  # what an SFTP server takes and gives at once
+_PIECE_BYTES = 2**15  # the most that an SFTP server transfers in one request
 _REQUESTS_ON_THE_WAY = 64
-_MANY_OTHERS = 10  # more do not make or remove the folders of one put
+_MANY_OTHERS = 10  # more processes do not create or remove the directories of one put
 
 
 def can_replace(fs: FileSystem, folder: str) -> bool:
-    """Try in `folder` whether a rename replaces a file: five requests, and none where a rename would be a copy."""
+    """Return whether a rename in `folder` replaces a file: five requests, and none if a rename would be a copy."""
     if type(fs).mv is AbstractFileSystem.mv:
         return False
     new, old = f"{folder}/{temporary_name()}", f"{folder}/{temporary_name()}"
     fs.pipe_file(new, b"new")
     fs.pipe_file(old, b"old")
-    with suppress(Exception):  # each library refuses in its own words; a lost connection fails the next line
+    with suppress(Exception):  # each library has an exception of its own; a lost connection fails the next line
         fs.mv(new, old)
     replaced: bool = fs.cat_file(old) == b"new"
     for path in [old] if replaced else [old, new]:
@@ -35,7 +35,7 @@ def can_replace(fs: FileSystem, folder: str) -> bool:
 
 @contextmanager
 def create(fs: FileSystem, path: str) -> Iterator[Any]:
-    """Yield a file to write, and make the folders above it: a concurrent delete may remove an empty one meanwhile."""
+    """Yield a file to write, and create its directories: a concurrent delete may remove an empty one meanwhile."""
     with _opened_new(fs, path) as file:
         if not hasattr(file, "set_pipelined"):
             yield file
@@ -46,11 +46,11 @@ def create(fs: FileSystem, path: str) -> Iterator[Any]:
 
 
 class _Pipelined:
-    """A file of paramiko's that does not wait for the server's word on each 32 KiB, but for all of them at the end.
+    """A file of paramiko's that waits for the server's acknowledgement at the end, and not after each 32 KiB.
 
     Waiting costs 40 ms each (Nagle's algorithm and delayed acknowledgements): 25 s for 20 MiB instead of one. Closing such a
-    file looks at no answer that is still on its way; so the last piece is held back, and written as paramiko writes otherwise,
-    which waits for everything before.
+    file ignores outstanding acknowledgements. So the last piece is held back, and written as paramiko writes otherwise,
+    which waits for all earlier ones.
     """
 
     def __init__(self, file: Any) -> None:
@@ -75,16 +75,16 @@ class _Pipelined:
 def open_whole(fs: FileSystem, path: str) -> Iterator[Any]:
     """Yield a file to read from its beginning to its end."""
     with fs.open(path, "rb") as file:
-        if hasattr(file, "prefetch"):  # paramiko's would ask for 32 KiB, wait, and ask for the next
+        if hasattr(file, "prefetch"):  # paramiko's would request 32 KiB, wait, and request the next
             file.prefetch(max_concurrent_requests=_REQUESTS_ON_THE_WAY)
         yield file
 
 
 def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
-    """Return the bytes from `start` on, as many as there are."""
+    """Return up to `num_bytes` bytes from `start` on."""
     if _reads_by_opening(fs):
         with fs.open(path, "rb") as file:
-            if hasattr(file, "readv"):  # as above
+            if hasattr(file, "readv"):  # paramiko's would wait for each 32 KiB
                 there = min(num_bytes, file.stat().st_size - start)
                 return b"".join(file.readv([(start, there)], _REQUESTS_ON_THE_WAY)) if there > 0 else b""
     data: bytes = fs.cat_file(path, start=start, end=start + num_bytes)
@@ -92,7 +92,7 @@ def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
 
 
 def read_whole(fs: FileSystem, path: str) -> bytes:
-    """Return what is in a file."""
+    """Return the content of a file."""
     if not _reads_by_opening(fs):
         data: bytes = fs.cat_file(path)
         return data
@@ -102,13 +102,13 @@ def read_whole(fs: FileSystem, path: str) -> bytes:
 
 
 def make_folder(fs: FileSystem, folder: str) -> None:
-    """Make `folder` and those above it; others may make them at the same moment."""
+    """Create `folder` and its parents; other processes may create them concurrently."""
     for _ in range(_MANY_OTHERS):
         try:
             fs.makedirs(folder, exist_ok=True)
         except PermissionError:
             raise
-        except Exception:  # noqa: BLE001 - fsspec looks and then makes; of one that was made in between each library says its own
+        except Exception:  # noqa: BLE001 - fsspec looks, then makes; each library has its own error for a race in between
             if fs.isdir(folder):
                 return
         else:
@@ -117,7 +117,7 @@ def make_folder(fs: FileSystem, folder: str) -> None:
 
 
 def require_whole(fs: FileSystem, path: str, num_bytes: int) -> None:
-    """Compare the size of what was stored, with one request.
+    """Compare the stored size, by one request.
 
     Raises:
         StorageError: If it differs; the file is removed.
@@ -133,7 +133,7 @@ def require_whole(fs: FileSystem, path: str, num_bytes: int) -> None:
 def find_files(fs: FileSystem, folder: str) -> dict[str, dict[str, Any]]:
     """Return the files below `folder` by their paths, without links; all of them, or an error.
 
-    A request for each folder, unless the filesystem has a listing of its own.
+    A request for each directory, unless the filesystem has a listing of its own.
     """
     fs.invalidate_cache()
     if not _walks(fs):
@@ -153,9 +153,9 @@ def find_files(fs: FileSystem, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def remove_empty(fs: FileSystem, folder: str, root: str) -> None:
-    """Remove `folder` if it is empty, then the one above; never `root`."""
+    """Remove `folder` if it is empty, then its parent; never `root`."""
     while folder.startswith(f"{root}/"):
-        with suppress(OSError, NotImplementedError):  # somebody stores something there again, or there are no folders
+        with suppress(OSError, NotImplementedError):  # another process stores something here again, or no directories exist
             if not fs.ls(folder, detail=False):
                 fs.rmdir(folder)
                 folder = folder.rpartition("/")[0]
@@ -164,9 +164,9 @@ def remove_empty(fs: FileSystem, folder: str, root: str) -> None:
 
 
 def _walks(fs: FileSystem) -> bool:
-    """Return whether fsspec's own walk would list `fs`: it leaves a folder out whose listing fails, and tells nobody."""
+    """Return whether fsspec's own walk would list `fs`: it silently leaves out a directory whose listing fails."""
     if isinstance(fs, AsyncFileSystem):
-        return type(fs)._find is AsyncFileSystem._find  # noqa: SLF001 - what an asynchronous one overrides instead
+        return type(fs)._find is AsyncFileSystem._find  # noqa: SLF001 - the method that an asynchronous one overrides instead
     return type(fs).find is AbstractFileSystem.find
 
 

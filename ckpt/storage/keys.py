@@ -1,23 +1,23 @@
-"""Which strings may be keys: what is read from a storage decides where files are written, so it is checked first."""
+"""Validity of keys: keys read from a storage decide where files are written, so they are checked first."""
 
 import re
 import secrets
 
-_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")  # as narrow as can be: what it matches is no object
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")  # as narrow as possible: a name that matches is no object
 
 
 def temporary_name() -> str:
-    """Return a name, free in any folder, for a file that is not whole yet."""
+    """Return a name, unused in any directory, for an unfinished file."""
     return f".tmp-{secrets.token_hex(8)}"
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether `name` is one that `temporary_name` makes; no object may have it."""
+    """Return whether `name` has the form of `temporary_name`; no object may have it."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def check_key(key: str) -> str:
-    """Return `key`, one or more names joined with "/" that stay below wherever they are joined to.
+    """Return `key`, one or more names joined with "/" that stay below any path they are joined to.
 
     Raises:
         ValueError: If it is empty or absolute, or holds "..", ".", an empty name, a backslash or a control character.

@@ -1,4 +1,4 @@
-"""A folder of the local filesystem as a storage that survives a power cut."""
+"""A directory of the local filesystem as a storage that survives a power cut."""
 
 import errno
 import io
@@ -15,17 +15,17 @@ from .keys import check_key, is_temporary, temporary_name
 from .protocol import ObjectInfo, Transfer
 from .root_folder import RootFolder, Way
 
-_MANY_DELETES = 100  # more do not hit one put; where no folder can ever be made, as in /proc, it must end
+_MANY_DELETES = 100  # more deletes do not hit one put; where no directory can be created, as in /proc, the loop must end
 
 
 class LocalStorage:
     """Objects as files below `root`.
 
-    What was put is on the disk when the call returns: written under a temporary name, synced, renamed, and its folder
-    synced (https://lwn.net/Articles/457667/). Works on any filesystem that all ranks mount, NFS among them.
+    A put is on the disk when the call returns: written under a temporary name, synced, renamed, and its directory synced
+    (https://lwn.net/Articles/457667/). Works on any filesystem that all ranks mount, NFS among them.
 
-    Nothing outside of `root` is read, written or deleted: where a link below it leads out, every verb raises PermissionError,
-    saying where to; a listing leaves such links out. `root` itself may be a link.
+    Nothing outside of `root` is read, written or deleted: if a link below it leads out, every verb raises PermissionError
+    with the target; a listing leaves such links out. `root` itself may be a link.
     """
 
     def __init__(self, root: Path) -> None:
@@ -34,7 +34,7 @@ class LocalStorage:
 
     @property
     def url(self) -> str:
-        """The folder."""
+        """The directory."""
         return str(self._root.path)
 
     def put_file(self, key: str, path: Path) -> Transfer:
@@ -78,7 +78,7 @@ class LocalStorage:
             return source.readall()
 
     def get_range(self, key: str, start: int, into: memoryview) -> int:
-        """Read into `into` from `start` on; returns how many bytes there were."""
+        """Read into `into` from `start` on, and return the number of bytes."""
         with self._open(key) as source:
             source.seek(start)
             done = 0
@@ -87,7 +87,7 @@ class LocalStorage:
         return done
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-        """Yield the files below `prefix`, ordered by their whole key; a link below it is not followed.
+        """Yield the files below `prefix`, sorted by their whole key; a link below it is not followed.
 
         Raises:
             PermissionError: If `prefix` itself leads out of the storage through a link; an empty listing would look like a
@@ -102,7 +102,7 @@ class LocalStorage:
         yield from _walk(folder, prefix, after)
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Yield the names of the folders directly below `prefix`; looks into none of them, and follows no link."""
+        """Yield the names of the directories directly below `prefix`; reads none of them, and follows no link."""
         try:
             with self._root.open(_names(prefix)) as way:
                 folder = way.listed()
@@ -125,10 +125,10 @@ class LocalStorage:
         return status.st_size
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, and the folders that this empties; a link in the place of one is removed, not what it leads to.
+        """Remove objects, and the directories that become empty; a link in an object's place is removed, not its target.
 
         Raises:
-            PermissionError: If a folder on the way is a link that leads out; all others are removed before.
+            PermissionError: If a directory on the way is a link that leads out; all others are removed before.
 
         """
         names_in: dict[str, list[str]] = defaultdict(list)
@@ -146,13 +146,13 @@ class LocalStorage:
             raise refused
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
-        """Remove the temporary files of killed writers, and the folders that this empties."""
+        """Remove the temporary files of killed writers, and the directories that become empty."""
         newest_s = time.time() - older_than_s
         left_in: dict[str, list[str]] = defaultdict(list)
         with suppress(FileNotFoundError), self._root.open(_names(prefix)) as top:
             for folder, _, names, descriptor in os.fwalk(".", dir_fd=top.folder):
                 for name in filter(is_temporary, names):
-                    with suppress(FileNotFoundError):  # its writer lives and has finished
+                    with suppress(FileNotFoundError):  # its writer is alive and has finished
                         if os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mtime <= newest_s:
                             left_in[folder].append(name)
         for folder, names in left_in.items():
@@ -160,13 +160,13 @@ class LocalStorage:
                 _unlink(way, names)
 
     def reopened(self) -> "LocalStorage":
-        """Return this folder, each file of it read from the disk or its server instead of from the page cache."""
+        """Return this directory, each file of it read from the disk or its server instead of from the page cache."""
         other = LocalStorage(self._root.path)
         other._rereads = True
         return other
 
     def local_path(self, key: str) -> Path | None:
-        """Return where `key` is.
+        """Return the path of `key`.
 
         Raises:
             PermissionError: If a link leads out of the storage.
@@ -185,7 +185,7 @@ class LocalStorage:
             way, name = self._root.reach(check_key(key))
             with way:
                 file = way.open(name, "rb")
-        if self._rereads and hasattr(os, "posix_fadvise"):  # what was read wrong is in the cache as it was read
+        if self._rereads and hasattr(os, "posix_fadvise"):  # wrong bytes of the first read are still in the cache
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return file
 
@@ -201,15 +201,15 @@ class LocalStorage:
                     _require_whole(file, written, self._path(key))
                 way.replace(temporary, name)
             except BaseException:
-                with suppress(OSError):  # what went wrong first counts
+                with suppress(OSError):  # the first error counts
                     _unlink(way, [temporary])
                 raise
-            with suppress(FileNotFoundError):  # the object was deleted at once, and its folder with it
+            with suppress(FileNotFoundError):  # the object was deleted immediately, and its directory with it
                 way.sync()
         return written
 
     def _create(self, folders: Sequence[str], name: str) -> tuple[Way, io.FileIO]:
-        """Create a file, and the folders above it: a concurrent delete may remove an empty one meanwhile."""
+        """Create a file, and its directories: a concurrent delete may remove an empty one meanwhile."""
         for tries_left in reversed(range(_MANY_DELETES)):
             try:
                 way = self._root.open(folders, make=True)
@@ -219,14 +219,14 @@ class LocalStorage:
                     with way, suppress(OSError):
                         way.remove_if_empty()
                     raise
-            except (FileNotFoundError, FileExistsError):  # mkdir says the latter of a folder that has just gone
+            except (FileNotFoundError, FileExistsError):  # mkdir raises the latter for a directory that was just removed
                 if not tries_left:
                     raise
         raise AssertionError
 
     def _require_space(self, needed_bytes: int) -> None:
         root = self._root.path
-        if not root.exists():  # the first put makes it
+        if not root.exists():  # the first put creates it
             return
         filesystem = os.statvfs(root)
         free_bytes = filesystem.f_bavail * filesystem.f_frsize
@@ -238,7 +238,7 @@ class LocalStorage:
 
 @contextmanager
 def _objects_only(path: Path) -> Iterator[None]:
-    """Call a folder, and what would lie below a file, missing, as an object store does."""
+    """Report a directory, and a path below a file, as missing, as an object store does."""
     try:
         yield
     except (IsADirectoryError, NotADirectoryError) as exc:
@@ -257,17 +257,17 @@ def _unlink(way: Way, names: Iterable[str]) -> None:
 
 
 def _require_whole(file: io.FileIO, written: Transfer, path: Path) -> None:
-    """Raise OSError unless the file is as long as what was written: a rename would make a short one durable."""
+    """Raise OSError unless the file has the size of the written bytes: a rename would make a short one durable."""
     size = os.fstat(file.fileno()).st_size
     if size != written.bytes:
         raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {size} of {written.bytes} bytes are in the file", str(path))
 
 
 def _walk(folder: int, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
-    """Yield what is in an open folder, and close it."""
+    """Yield the files in an open directory, and close it."""
     try:
         with os.scandir(folder) as entries:
-            # A folder sorts as its name with the "/" that its keys continue with: "a-b" comes before "a/b".
+            # A directory sorts as its name with the "/" that its keys continue with: "a-b" comes before "a/b".
             named = sorted(
                 (f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name, entry) for entry in entries
             )
@@ -279,7 +279,7 @@ def _walk(folder: int, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
             elif (after is None or key > after) and not is_temporary(name) and entry.is_file(follow_symlinks=False):
                 try:
                     status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # deleted since the scan
+                except FileNotFoundError:  # deleted after the scan
                     continue
                 yield ObjectInfo(key, status.st_size, status.st_mtime)
     finally:
@@ -289,6 +289,6 @@ def _walk(folder: int, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
 def _walk_below(folder: int, name: str, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
     try:
         below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-    except FileNotFoundError:  # deleted since the scan
+    except FileNotFoundError:  # deleted after the scan
         return
     yield from _walk(below, prefix, after)

@@ -1,4 +1,4 @@
-"""From the text that a person writes to a storage's specification; opens nothing and asks nobody."""
+"""Parsing of a storage's location: from a user's text to a specification; opens nothing and sends no request."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from .protocol import StorageSpec
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs"}
-OBJECT_STORES = _BUCKETS | {"az", "azure", "abfs", "abfss", "adl"}  # whose URLs say container@account
+OBJECT_STORES = _BUCKETS | {"az", "azure", "abfs", "abfss", "adl"}  # their URLs hold container@account
 _BLOCK_SLUGS = {
     "checkpoint-storage",
     "local-file-system",
@@ -21,13 +21,13 @@ _BLOCK_SLUGS = {
 }
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(OBJECT_STORES))}|file|memory|sftp|ssh|ftp|hdfs|smb):/", re.IGNORECASE)
-# What begins with a host's port, or an address in brackets, is no user with a password. As a form's JSON schema says it, too.
+# A host's port, or an address in brackets, is no user with a password. A form's JSON schema uses this pattern, too.
 URL_WITH_LOGIN = r"[A-Za-z][A-Za-z0-9+.-]*://[^/:@\[]*:(?!\d+(/|$))[^@]*@"
 _PASSWORD = re.compile(URL_WITH_LOGIN)
 
 
 def parse_location(text: "str | PathLike[str]") -> StorageSpec | None:
-    """Return what a local path or a URL specifies; None for "block-type-slug/block-name", which only Prefect can resolve.
+    """Return the specification of a local path or a URL; None for "block-type-slug/block-name", which only Prefect can resolve.
 
     Raises:
         ValueError: If it is empty, or a URL that cannot be written to or shows a password.
@@ -44,10 +44,10 @@ def parse_location(text: "str | PathLike[str]") -> StorageSpec | None:
 
 
 def refuse_password(text: str) -> None:
-    """Raise unless `text`, as a URL, shows no password: it would be shown wherever the URL is.
+    """Raise ValueError if `text`, as a URL, contains a password: it would be shown wherever the URL is.
 
     Raises:
-        ValueError: With the way to give it, and without the password.
+        ValueError: With the other ways to give it, and without the password.
 
     """
     if _PASSWORD.match(text):
@@ -77,7 +77,7 @@ def _absolute(path: str) -> str:
 
 
 def normalized(spec: StorageSpec) -> StorageSpec:
-    """Return `spec` with a lower-case scheme and no last slash."""
+    """Return `spec` with a lower-case scheme and no trailing slash."""
     match = URL.match(spec.url)
     if match is None:
         return spec

@@ -1,4 +1,4 @@
-"""Multipart uploads to S3 that nobody will finish: their parts take space that no listing of objects shows."""
+"""Abandoned multipart uploads to S3: their parts take space that no listing of objects shows."""
 
 import logging
 from datetime import timedelta
@@ -13,8 +13,8 @@ _logger = logging.getLogger(__name__)
 def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int:
     """Abort the uploads below `prefix` that began longer ago than this by the server's clock; return how many.
 
-    Costs a request per thousand uploads, through boto3, since object_store cannot list them. A server or a policy that does
-    not let us list them is left to the bucket's lifecycle rule
+    Costs a request per thousand uploads, through boto3, since object_store cannot list them. If a server or a policy does not
+    allow listing them, they are left to the bucket's lifecycle rule
     (https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpu-abort-incomplete-mpu-lifecycle-config.html).
     """
     import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
@@ -35,8 +35,8 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int
 
 
 def _client(store: S3Store) -> Any:
-    import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
-    from botocore.config import Config  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
+    import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
+    from botocore.config import Config  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
 
     config: dict[str, Any] = dict(store.config)
     http: dict[str, Any] = dict(store.client_options or {})

@@ -34,11 +34,11 @@ class ObstoreStorage:
 
     Args:
         url: `s3://bucket/prefix`, `gs://…` or `az://…`.
-        options: object_store's configuration keys, such as `aws_endpoint_url`; the environment's AWS_… variables count where
-            they say nothing, then boto3's own search for credentials.
+        options: object_store's configuration keys, such as `aws_endpoint_url`; for missing ones the environment's AWS_…
+            variables apply, then boto3's own search for credentials.
 
     Raises:
-        ValueError: If the url or an option cannot be one.
+        ValueError: If the url or an option is invalid.
 
     """
 
@@ -52,11 +52,11 @@ class ObstoreStorage:
 
     @property
     def url(self) -> str:
-        """Where this is, without secrets."""
+        """The storage's location, without secrets."""
         return self._url
 
     def put_file(self, key: str, path: Path) -> Transfer:
-        """Store the file at `path`: one request up to 8 MiB, else parts, four at a time."""
+        """Store the file at `path`: one request up to 8 MiB, else parts, four concurrently."""
         size = path.stat().st_size
         if size <= _PART_BYTES:
             data = path.read_bytes()
@@ -66,7 +66,7 @@ class ObstoreStorage:
             return self._put_parts(key, size, lambda part_bytes: iter(partial(file.read, part_bytes), b""))
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
-        """Store `parts` as one object: one request up to 8 MiB, else parts of it from memory, four at a time."""
+        """Store `parts` as one object: one request up to 8 MiB, else parts of it from memory, four concurrently."""
         size = sum(len(part) for part in parts)
         if size <= _PART_BYTES:
             data = b"".join(parts)
@@ -75,13 +75,13 @@ class ObstoreStorage:
         return self._put_parts(key, size, lambda part_bytes: split(parts, part_bytes))
 
     def get_file(self, key: str, path: Path) -> Transfer:
-        """Write the object to `path`, in ranges that are on their way at once."""
+        """Write the object to `path`, in concurrent ranges."""
         size = self.size(key)
-        with path.open("wb", buffering=0) as target:  # into the page cache: who downloads a file reads it next
+        with path.open("wb", buffering=0) as target:  # into the page cache: a downloaded file is read next
             return self._read(key, size, lambda data: write_all(target, data))
 
     def digest(self, key: str) -> Transfer:
-        """Return the size and digest of the object, in ranges that are on their way at once."""
+        """Return the size and digest of the object, in concurrent ranges."""
         return self._read(key, self.size(key), lambda _: None)
 
     def _read(self, key: str, size: int, take: Callable[[memoryview], None]) -> Transfer:
@@ -106,7 +106,7 @@ class ObstoreStorage:
         return self._call(key, lambda: bytes(obstore.get(self._store, check_key(key)).bytes()))
 
     def get_range(self, key: str, start: int, into: memoryview) -> int:
-        """Copy the object's bytes from `start` on into `into`, with one request; returns how many there were."""
+        """Copy the object's bytes from `start` on into `into`, with one request, and return their number."""
         if not into:
             return 0
         if self._leaves_ranges_unsaid:
@@ -120,7 +120,7 @@ class ObstoreStorage:
             left = max(0, self.size(key) - start)
             if left >= len(into):
                 raise
-            return self.get_range(key, start, into[:left])  # some servers refuse a range that goes beyond the end
+            return self.get_range(key, start, into[:left])  # some servers refuse a range that extends beyond the end
         view = memoryview(data)
         into[: len(view)] = view
         return len(view)
@@ -130,7 +130,7 @@ class ObstoreStorage:
         return self._skim(key, start, into) if count is None else count
 
     def _skim(self, key: str, start: int, into: memoryview) -> int:
-        """Read a range by reading all that is before it, from a server that gives whole objects only."""
+        """Read a range by reading everything before it, from a server that sends whole objects only."""
         chunks = self._call(key, lambda: obstore.get(self._store, check_key(key)).stream(min_chunk_size=2**20))
         done, position = 0, 0
         for chunk in chunks:
@@ -151,7 +151,7 @@ class ObstoreStorage:
         yield from self._listing.list(prefix, after)
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Yield the names of the folders directly below `prefix`, a request per thousand."""
+        """Yield the names of the prefixes directly below `prefix`, a request per thousand."""
         below = _below(prefix)
         found = self._call(prefix, lambda: obstore.list_with_delimiter(self._store, below))
         yield from (path.rpartition("/")[2] for path in found["common_prefixes"])
@@ -161,26 +161,26 @@ class ObstoreStorage:
         return self._call(key, lambda: obstore.head(self._store, check_key(key))["size"])
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, a thousand with a request."""
+        """Remove objects, a thousand per request."""
         paths = [check_key(key) for key in keys]
         for start in range(0, len(paths), _DELETE_AT_ONCE):
             batch = paths[start : start + _DELETE_AT_ONCE]
             try:
                 self._call(batch[0], partial(obstore.delete, self._store, batch))
-            except FileNotFoundError:  # S3 does not mind one that is missing; others stop there and leave the rest
+            except FileNotFoundError:  # S3 ignores a missing object; other services stop there and leave the rest
                 for path in batch:
                     with contextlib.suppress(FileNotFoundError):
                         self._call(path, partial(obstore.delete, self._store, path))
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
-        """Abort unfinished multipart uploads to S3; other services forget them by themselves."""
+        """Abort unfinished multipart uploads to S3; other services discard them themselves."""
         if isinstance(self._store, S3Store):
-            from .multipart_uploads import abort_stale_uploads  # noqa: PLC0415 - boto3, for cleaning up only
+            from .multipart_uploads import abort_stale_uploads  # noqa: PLC0415 - boto3, only for removing uploads
 
             abort_stale_uploads(self._store, prefix, older_than_s)
 
     def reopened(self) -> "ObstoreStorage":
-        """Return this storage by a new connection."""
+        """Return this storage with a new connection."""
         return ObstoreStorage(self._url, self._options)
 
     def local_path(self, key: str) -> Path | None:
@@ -219,7 +219,7 @@ class ObstoreStorage:
             if isinstance(exc, OSError) and exc.errno is not None:
                 raise  # of the local file; obstore's own have no number
             translated = translate(exc, f"{self._url}/{key}")
-            exc.args = (first_reason(exc),)  # the server's whole answer may quote the request with its session token
+            exc.args = (first_reason(exc),)  # the server's whole response may quote the request with its session token
             raise translated from exc
 
 
@@ -228,7 +228,7 @@ def _below(prefix: str) -> str | None:
 
 
 class _DigestedParts:
-    """Parts of an object, digested as they are taken."""
+    """Parts of an object, digested as they are read."""
 
     def __init__(self, parts: Iterator[bytes | memoryview]) -> None:
         self._parts = parts

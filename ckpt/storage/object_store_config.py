@@ -14,11 +14,11 @@ from .object_store_errors import first_reason
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-# Of single requests, so that one lost part does not send a whole file again; whole operations are retried around this.
+# For single requests, so that one lost part does not send a whole file again; whole operations are retried around this.
 _REQUEST_RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
-# A download is one request: only a silent one may be cut off, else a large object on a slow line could never be read.
+# A download is one request: only a stalled one may be cut off, else a large object on a slow line could never be read.
 _CLIENT_OPTIONS = {"timeout": "1d", "read_timeout": "120s", "connect_timeout": "10s"}
-# object_store knows several names for one setting and refuses two of them at once.
+# object_store knows several names for one setting and rejects two of them together.
 _ALIASES = {
     "access_key_id": "aws_access_key_id",
     "secret_access_key": "aws_secret_access_key",
@@ -31,7 +31,7 @@ _ALIASES = {
     "aws_endpoint": "aws_endpoint_url",
     "skip_signature": "aws_skip_signature",
 }
-# Settings of the HTTP client: given as part of a store's own, they make obstore panic, with a BaseException
+# Settings of the HTTP client: among a store's own settings, they make obstore panic, with a BaseException
 # (https://github.com/developmentseed/obstore/pull/755).
 _OF_THE_CLIENT = {
     "allow_http",
@@ -54,7 +54,7 @@ def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
     """Open the bucket at `url`; costs no request.
 
     Raises:
-        ValueError: If the url or an option cannot be one.
+        ValueError: If the url or an option is invalid.
 
     """
     config: dict[str, Any] = {}
@@ -68,7 +68,7 @@ def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
     provider = _complete_s3(config) if url.startswith(("s3://", "s3a://")) else None
     if any(str(value).startswith("http://") for value in config.values()):
         client["allow_http"] = "true"
-    open_url: Any = obstore.store.from_url  # its overloads are one per service, and the url decides which
+    open_url: Any = obstore.store.from_url  # it has one overload per service, and the url selects the service
     try:
         store: ObjectStore = open_url(
             re.sub("^gcs://", "gs://", url),
@@ -83,7 +83,7 @@ def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
 
 
 def promises_key_order(store: "ObjectStore") -> bool:
-    """Return whether the service documents that it lists in the order of keys; of other servers, their listings must show it.
+    """Return whether the service documents that it lists in the order of keys; other servers' listings must prove it.
 
     S3 does (https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html), except for directory buckets; so does
     Google Cloud Storage (https://cloud.google.com/storage/docs/json_api/v1/objects/list).
@@ -94,7 +94,7 @@ def promises_key_order(store: "ObjectStore") -> bool:
 
 
 def _complete_s3(config: dict[str, Any]) -> Any:
-    """Fill in the endpoint and the region as AWS' own tools find them, and return where credentials come from, if not there."""
+    """Fill in the endpoint and the region as AWS' own tools find them; return a credential provider unless keys are given."""
     provider, profile_endpoint = (None, None) if _names_credentials(config) else _from_boto3()
     variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     for endpoint in (*map(os.environ.get, variables), profile_endpoint):
@@ -115,13 +115,13 @@ def _is_set(config: Mapping[str, Any], *names: str) -> bool:
 
 
 def _from_boto3() -> tuple[Any, str | None]:
-    """Return boto3's search for credentials (profiles, SSO, roles; they refresh) and the endpoint of its profile."""
+    """Return boto3's credential provider (profiles, SSO, roles; they refresh) and the endpoint of its profile."""
     try:
         import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
-        import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
-        import botocore.session  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
-        from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - as above
-    except ImportError:  # boto3 is missing; object_store looks for a role of the machine by itself
+        import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
+        import botocore.session  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
+        from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - takes a while to import
+    except ImportError:  # boto3 is missing; object_store itself looks for a role of the machine
         return None, None
     session = botocore.session.Session()
     try:

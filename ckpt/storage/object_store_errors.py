@@ -1,4 +1,4 @@
-"""What object_store's errors mean, without the secrets that its texts may hold."""
+"""Translation of object_store's errors, without the secrets that their texts may contain."""
 
 import errno
 import os
@@ -11,8 +11,8 @@ from prefect_torch.ckpt.text import show_age
 
 from .retry import ClockSkewError, CredentialsExpiredError, classify
 
-_PASSING = {408, 409, 425, 429}  # what HTTP says of a moment, not of the request
-_METADATA_HOST = "169.254.169.254"  # where clouds tell machines their role: the last place that is asked for credentials
+_PASSING = {408, 409, 425, 429}  # HTTP statuses of a temporary condition, not of the request
+_METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials
 _STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
 _SKEWED = "<Code>RequestTimeTooSkewed<"
 _TIME = re.compile(r"<(?P<whose>Request|Server)Time>(?P<time>[^<]*)<")
@@ -20,7 +20,7 @@ _ANSWER = re.compile(r"<(?P<name>Code|Message)>(?P<text>[^<]*)<")
 
 
 def translate(error: Exception, where: str) -> Exception:
-    """Return what the Storage protocol promises for object_store's `error`."""
+    """Return the error of the Storage protocol for object_store's `error`."""
     text, reason = str(error), first_reason(error)
     if "NoSuchBucket" in text or "ContainerNotFound" in text:
         return FileNotFoundError(f"the bucket of {where} does not exist: create it, or fix the storage's URL")
@@ -46,7 +46,7 @@ def _translate_status(error: Exception, where: str, reason: str) -> Exception:
     refused = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
     if isinstance(error, refused) or code in (401, 403):
         return PermissionError(f"access to {where} is refused: check the credentials and their policy ({reason})")
-    if code == 507 or "StorageFull" in str(error):  # noqa: PLR2004 - "Insufficient Storage", and what MinIO says
+    if code == 507 or "StorageFull" in str(error):  # noqa: PLR2004 - "Insufficient Storage", and MinIO's code
         return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {reason}", where)
     if (300 <= code < 500 and code not in _PASSING) or code == 501:  # noqa: PLR2004 - HTTP's classes of status codes
         return OSError(f"{where}: {reason}")
@@ -54,14 +54,14 @@ def _translate_status(error: Exception, where: str, reason: str) -> Exception:
 
 
 def _show_skew(answer: str) -> str:
-    """Return by how much the clocks differ, as far as the answer tells.
+    """Return the difference of the clocks, if the response contains it.
 
     https://docs.aws.amazon.com/AmazonS3/latest/userguide/RESTAuthentication.html#RESTAuthenticationTimeStamp
     """
     try:
         told = {it["whose"]: _parse_time(it["time"]) for it in _TIME.finditer(answer)}
         behind_s = (told["Server"] - told["Request"]).total_seconds()
-    except (KeyError, ValueError):  # other servers tell the code only
+    except (KeyError, ValueError):  # other servers send the code only
         return "more than the 15 minutes that S3 allows"
     return f"{show_age(abs(behind_s))} (it is {'behind' if behind_s > 0 else 'ahead'})"
 
@@ -72,7 +72,7 @@ def _parse_time(text: str) -> datetime:
 
 
 def first_reason(error: Exception) -> str:
-    """Return the first line without its URL's query, which may be signed, and the code and message of the server's answer."""
+    """Return the first line without its URL's query, which may be signed, and the code and message of the server's response."""
     text = str(error).strip()
     line = re.sub(r"\?\S*", "", text.partition("\n")[0].partition("<")[0])[:500].rstrip(": ")
     answer = {found["name"]: found["text"] for found in reversed(list(_ANSWER.finditer(text)))}

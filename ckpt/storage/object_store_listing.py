@@ -1,4 +1,4 @@
-"""Listings of buckets, right in whatever order their server lists, with as few requests as that order allows."""
+"""Listings of buckets, complete in any order of their server, with as few requests as that order allows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -9,16 +9,16 @@ LISTED_AT_ONCE = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_Lis
 
 
 class ServerOrder:
-    """What listings have shown of the order that a server lists in; another thread may look while one records.
+    """The order that a server lists in, as far as listings have shown it; another thread may read it while one records.
 
-    Two orders exist that let a listing begin in the middle: by whole keys ("a-b/x" before "a/x", as S3 has it), and by names,
-    folder for folder ("a/x" before "a-b/x", as servers on top of folders have it). A thousand keys in a row in one of them are
-    no chance; fewer prove nothing, but they are one request anyway.
+    Two orders allow a listing to begin in the middle: by whole keys ("a-b/x" before "a/x", as on S3), and by names, level by
+    level ("a/x" before "a-b/x", as on servers over filesystems). A thousand consecutive keys in one of them are no coincidence;
+    fewer prove nothing, but they are one request anyway.
 
     Attributes:
-        by_keys: No two keys were seen that are not in the order of keys.
-        by_names: No two were seen that are not in the order of names.
-        turn: Two neighbours that the order of names has brought into this sequence, and that of keys would not; None without.
+        by_keys: Whether all keys so far were in the order of keys.
+        by_names: Whether all keys so far were in the order of names.
+        turn: Two neighbours that are listed in the order of names, and not in the order of keys; None if there are none.
 
     """
 
@@ -30,7 +30,7 @@ class ServerOrder:
 
     @property
     def is_known(self) -> bool:
-        """Whether a listing may begin in the middle: all that sorts behind a key is then listed behind it."""
+        """Whether a listing may begin in the middle: every key that sorts after the given one is then listed after it."""
         return self._is_known and (self.by_keys or self.by_names)
 
     def see(self, before: str | None, keys: Sequence[str]) -> None:
@@ -45,13 +45,13 @@ class ServerOrder:
 
 
 class BucketListing:
-    """Lists a bucket; what is to follow a key is left to the server only once its order is known.
+    """Lists a bucket; the server is trusted to list after a key only once its order is known.
 
     Args:
         url: The bucket, for messages.
-        pages: Asks the server for the pages below a prefix, after a key in the server's own order.
-        exists: Asks the server for a key.
-        is_documented: Whether the service promises an order.
+        pages: Requests the pages below a prefix from the server, after a key in the server's own order.
+        exists: Requests from the server whether a key exists.
+        is_documented: Whether the service documents an order.
 
     """
 
@@ -72,7 +72,7 @@ class BucketListing:
     def list(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         """Yield the objects below `prefix`, as `Storage.list` promises; a request per thousand.
 
-        Where the order is not known, one request more finds out, if there are more than a thousand.
+        If the order is not known, one more request determines it, if there are more than a thousand objects.
 
         Raises:
             OSError: If the server loses objects between two pages.
@@ -88,17 +88,17 @@ class BucketListing:
             is_known = self._order.is_known
             if (begins_after is not None and not is_known) or (
                 begins_after is None and is_known and after is not None and keys[-1] < after
-            ):  # what was left out may be newer; or the order is known now, and pages can be left out
+            ):  # the part left out may be newer; or the order is known now, and pages can be left out
                 yield from self.list(prefix, after)
                 return
             yield from (info for info in page if after is None or info.key > after)
             last = keys[-1]
 
     def _check_pages(self, prefix: str) -> None:
-        """Return only if a page goes on where the one before ended.
+        """Raise OSError unless a page continues where the one before ended.
 
-        One known server lists by names and goes on by keys: whatever sorts differently, as a manifest and its evaluations do,
-        is lost where a page ends between the two.
+        One known server lists by names and continues by keys: keys that sort differently, as a manifest and its evaluations do,
+        are lost if a page ends between the two.
         """
         if self._goes_on_as_it_lists or self._order.turn is None or not self._order.by_names:
             return

@@ -1,4 +1,4 @@
-"""From whatever a person gives as storage to an open one: a path, a URL, a block's name, a block."""
+"""Opening of a user's storage argument: a path, a URL, a block's name, a block."""
 
 import pickle
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ StorageLike: TypeAlias = "str | PathLike[str] | StorageSpec | Storage | Any"
 
 
 def parse_storage(storage: StorageLike) -> StorageSpec:
-    """Return what every process needs to open `storage`.
+    """Return the specification with which every process opens `storage`.
 
     Args:
-        storage: A local path, a URL, "block-type-slug/block-name", or a block. A folder that is named like a block is
+        storage: A local path, a URL, "block-type-slug/block-name", or a block. A directory that is named like a block is
             written "./s3-bucket/x".
 
     Raises:
@@ -34,19 +34,19 @@ def parse_storage(storage: StorageLike) -> StorageSpec:
 
 
 def open_storage(storage: StorageLike) -> Storage:
-    """Open `storage`; asks the storage nothing yet. An open storage is returned as it is.
+    """Open `storage`; sends no request yet. An open storage is returned as it is.
 
     Raises:
-        ValueError: If it is nothing that can be opened.
+        ValueError: If it cannot be opened.
 
     """
     return storage if is_open(storage) else open_spec(parse_storage(storage), _fresh_options)
 
 
 def _fresh_options(credential_source: bytes) -> Mapping[str, str]:
-    return parse_storage(pickle.loads(credential_source)).options  # noqa: S301 - from our own leader
+    return parse_storage(pickle.loads(credential_source)).options  # noqa: S301 - pickled by this program's own leader
 
 
 def is_open(storage: StorageLike) -> TypeGuard[Storage]:
-    """Return whether `storage` speaks the verbs itself."""
+    """Return whether `storage` implements the protocol's verbs itself."""
     return hasattr(storage, "put_file") and hasattr(storage, "list")

@@ -1,4 +1,4 @@
-"""Parallel I/O: what an object store takes for a small object is mostly waiting, and one large one fills no network."""
+"""Parallel I/O: a small object's request to an object store is mostly waiting, and one large one fills no network."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ _FEW = 8  # threads would cost more than they gain
 
 
 def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
-    """Return what `read` returns for each item, in order, with up to 32 under way; the first error ends it and is raised."""
+    """Return the result of `read` for each item, in order, with up to 32 concurrent; the first error is raised and ends it."""
     wanted = list(items)
     if len(wanted) <= _FEW:
         return [read(item) for item in wanted]
@@ -29,7 +29,7 @@ def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
                     break
                 done.append(read(item))
         except BaseException:
-            failed.set()  # each of the others might be tried for minutes as well
+            failed.set()  # each of the other reads might be retried for minutes as well
             raise
         return done
 
@@ -37,15 +37,15 @@ def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
         try:
             shares = list(pool.map(read_share, range(num_threads)))
         except BaseException:
-            failed.set()  # whoever is told to end does not wait for the rest
+            failed.set()  # an interrupted caller does not wait for the rest
             raise
     return [shares[place % num_threads][place // num_threads] for place in range(len(wanted))]
 
 
 def for_each(items: Iterable[T], work: Callable[[T], R]) -> list[R]:
-    """Do `work` for each of `items`, files or parts of them, and return its results, in order.
+    """Call `work` for each of `items`, files or parts of them, and return its results, in order.
 
-    Eight are under way at once; the first error is raised, and ends the rest.
+    Eight calls run concurrently; the first error is raised, and cancels the rest.
     """
     wanted = list(items)
     if len(wanted) == 1:

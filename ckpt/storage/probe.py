@@ -1,4 +1,4 @@
-"""Whether a storage lets a training do all it does: write, list, read, delete."""
+"""A probe of the operations that a training needs from a storage: write, list, read, delete."""
 
 import errno
 import secrets
@@ -18,9 +18,9 @@ from .retry import ClockSkewError
 Step: TypeAlias = Literal["write", "list", "read", "delete", "forget"]
 ListingOrder: TypeAlias = Literal["keys", "folders", "none"]
 
-PROBE_RETRY_POLICY = RetryPolicy(deadline_s=20.0)  # somebody waits for the answer; a training has two minutes
+PROBE_RETRY_POLICY = RetryPolicy(deadline_s=20.0)  # a person waits for the result; a training has two minutes
 _CONTENT = b"prefect-torch probe"
-_NAMES = ("a.json", "a/b.json", "a-c/d", "b.json", "c")  # of which each of the known orders of listings makes another row
+_NAMES = ("a.json", "a/b.json", "a-c/d", "b.json", "c")  # each known order of listings sorts these differently
 _ADVICE: dict[int | None, str] = {
     errno.ENOSPC: "free some space, or give another place",
     errno.EDQUOT: "free some space, or give another place",
@@ -35,11 +35,11 @@ _RIGHTS: dict[Step, str] = {
 
 
 class StorageUnfitError(CheckpointError):
-    """A storage does not do what trainings need: do as the message says.
+    """A storage lacks an operation that trainings need; the message names the remedy.
 
     Attributes:
-        found: What was wrong.
-        advice: What to do.
+        found: The failure.
+        advice: The remedy.
 
     """
 
@@ -54,13 +54,13 @@ class StorageUnfitError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class StorageProbe:
-    """What was tried at a storage, all of it with success.
+    """The steps tried at a storage, all of them successful.
 
     Attributes:
-        url: Where.
-        took_s: For how many seconds each step was tried, in their order; "forget" lists again after "delete".
-        order: How it lists: by whole "keys", by "folders" and what is in them, or in an order that is "none" of these. Any
-            will do; where it is none, finding the latest of more than a thousand checkpoints lists them all.
+        url: The storage's location.
+        took_s: The duration of each step in seconds, in their order; "forget" lists again after "delete".
+        order: The order of its listings: by whole "keys", by "folders" and their content, or "none" of these. Any order
+            will do; with "none", finding the latest of more than a thousand checkpoints lists them all.
 
     """
 
@@ -70,18 +70,18 @@ class StorageProbe:
 
     @property
     def total_s(self) -> float:
-        """How long it took in all, in seconds."""
+        """The total duration in seconds."""
         return sum(self.took_s.values())
 
 
 def probe_storage(storage: Storage) -> StorageProbe:
-    """Write, list, read and delete small objects under a name that nobody has; nothing of it stays, no new folder either.
+    """Write, list, read and delete small objects under an unused name; nothing of it stays, no new directory either.
 
-    A listing must tell what was put just before, leave out nothing behind the key it begins after, and tell nothing deleted.
-    Costs a dozen requests. A storage that does not answer is given up as its own retries say.
+    A listing must contain an object just stored, leave out nothing after the key it begins after, and contain nothing deleted.
+    Costs a dozen requests. A storage that does not answer fails by its own retry policy.
 
     Raises:
-        StorageUnfitError: With the first step that fails, and what to do.
+        StorageUnfitError: With the first step that fails, and the remedy.
 
     """
     trial = _Trial(storage, f"prefect-torch-probe-{secrets.token_hex(4)}/")
@@ -92,8 +92,8 @@ def probe_storage(storage: Storage) -> StorageProbe:
             try:
                 act()
             except Exception as exc:
-                if not isinstance(exc, StorageError):  # one that does not answer would only be waited for once more
-                    with suppress(Exception):  # what stays behind is told less urgently than why
+                if not isinstance(exc, StorageError):  # a storage that does not answer would only delay the error again
+                    with suppress(Exception):  # leftovers matter less than the reason
                         storage.delete(trial.keys)
                 raise StorageUnfitError(f"{storage.url} does not {step}: {exc}", _advice(step, exc, storage.url)) from exc
             took_s[step] = time.monotonic() - started_s
@@ -166,12 +166,12 @@ def _advice(step: Step, error: Exception, url: str) -> str:
 
 @contextmanager
 def _no_new_folders(storage: Storage) -> Iterator[None]:
-    """Remove the local folders that the first write makes."""
+    """Remove the local directories that the first write creates."""
     root = Path(storage.url)
     missing = [] if "://" in storage.url else [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         yield
     finally:
         for folder in missing:  # the innermost first
-            with suppress(OSError):  # somebody uses it by now
+            with suppress(OSError):  # another process uses it by now
                 folder.rmdir()

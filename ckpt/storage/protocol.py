@@ -1,4 +1,4 @@
-"""The object-store verbs that every backend speaks: string keys, whole objects, nothing renamed."""
+"""The storage protocol: the verbs of every backend, with string keys, whole objects, and no rename."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How patient to be with a storage.
+    """The retry policy of a storage.
 
     Attributes:
-        deadline_s: After how many seconds in all to give up, once there were two tries; a try is never cut short.
+        deadline_s: The total seconds after which to give up, once there were two tries; a try is never cut short.
         first_wait_s: The longest first pause; pauses double and are drawn at random from 0 to their length ("full jitter",
             https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter).
-        longest_wait_s: What a pause grows to at most.
+        longest_wait_s: The longest pause.
 
     """
 
@@ -25,13 +25,14 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StorageSpec:
-    """Everything a process needs to open a storage; travels to the ranks, shows no secret.
+    """Everything that a process needs to open a storage; it is sent to the ranks, and its repr shows no secret.
 
     Attributes:
         url: An absolute local path, or a URL (`s3://bucket/prefix`, `gs://…`, `az://…`, `memory://…`).
-        options: What the backend's client takes besides: endpoint, region, credentials.
-        retry: How patient to be with it.
-        renewal: The block that the options come from, or its name, pickled by this program: where to find fresh credentials.
+        options: The other arguments of the backend's client: endpoint, region, credentials.
+        retry: The storage's retry policy.
+        credential_source: The block that the options come from, or its name, pickled by this program: the source of fresh
+            credentials.
 
     """
 
@@ -43,12 +44,12 @@ class StorageSpec:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One stored object as a listing tells it.
+    """One stored object in a listing.
 
     Attributes:
         key: Relative to the storage's url.
         bytes: Its size.
-        modified_s: When it was written (seconds since the epoch, the storage's clock).
+        modified_s: The time of its last write (seconds since the epoch, the storage's clock).
 
     """
 
@@ -59,10 +60,10 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What moved.
+    """The size and digest of transferred bytes.
 
     Attributes:
-        bytes: How many.
+        bytes: The number of bytes.
         digest: xxh3-128 of them, 32 hexadecimal digits, computed from the very bytes that were sent or received.
 
     """
@@ -72,16 +73,16 @@ class Transfer:
 
 
 class Storage(Protocol):
-    """A place for objects.
+    """A store of objects.
 
     A key is one or more names joined with "/". A verb that returned has taken effect for every reader; one that raised
-    may or may not have. All raise FileNotFoundError for what is missing, PermissionError for what is refused, and
-    StorageError for what may work later. Implementations are safe to share between threads.
+    may or may not have. All raise FileNotFoundError for a missing object, PermissionError for a refused access, and
+    StorageError for an error that may pass. Implementations are safe to share between threads.
     """
 
     @property
     def url(self) -> str:
-        """Where this is, without secrets."""
+        """The storage's location, without secrets."""
         ...
 
     def put_file(self, key: str, path: Path) -> Transfer:
@@ -91,24 +92,24 @@ class Storage(Protocol):
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         """Store `parts`, one after the other, as one object, straight from memory; durable when this returns.
 
-        Whoever calls leaves the memory as it is until then. Parts are bytes (format "B"), and may be empty.
+        The caller leaves the memory unchanged until then. Parts are bytes (format "B"), and may be empty.
         """
         ...
 
     def get_file(self, key: str, path: Path) -> Transfer:
-        """Write the object to `path`, whose folder exists."""
+        """Write the object to `path`, whose directory exists."""
         ...
 
     def digest(self, key: str) -> Transfer:
-        """Return the size and digest of the object, read in full and kept nowhere."""
+        """Return the size and digest of the object, which is read in full and not kept."""
         ...
 
     def get_range(self, key: str, start: int, into: memoryview) -> int:
-        """Fill `into` with the object's bytes from `start` on, and return how many there were: fewer where it ends before."""
+        """Fill `into` with the object's bytes from `start` on, and return their number: fewer if the object ends before."""
         ...
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        """Store a small object, replacing what was there; a reader sees the old one or the new one, whole."""
+        """Store a small object, replacing the old one; a reader sees the old one or the new one, whole."""
         ...
 
     def get_bytes(self, key: str) -> bytes:
@@ -118,21 +119,21 @@ class Storage(Protocol):
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         """Yield every object whose key starts with `prefix`, in any order; one may come twice.
 
-        Every put that returned is among them, and nothing that a delete removed.
+        The objects of all puts that returned are among them, and none that a delete removed.
 
         Args:
-            prefix: Empty, or ends with "/"; folders below it are walked, too.
+            prefix: Empty, or ends with "/"; longer prefixes below it are included.
             after: A key directly below `prefix`, which need not exist: an object whose name sorts before it is left out, and
-                so is one in a folder whose name does. Servers sort by whole keys or by names, folder for folder, so a
-                folder whose name is this one's, or its beginning, may be left out or not.
+                so is one below a prefix whose name does. Servers sort by whole keys, or name by name, so keys below a prefix
+                whose name is this key's, or its beginning, may be left out or not.
 
         """
         ...
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Yield the names of the folders directly below `prefix`, in any order; a folder without objects may be among them.
+        """Yield the names of the prefixes directly below `prefix`, in any order; one without objects may be among them.
 
-        `prefix` is empty or ends with "/". Costs a request per thousand, however much lies in the folders.
+        `prefix` is empty or ends with "/". Costs a request per thousand, at any number of objects below them.
         """
         ...
 
@@ -141,17 +142,17 @@ class Storage(Protocol):
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; one that is missing already is no error."""
+        """Remove objects; a missing one is no error."""
         ...
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
-        """Remove what puts below `prefix` left behind that were interrupted longer ago than this; no object is touched."""
+        """Remove the leftovers below `prefix` of puts that were interrupted longer ago than this; no object is affected."""
         ...
 
     def reopened(self) -> "Storage":
-        """Return this storage by a new connection, past what this one may have got wrong and kept; asks nothing yet."""
+        """Return this storage with a new connection and without cached state, which may be wrong; sends no request yet."""
         ...
 
     def local_path(self, key: str) -> Path | None:
-        """Return the file or folder that holds `key` when this machine can read it in place, else None."""
+        """Return the file or directory that holds `key` if this machine can read it in place, else None."""
         ...

@@ -1,4 +1,4 @@
-"""An object in ranges, several of a large one on their way at once, in memory that is used again."""
+"""Ranged reads of an object, several concurrent ones for a large object, in reused memory."""
 
 import mmap
 from collections import deque
@@ -6,24 +6,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 RANGE_BYTES = 4 * 2**20
-_LARGE_BYTES = 16 * RANGE_BYTES  # smaller files come several at a time, and threads of their own would only cost
+_LARGE_BYTES = 16 * RANGE_BYTES  # smaller files are read several at a time, and threads of their own would only cost
 _AHEAD = 8
 
 Read = Callable[[int, memoryview], int]
 
 
 def read_in_order(size: int, read: Read, take: Callable[[memoryview], None]) -> None:
-    """Call `take` with all bytes of an object, in order, as they come; holds 4 MiB of a small one, and 32 MiB of a large one.
+    """Call `take` with all bytes of an object, in order, as they arrive; holds 4 MiB of a small object, 32 MiB of a large one.
 
     Args:
-        size: How many there are.
-        read: Fills the memory that it is given with the bytes from a place on, and returns how many there were.
-        take: Called by the caller's thread; the memory, aligned to pages, is used again when it returns.
+        size: The number of bytes.
+        read: Fills the given memory with the bytes from an offset on, and returns their number.
+        take: Called by the caller's thread; the memory, aligned to pages, is reused when it returns.
 
     """
     for wanted, data in _ahead(size, read) if size > _LARGE_BYTES else _one_by_one(size, read):
         take(data)
-        if len(data) < wanted:  # it ends here, which its digest will tell
+        if len(data) < wanted:  # the object ends here, which its digest will show
             return
 
 
@@ -52,4 +52,4 @@ def _arrived(data: memoryview, reading: "Future[int]") -> tuple[int, memoryview]
 
 
 def _memory(size: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]  # of pages, as writes past the page cache ask
+    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]  # of pages, as writes past the page cache require

@@ -1,4 +1,4 @@
-"""Which storage errors are worth another try, and how long: the one place that knows."""
+"""The only module that decides which storage errors are worth another try, and for how long."""
 
 import errno
 import random
@@ -51,25 +51,25 @@ _EXPIRED = (
     "token included in the request is expired",
     "sso session associated with this profile has expired",
 )
-# A transfer may outlast the deadline before it first fails, and is still worth one more try.
+# A transfer may take longer than the deadline before it first fails, and is still worth one more try.
 _LEAST_TRIES = 2
 _LISTED_AT_ONCE = 1000
 _MOST_DOUBLINGS = 60  # more would overflow, and the longest pause is reached long before
-_jitter = random.Random()  # noqa: S311 - no secret hangs on it
+_jitter = random.Random()  # noqa: S311 - not used for secrets
 _retries_end: ContextVar[threading.Event | None] = ContextVar("retries_end", default=None)
 
 
 class CredentialsExpiredError(PermissionError):
-    """The storage refused credentials that were good before: a new client may have fresh ones."""
+    """The storage refused credentials that were valid before: a new client may have fresh ones."""
 
 
 class ClockSkewError(PermissionError):
-    """The storage refused a request that says another time than its own clock: set this machine's clock."""
+    """The storage refused a request whose time differs from its own clock: set this machine's clock."""
 
 
 def classify(error: BaseException) -> ErrorClass:
-    """Say what helps: waiting, fresh credentials, or nothing."""
-    if isinstance(error, (FileNotFoundError, ValueError)):  # first: their text quotes keys, which may hold any words
+    """Return the class of `error` by its remedy: waiting, fresh credentials, or none."""
+    if isinstance(error, (FileNotFoundError, ValueError)):  # first: their text quotes keys, which may contain any words
         return "final"
     if isinstance(error, CredentialsExpiredError) or any(words in str(error).lower() for words in _EXPIRED):
         return "credentials"
@@ -94,13 +94,13 @@ def retries_ended_by(event: threading.Event) -> Iterator[None]:
 
 
 class RetryingStorage:
-    """A storage that tries again what may work later, and opens itself anew when its credentials have expired.
+    """A storage that retries operations that may succeed later, and reopens itself when its credentials have expired.
 
-    Each verb raises StorageError once the deadline has passed, and at once what no retry can help.
+    Each verb raises StorageError once the deadline has passed, and immediately any error that no retry can help.
 
     Args:
         reopen: Opens the storage, reading its credentials anew.
-        policy: How patient to be.
+        policy: The retry policy.
 
     """
 
@@ -112,7 +112,7 @@ class RetryingStorage:
 
     @property
     def url(self) -> str:
-        """Where this is, without secrets."""
+        """The storage's location, without secrets."""
         return self._storage.url
 
     def put_file(self, key: str, path: Path) -> Transfer:
@@ -144,9 +144,9 @@ class RetryingStorage:
         return self._retry("reading", key, lambda storage: storage.get_range(key, start, into))
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-        """Yield the objects below `prefix`; after a page that fails, what another listing tells besides, from its beginning.
+        """Yield the objects below `prefix`; after a page that fails, the remaining ones of a new listing from its beginning.
 
-        Where the one that failed would have gone on is known to nobody: the next may come in another order.
+        The position at which the failed listing would have continued is unknown: the next may have another order.
         """
         listing: Iterator[ObjectInfo] | None = None
         seen: set[str] = set()
@@ -155,7 +155,7 @@ class RetryingStorage:
             nonlocal listing
             begun, listing = listing or storage.list(prefix, after=after), None
             page = tuple(islice((info for info in begun if info.key not in seen), _LISTED_AT_ONCE))
-            listing = begun  # only now: one that failed has ended, and the next try begins another
+            listing = begun  # only now: a failed listing has ended, and the next try begins another
             seen.update(info.key for info in page)
             return page
 
@@ -163,7 +163,7 @@ class RetryingStorage:
             yield from page
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Yield the names of the folders directly below `prefix`."""
+        """Yield the names of the prefixes directly below `prefix`."""
         yield from self._retry("listing", prefix, lambda storage: tuple(storage.folders(prefix)))
 
     def size(self, key: str) -> int:
@@ -177,15 +177,15 @@ class RetryingStorage:
             self._retry("deleting", all_keys[0], lambda storage: storage.delete(all_keys))
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
-        """Remove what interrupted puts left behind."""
+        """Remove the leftovers of interrupted puts."""
         self._retry("cleaning", prefix, lambda storage: storage.remove_interrupted(prefix, older_than_s))
 
     def reopened(self) -> "RetryingStorage":
-        """Return this storage by a new connection."""
+        """Return this storage with a new connection."""
         return RetryingStorage(self._open_anew, self._policy)
 
     def local_path(self, key: str) -> Path | None:
-        """Return where `key` can be read in place, if anywhere."""
+        """Return the local path at which `key` can be read in place, or None."""
         return self._retry("reading", key, lambda storage: storage.local_path(key))
 
     def _retry(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
@@ -199,8 +199,8 @@ class RetryingStorage:
             return self._retry_after(exc, call, _Call(doing, key, used, started_s))
 
     def _retry_after(self, first: Exception, call: Callable[[Storage], T], asked: "_Call") -> T:
-        """Go on after the first try failed, which is what tenacity is told of as its first."""
-        from tenacity import (  # noqa: PLC0415 - 60 ms, which a storage that fails can spend better than every rank's start
+        """Retry after the first try failed, which tenacity counts as its first."""
+        from tenacity import (  # noqa: PLC0415 - 60 ms, which a failing storage can better afford than every rank's start
             Retrying,
             retry_if_exception,
             sleep_using_event,
@@ -252,7 +252,7 @@ class RetryingStorage:
         return retrying(call_newest)
 
     def _open_anew(self) -> Storage:
-        with self._one_replaces:  # credentials come from an iterator, which two threads must not ask at once
+        with self._one_replaces:  # credentials come from an iterator, which two threads must not advance concurrently
             return self._reopen()
 
     def _replace(self, expired: Storage) -> None:
@@ -269,7 +269,7 @@ def _draw_wait_s(policy: RetryPolicy, num_tries: int) -> float:
 
 @dataclass
 class _Call:
-    """One call of a verb: what it is for a person, the storage that was used last, and when it began."""
+    """One call of a verb: its description for messages, the storage that was used last, and its start time."""
 
     doing: str
     key: str

@@ -1,6 +1,6 @@
-"""A folder that no name leads out of: what is below it is opened name by name, each in the folder before, and no link blindly.
+"""A root directory that no name leads out of: each name below it is opened in the directory before, and no link blindly.
 
-A path that is checked and then used may mean another place by then. A descriptor stays on its folder
+A path that is checked and then used may mean another location by then. A descriptor stays on its directory
 (https://man7.org/linux/man-pages/man2/open.2.html, "Rationale for openat() and other directory file descriptor APIs").
 """
 
@@ -13,18 +13,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, final
 
-# Of a folder on the way only its place is wanted: where there is O_PATH, opening asks a file server for nothing but the name.
+# A directory on the way needs no access: with O_PATH, opening one requests nothing but the name from a file server.
 _PLACE = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
 _LISTED = os.O_RDONLY | os.O_DIRECTORY
-_STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY}  # the last: something is mounted there
+_STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY}  # the last: a mount point
 
 
 @final
 class Way:
-    """The open folders from a root down to one of them; closed by `with`.
+    """The open directories from a root down to one of them; closed by `with`.
 
     Args:
-        root: The folder to begin with; may be a link itself.
+        root: The directory to begin with; may be a link itself.
 
     """
 
@@ -42,18 +42,18 @@ class Way:
 
     @property
     def folder(self) -> int:
-        """The descriptor of the last folder."""
+        """The descriptor of the last directory."""
         return self._descriptors[-1]
 
     def path(self, name: str) -> Path:
-        """Return what a person calls `name` in the last folder."""
+        """Return the full path of `name` in the last directory, for messages."""
         return self._root.joinpath(*self._names, name)
 
     def enter(self, name: str, *, make: bool) -> None:
-        """Go on into the folder `name`; one that is made is synced into its parent: a lost one takes all below it along.
+        """Enter the directory `name`; a new one is synced into its parent, since a lost one loses everything below it.
 
         Raises:
-            OSError: If there is none; NotADirectoryError or ELOOP, depending on the system, if `name` is a link.
+            OSError: If it does not exist; NotADirectoryError or ELOOP, depending on the system, if `name` is a link.
 
         """
         try:
@@ -61,7 +61,7 @@ class Way:
         except FileNotFoundError:
             if not make:
                 raise
-            with suppress(FileExistsError):  # somebody else was faster
+            with suppress(FileExistsError):  # another process was faster
                 os.mkdir(name, dir_fd=self.folder)
             self.sync()
             descriptor = os.open(name, _PLACE | os.O_NOFOLLOW, dir_fd=self.folder)
@@ -69,14 +69,14 @@ class Way:
         self._names.append(name)
 
     def is_link(self, name: str) -> bool:
-        """Return whether `name` is a link in the last folder."""
+        """Return whether `name` is a link in the last directory."""
         try:
             return stat.S_ISLNK(self.status(name).st_mode)
         except FileNotFoundError:
             return False
 
     def status(self, name: str) -> os.stat_result:
-        """Return what the filesystem says of `name` itself."""
+        """Return the status of `name` itself."""
         try:
             return os.stat(name, dir_fd=self.folder, follow_symlinks=False)
         except OSError as exc:
@@ -84,7 +84,7 @@ class Way:
             raise
 
     def open(self, name: str, mode: Literal["rb", "xb"]) -> io.FileIO:
-        """Open the file `name`, which is no link; "xb" makes it."""
+        """Open the file `name`, which is no link; "xb" creates it."""
         flags = os.O_RDONLY if mode == "rb" else os.O_WRONLY | os.O_CREAT | os.O_EXCL
         descriptor = -1
         try:
@@ -97,7 +97,7 @@ class Way:
             raise
 
     def replace(self, source: str, target: str) -> None:
-        """Rename a file of the last folder."""
+        """Rename a file of the last directory."""
         os.replace(source, target, src_dir_fd=self.folder, dst_dir_fd=self.folder)
 
     def unlink(self, name: str) -> None:
@@ -105,19 +105,19 @@ class Way:
         try:
             os.unlink(name, dir_fd=self.folder)
         except OSError as exc:
-            exc.filename = str(self.path(name))  # as above
+            exc.filename = str(self.path(name))  # the call knew the last name only
             raise
 
     def listed(self) -> int:
-        """Return a descriptor of the last folder to list or sync it with, the caller's to close."""
+        """Return a descriptor of the last directory for listing or syncing, which the caller closes."""
         return os.open(".", _LISTED, dir_fd=self.folder)
 
     def sync(self) -> None:
-        """Make the names in the last folder durable."""
+        """Make the names in the last directory durable."""
         sync_folder(self.listed())
 
     def remove_if_empty(self) -> None:
-        """Remove the last folder if it is empty, then the one above; never the root."""
+        """Remove the last directory if it is empty, then its parent; never the root."""
         for name, parent in zip(reversed(self._names), reversed(self._descriptors[:-1]), strict=True):
             try:
                 os.rmdir(name, dir_fd=parent)
@@ -128,10 +128,10 @@ class Way:
 
 
 class RootFolder:
-    """A folder of the local filesystem; links below it are followed as far as they stay below it.
+    """A directory of the local filesystem; links below it are followed as long as they stay below it.
 
     Args:
-        path: Where; need not exist, and may be a link itself.
+        path: Its path; need not exist, and may be a link itself.
 
     """
 
@@ -139,16 +139,16 @@ class RootFolder:
         self.path = path
 
     def open(self, names: Sequence[str], *, make: bool = False) -> Way:
-        """Open the folder below the root that `names` lead to.
+        """Open the directory below the root that `names` lead to.
 
         Args:
-            names: The folders on the way; none for the root.
-            make: Whether to make those that are missing, the root and what is above it, too.
+            names: The directories on the way; none for the root.
+            make: Whether to create missing directories, including the root and its parents.
 
         Raises:
-            FileNotFoundError: If there is none.
-            NotADirectoryError: If something else is there.
-            PermissionError: If a link leads out, saying where to.
+            FileNotFoundError: If it does not exist.
+            NotADirectoryError: If it is no directory.
+            PermissionError: If a link leads out, with its target.
 
         """
         if make:
@@ -167,12 +167,12 @@ class RootFolder:
         return way
 
     def reach(self, key: str) -> tuple[Way, str]:
-        """Return the open folder of the file at `key`, and its name there, which is no link.
+        """Return the open directory of the file at `key`, and its name there, which is no link.
 
         Raises:
-            FileNotFoundError: If there is no such folder.
-            NotADirectoryError: If something else is there.
-            PermissionError: If a link leads out, saying where to.
+            FileNotFoundError: If there is no such directory.
+            NotADirectoryError: If it is no directory.
+            PermissionError: If a link leads out, with its target.
 
         """
         *folders, name = key.split("/")
@@ -183,22 +183,22 @@ class RootFolder:
             return self.reach("/".join(self._inside(way.path(name))))
 
     def _inside(self, link: Path) -> tuple[str, ...]:
-        """Return the names that lead where `link` leads."""
+        """Return the names that lead to the target of `link`."""
         place = Path(os.path.realpath(link))
         root = Path(os.path.realpath(self.path))
         if not place.is_relative_to(root):
             raise PermissionError(f"{link} leads out of the storage {self.path} to {place}: give that as the storage")
-        if place.is_symlink():  # what leads to itself resolves to a link
+        if place.is_symlink():  # a link to itself resolves to a link
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
         return place.relative_to(root).parts
 
 
 def sync_folder(descriptor: int) -> None:
-    """Make the names in a folder durable, and close the descriptor."""
+    """Make the names in a directory durable, and close the descriptor."""
     try:
         os.fsync(descriptor)
     except OSError as exc:
-        if exc.errno != errno.EINVAL:  # some network filesystems cannot sync a folder and need not
+        if exc.errno != errno.EINVAL:  # some network filesystems cannot sync a directory and need not
             raise
     finally:
         os.close(descriptor)
@@ -210,7 +210,7 @@ def _make_root(folder: Path) -> None:
     _make_root(folder.parent)
     try:
         folder.mkdir()
-    except FileExistsError:  # another writer's, unless it is no folder
+    except FileExistsError:  # another writer's, unless it is no directory
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
     sync_folder(os.open(folder.parent, _LISTED))

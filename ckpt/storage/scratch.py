@@ -1,4 +1,4 @@
-"""Folders of this process's own, which the next process on the machine removes if this one is killed."""
+"""Scratch directories of this process, which the next process on the machine removes if this one is killed."""
 
 import fcntl
 import os
@@ -18,14 +18,14 @@ _held: dict[Path, int] = {}  # the descriptor by which this process holds each, 
 
 
 def make_scratch(parent: Path | None = None) -> Path:
-    """Return a new, empty folder in `parent` (None: among the temporary files) that lasts no longer than this process.
+    """Return a new, empty directory in `parent` (None: the temporary directory) that exists no longer than this process.
 
-    The first one that a process makes in `parent` removes those of killed processes, where the filesystem has locks. Where it
-    is shared among machines, these are the ones of this machine since its boot: another's lock may not be seen here.
+    The first call for a `parent` in a process removes directories of killed processes, if the filesystem has locks. On a
+    filesystem shared among machines, these are the ones of this machine since its boot: another's lock may be invisible here.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _sweep(parent)
-    made = Path(tempfile.mkdtemp(prefix=".prefect-torch-making-", dir=parent))  # nobody sweeps it before it is held
+    made = Path(tempfile.mkdtemp(prefix=".prefect-torch-making-", dir=parent))  # no process sweeps it before it is held
     descriptor = _hold(made)
     folder = made.replace(parent / f"{_PREFIX}{_own_mark()}-{made.name.rpartition('-')[2]}")
     _held[folder] = descriptor
@@ -33,20 +33,20 @@ def make_scratch(parent: Path | None = None) -> Path:
 
 
 def hold_scratch(folder: Path) -> None:
-    """Hold a folder whose name another machine's process has made up; harmless where it is held already."""
+    """Hold a directory that another machine's process has named; do nothing if it is held already."""
     if folder not in _held:
         _held[folder] = _hold(folder)
 
 
 def remove_scratch(folder: Path) -> None:
-    """Delete a folder of this process's own."""
+    """Delete a directory of this process."""
     shutil.rmtree(folder, ignore_errors=True)
     os.close(_held.pop(folder))
 
 
 @contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Yield a folder as `make_scratch` makes it, and delete it."""
+    """Yield a directory made by `make_scratch`, and delete it."""
     folder = make_scratch(parent)
     try:
         yield folder
@@ -73,6 +73,6 @@ def _own_mark() -> str:
 
 def _hold(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):  # without locks nobody sweeps either
+    with suppress(OSError):  # without locks no process sweeps either
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
