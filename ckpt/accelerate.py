@@ -1,4 +1,4 @@
-"""Accelerate trainings that report their state: a loop of one's own that saves and loads with an Accelerator.
+"""Reports of Accelerate trainings: a custom loop that saves and loads its state with an Accelerator.
 
     def train_fn(config):
         accelerator = Accelerator()
@@ -43,16 +43,16 @@ def report_state(
     upload: Upload | None = None,
     safe_serialization: bool = True,
 ) -> None:
-    """Report what `accelerator.save_state` writes, durable when this returns; every rank calls it, equally often.
+    """Report the files that `accelerator.save_state` writes, durable when this returns; every rank calls it, equally often.
 
     The checkpoint holds `checkpoint/`: models, optimizers, schedulers, samplers, each rank's random state, and
-    all that is registered for checkpointing. Each rank brings what it owns. With `automatic_checkpoint_naming` the Accelerator
-    writes to its own folder and rotates there as ever; otherwise to a temporary one.
+    all objects registered for checkpointing. Each rank reports its own files. With `automatic_checkpoint_naming` the
+    Accelerator writes to its own directory and rotates there as usual; otherwise to a temporary one.
 
     Outside of a training function it warns and does nothing, so that the same script runs on its own.
 
     Args:
-        accelerator: It has prepared all that belongs to the state.
+        accelerator: The Accelerator that has prepared every object of the state.
         metrics: As `report` takes them; rank 0's count.
         step: As `report` takes it.
         progress: As `report` takes it.
@@ -79,19 +79,19 @@ def report_state(
 
 
 def load_state(accelerator: Accelerator, **arguments: Any) -> Checkpoint | None:
-    """Have `accelerator` load the checkpoint that this attempt continues, verified, and return it; None on a fresh start.
+    """Load the checkpoint that this attempt continues into `accelerator`, verified, and return it; None on a fresh start.
 
-    None, too, outside of a training function. Call it after `prepare` and `register_for_checkpointing`; the checkpoint's
-    `step` and `metrics` tell where to go on.
+    It also returns None outside of a training function. Call it after `prepare` and `register_for_checkpointing`; the
+    checkpoint's `step` and `metrics` show where to continue.
 
     Args:
-        accelerator: It has prepared what it had prepared when the state was reported.
-        arguments: As `Accelerator.load_state` takes them besides the folder.
+        accelerator: The Accelerator that has prepared the same objects as when the state was reported.
+        arguments: As `Accelerator.load_state` takes them in addition to the directory.
 
     Raises:
         ValueError: If the Accelerator does not train on exactly the ranks that exist.
         CheckpointNotFoundError: If the checkpoint was not reported by `report_state`.
-        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointCorruptError: If a file differs from the committed one.
 
     """
     context = context_or_none()
@@ -107,7 +107,7 @@ def load_state(accelerator: Accelerator, **arguments: Any) -> Checkpoint | None:
 
 @contextmanager
 def _saved_state(accelerator: Accelerator, context: TrainContext, safely: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder with the saved state, and whether it is ours to take files from; it has one path on every rank."""
+    """Yield the directory of the saved state, the same path on every rank, and whether its files may be adopted."""
     if accelerator.project_configuration.automatic_checkpoint_naming:
         _skip_names_in_use(accelerator)
         yield Path(accelerator.save_state(safe_serialization=safely)), False
@@ -117,8 +117,8 @@ def _saved_state(accelerator: Accelerator, context: TrainContext, safely: bool) 
 
 
 def _skip_names_in_use(accelerator: Accelerator) -> None:
-    """Name on from the folders that an attempt before this one has left, which `save_state` would refuse to write to."""
-    accelerator.wait_for_everyone()  # before anybody makes the next
+    """Continue the numbering after the directories of an earlier attempt, which `save_state` would refuse to write to."""
+    accelerator.wait_for_everyone()  # before any rank makes the next
     paths = list(folder.iterdir()) if (folder := Path(accelerator.project_dir, "checkpoints")).is_dir() else []
     used = [int(match[1]) for path in paths if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))]
     configuration = accelerator.project_configuration

@@ -1,4 +1,4 @@
-"""The Prefect block that says where checkpoints go."""
+"""The Prefect block with the location of checkpoints."""
 
 from prefect_torch.ckpt.storage.blocks import CheckpointStorage
 

@@ -1,4 +1,4 @@
-"""A handle to a checkpoint: a folder of files, wherever it lies."""
+"""A handle to a checkpoint: a directory of files, local or in a storage."""
 
 import json
 import logging
@@ -32,8 +32,8 @@ class Checkpoint:
     """A checkpoint to report, or one to read.
 
     Args:
-        path: A local folder of files, or the path or URL of a committed checkpoint (`<storage>/<run>/checkpoints/<id>`).
-            Costs no request; what does not exist raises when it is read.
+        path: A local directory of files, or the path or URL of a committed checkpoint (`<storage>/<run>/checkpoints/<id>`).
+            Costs no request; a checkpoint that does not exist raises when it is read.
 
     """
 
@@ -54,7 +54,7 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | PathLike[str]) -> "Checkpoint":
-        """Return the local folder `path` as a checkpoint to report; nothing is read before the report."""
+        """Return the local directory `path` as a checkpoint to report; nothing is read before the report."""
         checkpoint = cls.__new__(cls)
         checkpoint.path = _named(path)
         checkpoint._store = checkpoint._manifest = checkpoint._id = None
@@ -70,19 +70,19 @@ class Checkpoint:
 
     @property
     def id(self) -> str | None:
-        """The id of a committed checkpoint; None for a plain folder."""
+        """The id of a committed checkpoint; None for a plain directory."""
         return self._id
 
     @property
     def step(self) -> int:
-        """The step of a committed checkpoint; -1 for a plain folder, which comes before every step."""
+        """The step of a committed checkpoint; -1 for a plain directory, which comes before every step."""
         return -1 if self._id is None else self.manifest.step
 
     @property
     def metrics(self) -> Metrics:
-        """What rank 0 reported with a committed checkpoint, and what evaluations attached to it; empty for a plain folder.
+        """The metrics of a committed checkpoint: those of rank 0's report and of its evaluations; empty for a plain directory.
 
-        `get_checkpoint()` tells what was reported alone, so that all ranks are told the same.
+        The checkpoint of `get_checkpoint()` has the reported metrics alone, so that they are the same on all ranks.
         """
         return {} if self._id is None else dict(self.manifest.metrics)
 
@@ -91,7 +91,7 @@ class Checkpoint:
         """The manifest of a committed checkpoint, read once.
 
         Raises:
-            CheckpointNotFoundError: If there is none: the checkpoint was pruned, never committed, or is a plain folder.
+            CheckpointNotFoundError: If there is none: the checkpoint was pruned, never committed, or is a plain directory.
 
         """
         if self._manifest is None:
@@ -102,15 +102,15 @@ class Checkpoint:
 
     @property
     def store(self) -> Run | None:
-        """The run of a committed checkpoint; None for a plain folder."""
+        """The run of a committed checkpoint; None for a plain directory."""
         return self._store
 
     @property
     def directory(self) -> Path | None:
-        """The folder of a checkpoint that is not committed, None for a committed one.
+        """The directory of a checkpoint that is not committed, None for a committed one.
 
         Raises:
-            CheckpointNotFoundError: If the folder does not exist.
+            CheckpointNotFoundError: If the directory does not exist.
 
         """
         if self._store is not None:
@@ -121,32 +121,32 @@ class Checkpoint:
         return directory
 
     def verify(self, level: VerifyLevel = "digest") -> None:
-        """Return only if a committed checkpoint is what was committed; see `CheckpointStore.verify`."""
+        """Raise unless a committed checkpoint's stored files are those that were committed; see `CheckpointStore.verify`."""
         if self._store is not None:
             verify(self._store, self.manifest, level)
 
     @contextmanager
     def as_directory(self, *, include: Include = None, own_files: bool = False) -> Iterator[str]:
-        """Yield the path of a local folder with the files, whole and verified; read it, do not change it.
+        """Yield the path of a local directory with the files, whole and verified; read it, do not change it.
 
-        In place where this machine sees the files, after reading them once to verify. Otherwise each file is downloaded once
-        per node, however many processes and threads ask for it, below the folder for temporary files (`TMPDIR`), and all are
-        deleted after the last reader.
+        Where this machine sees the files, they are yielded in place, after one read of each to verify it. Otherwise each file
+        is downloaded once per node, for all processes and threads that request it, below the directory for temporary files
+        (`TMPDIR`). The downloads are deleted after the last reader.
 
-        With `include` or `own_files`, only what they choose is verified, or downloaded, and counts; the folder may hold more.
+        With `include` or `own_files`, only the chosen files are verified or downloaded; the directory may hold others.
 
         Args:
-            include: Patterns of the paths to have: "*.pt", "optimizer/*", or a folder's name for all that is in it; "*"
-                matches "/", too. None means every file, or with `own_files` no more than those.
-            own_files: Have the files that this rank itself stored. What several ranks brought alike, the lowest of them
-                stored. Outside of a training, this is rank 0 of 1.
+            include: Patterns of the paths to have: "*.pt", "optimizer/*", or a directory's name for all files in it; "*"
+                also matches "/". None means every file, or with `own_files` only those.
+            own_files: Have the files that this rank itself stored. A file that several ranks reported with equal content was
+                stored by the lowest of them. Outside of a training, this is rank 0 of 1.
 
         Raises:
             CheckpointNotFoundError: If it was pruned or never existed.
-            CheckpointCorruptError: If a file differs from what was committed.
-            ValueError: If a pattern matches no file, naming some that there are.
+            CheckpointCorruptError: If a file differs from the committed one.
+            ValueError: If a pattern matches no file, naming some of the files.
             RankLocalStateError: If `own_files`, and another number of ranks stored it.
-            OSError: If there is no space for what is downloaded, or where it goes is not this user's alone, naming the place.
+            OSError: If there is no space for the downloads, or their directory is not this user's alone, naming the directory.
 
         """
         if self._store is None:
@@ -165,17 +165,17 @@ class Checkpoint:
         include: Include = None,
         own_files: bool = False,
     ) -> str:
-        """Copy the files, verified, into a folder of the caller's and return its path.
+        """Copy the files, verified, into a directory of the caller's and return its path.
 
         Args:
-            path: The folder, made if missing; None makes a new temporary one.
+            path: The directory, created if missing; None creates a new temporary one.
             include: Patterns of the paths to copy; see `as_directory`.
             own_files: Copy the files that this rank itself stored; see `as_directory`.
 
         Raises:
             CheckpointNotFoundError: If it was pruned or never existed.
-            CheckpointCorruptError: If a file differs from what was committed.
-            ValueError: If a pattern matches no file, naming some that there are.
+            CheckpointCorruptError: If a file differs from the committed one.
+            ValueError: If a pattern matches no file, naming some of the files.
             RankLocalStateError: If `own_files`, and another number of ranks stored it.
 
         """
@@ -201,25 +201,26 @@ class Checkpoint:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Restore `state`, as it was given to `report(..., state=...)`, in place; every byte is verified before it counts.
+        """Restore `state`, as it was given to `report(..., state=...)`, in place; every byte is verified before it is used.
 
-        Each rank reads what it needs, in parallel: a DTensor its own part, whatever the number of ranks that stored it. Names
-        that `state` leaves out are not read; a dict below a name gets back all that it held. All names, shapes and dtypes are
-        compared before anything changes; after an error while reading, parts of `state` are restored and others not.
+        The ranks read in parallel, each only the data it needs: for a DTensor its own part, whatever the number of ranks that
+        stored it. Names that `state` leaves out are not read; a dict below a name gets back every item it held. All names,
+        shapes and dtypes are compared before anything changes; after an error while reading, parts of `state` are restored
+        and others not.
 
         Args:
             state: Modules, optimizers and other objects with `load_state_dict`, tensors, plain values and containers of them,
                 under the names of the report. An optimizer may be fresh.
-            rank_local: Called as `rank_local(name, values, rank, world_size)`, with the values of all former ranks, for what
-                differed between ranks when these were not as many; returns this rank's. None raises instead.
-            rank: This rank; None asks the training, or takes 0 outside of one.
-            world_size: The number of ranks; None asks the training, or takes 1 outside of one.
+            rank_local: Called as `rank_local(name, values, rank, world_size)`, with the values of all former ranks, for each
+                value that differed between ranks of another number; returns this rank's value. None raises instead.
+            rank: This rank; None means that of the training, or 0 outside of one.
+            world_size: The number of ranks; None means that of the training, or 1 outside of one.
 
         Raises:
             ValueError: If `state` is no dict.
-            StateMismatchError: If `state` has something that the checkpoint has not, or in another shape or dtype.
-            RankLocalStateError: If ranks had values of their own, and were not as many, without `rank_local`.
-            CheckpointCorruptError: If what is stored differs from what was committed.
+            StateMismatchError: If `state` has a name that the checkpoint lacks, or holds in another shape or dtype.
+            RankLocalStateError: If ranks of another number had values of their own, without `rank_local`.
+            CheckpointCorruptError: If the stored data differ from the committed ones.
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 
         """
@@ -241,23 +242,23 @@ class Checkpoint:
     def to_safetensors(self, path: str | PathLike[str], *, key: str = "model") -> str:
         """Write the whole tensors of a reported state to one safetensors file, verified, and return its path.
 
-        They are put together from what all ranks stored, however the model was sharded, in the memory of a few blocks of
-        4 MiB; the file appears whole or not at all. Their names are those of the module's `state_dict()`; a tensor that has
-        several is written under each. What is no tensor is left out, with a warning.
+        The tensors are assembled from the parts that all ranks stored, however the model was sharded, in the memory of a few
+        blocks of 4 MiB; the file appears whole or not at all. Their names are those of the module's `state_dict()`; a tensor
+        with several names is written under each. Values that are no tensors are left out, with a warning.
 
         Args:
-            path: The file; one that is there is replaced, a folder that is missing is made.
-            key: What to write: a name in the state that was reported, or a path of names in it, joined with dots.
+            path: The file; an existing one is replaced, a missing directory is created.
+            key: The part to write: a name in the reported state, or a path of names in it, joined with dots.
 
         Raises:
-            IsADirectoryError: If `path` is a folder.
+            IsADirectoryError: If `path` is a directory.
             ValueError: If there is no tensor below `key`, each rank has its own of it, or safetensors has no such dtype.
-            CheckpointCorruptError: If what is stored differs from what was committed.
+            CheckpointCorruptError: If the stored data differ from the committed ones.
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 
         """
         from prefect_torch.ckpt.state.export import export_tensors  # noqa: PLC0415 - torch, for states only
-        from prefect_torch.ckpt.state.load import read_index  # noqa: PLC0415 - as above
+        from prefect_torch.ckpt.state.load import read_index  # noqa: PLC0415 - torch, for states only
 
         target = Path(path)
         if target.is_dir():
@@ -269,7 +270,7 @@ class Checkpoint:
 
     @contextmanager
     def _copied_state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]] | None]":
-        """Yield the files as a process of this node has downloaded them from a bucket, else None."""
+        """Yield the files that a process of this node has downloaded from a bucket, or None if there are none."""
         from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - torch, for states only
         from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
@@ -284,7 +285,7 @@ class Checkpoint:
     @contextmanager
     def _state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]]]":
         from prefect_torch.ckpt.state.load import files_in  # noqa: PLC0415 - torch, for states only
-        from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - as above
+        from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - torch, for states only
 
         if self._store is None:
             from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
@@ -302,7 +303,7 @@ class Checkpoint:
         """Return the user's metadata; empty where none was set.
 
         Raises:
-            ValueError: If somebody wrote something else into a plain folder's metadata file.
+            ValueError: If a plain directory's metadata file holds anything else.
 
         """
         if self._store is not None:
@@ -321,7 +322,7 @@ class Checkpoint:
         """Replace the user's metadata: before a report it is committed with the files, afterwards stored beside them.
 
         Raises:
-            ValueError: If JSON cannot hold it.
+            ValueError: If JSON cannot represent it.
 
         """
         try:
@@ -353,7 +354,7 @@ class Checkpoint:
         return manifest, choose_files(manifest, include, place_of_this_rank() if own_files else None, self.path)
 
     def _committed(self, run: Run) -> Manifest:
-        """Return the manifest: the one that this handle was given, which never changes, or else as it is stored."""
+        """Return the manifest of this handle, which never changes, or else the stored one."""
         assert self._id is not None
         return run.committed(self._id) if self._manifest is None else self._manifest
 
@@ -372,6 +373,6 @@ def _named(path: str | PathLike[str]) -> str:
 
 
 def _split(path: str) -> tuple[str, str, str, str]:
-    """Split `<base>/<run>/<folder>/<name>`; what is missing is empty."""
+    """Split `<base>/<run>/<folder>/<name>`; missing parts are empty."""
     base, run, folder, name = ["", "", "", "", *path.rsplit("/", 3)][-4:]
     return base, run, folder, name

@@ -1,4 +1,4 @@
-"""The checkpoints of one run as readers see them."""
+"""The checkpoints of one run, for readers."""
 
 import builtins
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ class CheckpointStore(Run):
     """The committed checkpoints of one run; a checkpoint exists if and only if its manifest does.
 
     Attributes:
-        storage: Where the run lies.
+        storage: The storage of the run.
         layout: The run's keys.
-        spec: How another process opens the storage.
-        memory: Manifests that need not be read again to list them; None to read every one each time.
+        spec: The specification with which another process opens the storage.
+        memory: Manifests that need not be read again to list them; None to read every manifest each time.
 
     """
 
@@ -34,16 +34,16 @@ class CheckpointStore(Run):
     def list(self) -> list[Manifest]:
         """Return every committed checkpoint, oldest first; costs a listing, and a small read each and for each evaluation.
 
-        Up to 32 reads are under way at once.
-        What is damaged, or a newer version committed, is left out with a warning.
+        Up to 32 reads run concurrently.
+        A checkpoint that is damaged, or that a newer version committed, is left out with a warning.
         """
         return self.readable(self.listed())
 
     def latest(self) -> Manifest | None:
-        """Return the newest readable checkpoint, or None; at most three requests while the hint is any good.
+        """Return the newest readable checkpoint, or None; costs at most three requests while the hint is valid.
 
-        Metrics that were attached to it cost a small read each besides. Looks again where one that was listed has been pruned
-        meanwhile, so it is None only of a run that has no readable checkpoint.
+        Each evaluation attached to it costs one more small read. The search is repeated when a listed checkpoint has been
+        pruned meanwhile, so None means that the run has no readable checkpoint.
         """
         return self.find_newest(self.read_or_leave_out)
 
@@ -67,11 +67,11 @@ class CheckpointStore(Run):
         return Checkpoint.committed(self, manifest)
 
     def verify(self, manifest: Manifest, level: VerifyLevel = "digest") -> None:
-        """Return only if what is stored is what was committed.
+        """Raise unless the stored files are those that were committed.
 
         Args:
             manifest: The checkpoint.
-            level: "size" compares sizes by one listing, "digest" reads every byte besides, "none" does nothing.
+            level: "size" compares sizes by one listing, "digest" also reads every byte, "none" does nothing.
 
         Raises:
             CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
@@ -84,16 +84,16 @@ class CheckpointStore(Run):
     def prune(
         self, policy: RetentionPolicy, *, dry_run: bool = False, in_use: tuple[str, ...] = (), up_to: str | None = None
     ) -> Plan[Manifest]:
-        """Delete what `policy` does not keep, manifest first; the newest and pinned checkpoints always stay.
+        """Delete the checkpoints that `policy` does not keep, manifest first; the newest and pinned ones always stay.
 
         Args:
-            policy: What is worth keeping.
+            policy: The retention policy.
             dry_run: Only decide.
             in_use: Ids that must stay because a training restores from them.
-            up_to: What is newer than this id stays; None for no such limit.
+            up_to: Checkpoints newer than this id stay; None for no such limit.
 
         Raises:
-            StorageError: If some deletion failed; the others were done, and the next prune tries again.
+            StorageError: If a deletion failed; the others were done, and the next prune tries again.
 
         """
         from prefect_torch.ckpt.runs.pruning import prune  # noqa: PLC0415 - deleting is apart from reading
@@ -103,17 +103,17 @@ class CheckpointStore(Run):
     def attach_metrics(self, checkpoint_id: str, metrics: Mapping[str, object], name: str = "eval") -> None:
         """Add metrics to a committed checkpoint; durable when this returns, and seen by every later `list`, `latest` and `get`.
 
-        They appear as `Manifest.metrics[name]` beside what the training reported, of which nothing changes. What was attached
-        under the same name before is replaced; other names stay, whoever attaches at the same time. Costs three requests.
+        They appear as `Manifest.metrics[name]` beside the reported metrics, which do not change. Metrics attached under the
+        same name before are replaced; other names stay, also when other processes attach concurrently. Costs three requests.
 
         Args:
             checkpoint_id: The checkpoint.
-            metrics: What `report` takes.
-            name: What to call the evaluation; "eval" with `{"accuracy": 0.9}` ranks as "eval/accuracy".
+            metrics: Metrics as `report` takes them.
+            name: The name of the evaluation; "eval" with `{"accuracy": 0.9}` is sorted by as "eval/accuracy".
 
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint, or it was pruned meanwhile.
-            ValueError: If the training itself reported a metric called `name`, or name or metrics cannot be what they should.
+            ValueError: If the training itself reported a metric called `name`, or the name or the metrics are invalid.
 
         """
         check_evaluation_name(name)
@@ -121,46 +121,46 @@ class CheckpointStore(Run):
         check_free(self.committed(checkpoint_id), name)
         key = self.layout.evaluation(checkpoint_id, name)
         self.storage.put_bytes(key, encode_evaluation(checkpoint_id, name, cleaned))
-        if not self.exists(checkpoint_id):  # pruned since it was read: nobody else knows of the object
+        if not self.exists(checkpoint_id):  # pruned since it was read: no other process knows of the object
             self.storage.delete([key])
             raise CheckpointNotFoundError(
                 f"checkpoint {checkpoint_id} of run {self.name!r} in {self.storage.url} was pruned while it was evaluated"
             )
 
     def pin(self, checkpoint_id: str) -> None:
-        """Keep `checkpoint_id` until it is unpinned, whatever the retention policy says and whoever prunes right now.
+        """Keep `checkpoint_id` until it is unpinned, despite any retention policy and any concurrent prune.
 
-        Costs three requests; where a prune is under way, two more and a small read.
+        Costs three requests; while a prune is under way, two more and a small read.
 
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint, or a prune is deleting it at this moment.
             CheckpointCorruptError: If its manifest is damaged.
 
         """
-        from prefect_torch.ckpt.runs.pinning import pin  # noqa: PLC0415 - as in prune
+        from prefect_torch.ckpt.runs.pinning import pin  # noqa: PLC0415 - writing is apart from reading
 
         pin(self, checkpoint_id)
 
     def unpin(self, checkpoint_id: str) -> None:
         """Leave `checkpoint_id` to the retention policy again; harmless when it was not pinned."""
-        from prefect_torch.ckpt.runs.pinning import unpin  # noqa: PLC0415 - as in prune
+        from prefect_torch.ckpt.runs.pinning import unpin  # noqa: PLC0415 - writing is apart from reading
 
         unpin(self, checkpoint_id)
 
     def restore(self, checkpoint_id: str) -> Manifest:
-        """Bring a quarantined checkpoint back into the run, and return its manifest; reads every byte of it first.
+        """Restore a quarantined checkpoint to the run and return its manifest; every byte of it is read first.
 
-        Its manifest is put last, so a crash leaves it in quarantine or back in the run. A retention policy may drop it then
-        like any other; pin it to keep it.
+        Its manifest is put last, so a crash leaves it in quarantine or restored. A retention policy may then delete it like
+        any other checkpoint; pin it to keep it.
 
         Raises:
             CheckpointNotFoundError: If it is not in quarantine.
-            CheckpointCorruptError: If it is damaged indeed, naming what is; it stays in quarantine.
+            CheckpointCorruptError: If it is damaged, naming the file; it stays in quarantine.
 
         """
-        from prefect_torch.ckpt.runs.quarantine import restore  # noqa: PLC0415 - as in prune
+        from prefect_torch.ckpt.runs.quarantine import restore  # noqa: PLC0415 - writing is apart from reading
 
         return restore(self, checkpoint_id)
 
 
-Checkpoint.open_run = CheckpointStore.open  # a handle made from a URL has a store, too
+Checkpoint.open_run = CheckpointStore.open  # a handle made from a URL also has a store

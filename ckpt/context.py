@@ -1,4 +1,4 @@
-"""What a training function can ask about where it runs."""
+"""The rank of a training function, its world and its run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class TrainContext:
 
     Attributes:
         world_rank: This rank, from 0 to `world_size` - 1.
-        local_rank: Its number among the ranks of this machine; also its device's number.
+        local_rank: The rank's number on this machine; also its device's number.
         node_rank: This machine's number.
         world_size: The number of ranks.
         local_world_size: The number of ranks on this machine.
@@ -34,7 +34,7 @@ class TrainContext:
     _stop_requested: Callable[[], bool] = field(default=_never, repr=False, compare=False)
 
     def get_world_rank(self) -> int:
-        """Return `world_rank`; this and the getters below are for functions written for Ray Train."""
+        """Return `world_rank`; this getter and those below serve functions written for Ray Train."""
         return self.world_rank
 
     def get_local_rank(self) -> int:
@@ -58,11 +58,12 @@ class TrainContext:
         return self.run_name
 
     def should_checkpoint(self) -> bool:
-        """Return whether to report a checkpoint now, the n-th call the same on every rank: call it equally often on all.
+        """Return whether to report a checkpoint now; the n-th call returns the same on every rank.
 
-        True when the training is about to be ended from outside (a preemption, a cancel), so that a checkpoint saves work, and
-        with `CheckpointConfig.target_overhead` whenever one more keeps to it. On ranks other than 0 a call waits for rank 0's,
-        and costs a message, a fraction of a millisecond; where calls come oftener than every half second, one for at most 16.
+        Call it equally often on all ranks. True when termination of the training is requested (a preemption, a cancel), so
+        that a checkpoint saves work, and with `CheckpointConfig.target_overhead` whenever one more checkpoint stays within it.
+        On ranks other than 0 a call waits for rank 0's and costs a message, a fraction of a millisecond; when calls come more
+        often than every half second, one message serves at most 16 of them.
 
         Raises:
             CheckpointError: If rank 0 has left the training.
@@ -73,7 +74,7 @@ class TrainContext:
     def ends_soon(self) -> bool:
         """Return whether the last `should_checkpoint` was true because of a termination request; the same on every rank.
 
-        A loop may report once more and return then, instead of being ended in the middle. Costs nothing.
+        A loop may then report once more and return, instead of being terminated in the middle. Costs nothing.
         """
         return self._stop_requested()
 
@@ -82,16 +83,16 @@ _current: TrainContext | None = None
 
 
 def set_context(context: TrainContext | None) -> None:
-    """Make `context` the place of this process in a training; None outside of a training function."""
-    global _current  # noqa: PLW0603 - a rank is a process, and user code asks from any of its threads
+    """Set the context of this process; None outside of a training function."""
+    global _current  # noqa: PLW0603 - a rank is a process, and user code reads it from any of its threads
     _current = context
 
 
 def context_or_none() -> TrainContext | None:
-    """Return this rank's place; None outside of a training function."""
+    """Return this rank's context; None outside of a training function."""
     return _current
 
 
 def place_of_this_rank() -> tuple[int, int]:
-    """Return this rank and the number of ranks; outside of a training, a process on its own."""
+    """Return this rank and the number of ranks; outside of a training, rank 0 of 1."""
     return (0, 1) if _current is None else (_current.world_rank, _current.world_size)

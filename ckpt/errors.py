@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, sorted by what the handler does.
+"""The errors of checkpoints, grouped by what their handler does.
 
 CheckpointError
 +- CheckpointNotFoundError (FileNotFoundError)   start fresh, or fix the name
@@ -6,38 +6,38 @@ CheckpointError
 |  +- MalformedRecordError                       another program wrote it; move it away, or leave it
 +- UnsupportedFormatError                        a newer version wrote it; upgrade
 +- CommitFailedError                             the previous one is still the latest; retry the attempt
-|  +- PeerGoneError                              another rank failed first; its own error says why
-|  +- ReportWithdrawnError                       another rank could not report; its own error says why
+|  +- PeerGoneError                              another rank failed first; its own error has the reason
+|  +- ReportWithdrawnError                       another rank could not report; its own error has the reason
 |  +- StorageFullError                           free space, then report again
 +- FencedError                                   a newer attempt owns the run; stop
 +- ReportMismatchError (ValueError)              ranks disagree; fix the training code; final
-+- StateMismatchError (ValueError)              the state to load is another one; fix the training code, or load less
-|  +- RankLocalStateError                        another number of ranks stored it; say how to share it out
++- StateMismatchError (ValueError)              the state to load differs; fix the training code, or load less
+|  +- RankLocalStateError                        another number of ranks stored it; define how to redistribute it
 +- StorageError                                  transient and the retries are used up; retry later
 +- RunBusyError                                  the run is alive elsewhere
 
-Every one takes a single message, so every one pickles.
+Every error takes a single message, so every error pickles.
 """
 
 
 class CheckpointError(Exception):
-    """Anything this package raises about checkpoints."""
+    """The base of all errors that this package raises about checkpoints."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no such checkpoint, or it was pruned: start fresh, or fix the name."""
+    """The checkpoint does not exist, or it was pruned: start fresh, or fix the name."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """What is stored is not what was committed: use an older checkpoint."""
+    """The stored data differ from the committed ones: use an older checkpoint."""
 
 
 class MalformedRecordError(CheckpointCorruptError):
-    """What lies where a record belongs was not written by this package: it is left alone, and left out."""
+    """The object under a record's key was not written by this package: it is not changed, and left out of results."""
 
 
 class UnsupportedFormatError(CheckpointError):
-    """A newer version of this package wrote it: upgrade; nothing of it is changed or deleted."""
+    """A newer version of this package wrote the data: upgrade; none of it is changed or deleted."""
 
 
 class CommitFailedError(CheckpointError):
@@ -45,7 +45,7 @@ class CommitFailedError(CheckpointError):
 
 
 class PeerGoneError(CommitFailedError):
-    """Another rank failed or died, so nothing that needs all ranks can complete: look at that rank's error."""
+    """Another rank failed or died, so no operation that needs all ranks can complete: look at that rank's error."""
 
 
 class ReportWithdrawnError(CommitFailedError):
@@ -61,15 +61,15 @@ class FencedError(CheckpointError):
 
 
 class ReportMismatchError(CheckpointError, ValueError):
-    """Ranks disagree about what or how often they report: the training code must be fixed."""
+    """The ranks' reports differ in content or in number: fix the training code."""
 
 
 class StateMismatchError(CheckpointError, ValueError):
-    """The state to load into is not the one that was stored: fix the training code, or load less of it."""
+    """The state to load into differs from the stored one: fix the training code, or load less of it."""
 
 
 class RankLocalStateError(StateMismatchError):
-    """What each rank had on its own was stored by another number of ranks: say how to share it out."""
+    """The values that each rank had of its own were stored by another number of ranks: define how to redistribute them."""
 
 
 class StorageError(CheckpointError):
@@ -77,4 +77,4 @@ class StorageError(CheckpointError):
 
 
 class RunBusyError(CheckpointError):
-    """The run is alive elsewhere: wait, stop it, use another name, or take it over."""
+    """The run is in progress elsewhere: wait, stop it, use another name, or take it over."""

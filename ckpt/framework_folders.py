@@ -1,4 +1,4 @@
-"""A folder that a framework's ranks write together, and what each of them brings of it."""
+"""A directory that a framework's ranks write together, and the part of it that each rank reports."""
 
 import os
 import re
@@ -14,17 +14,17 @@ from prefect_torch.ckpt.reporting.api import get_checkpoint
 from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 CHECKPOINT_NAME = "checkpoint"
-# How Transformers, Accelerate, torch.distributed.checkpoint and DeepSpeed name what one rank wrote.
+# The names that Transformers, Accelerate, torch.distributed.checkpoint and DeepSpeed give to the files of one rank.
 _RANK_IN_NAME = re.compile(
     r"(?:^rng_state_|^random_states_|^__|^(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank|zero_pp_rank_)(\d+)[._]"
 )
 
 
 def check_world_size(who: str, size: int, context: TrainContext) -> None:
-    """Return only if `who`, which found its ranks by the environment, counts those that exist.
+    """Raise unless `who`, which found its ranks by the environment, counts the ranks that exist.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If it counts another number.
 
     """
     if size != context.world_size:
@@ -36,11 +36,11 @@ def check_world_size(who: str, size: int, context: TrainContext) -> None:
 
 @contextmanager
 def folder_of_all_ranks(context: TrainContext, broadcast: Callable[[str], str]) -> Iterator[Path]:
-    """Yield an empty folder that has one path on every rank: frameworks that shard write below rank 0's path.
+    """Yield an empty directory with the same path on every rank: frameworks that shard write below rank 0's path.
 
     Args:
-        context: This rank's place.
-        broadcast: Returns on every rank what rank 0 gives it.
+        context: This rank's context.
+        broadcast: Returns rank 0's argument on every rank.
 
     """
     folder = Path(broadcast(str(make_scratch()) if context.world_rank == 0 else ""))
@@ -58,20 +58,20 @@ def folder_of_all_ranks(context: TrainContext, broadcast: Callable[[str], str]) 
 def part_of_rank(
     folder: Path, context: TrainContext, link: Callable[[str, str], None] = os.symlink, below: str = CHECKPOINT_NAME
 ) -> Iterator[Checkpoint | None]:
-    """Yield what this rank brings of `folder`; the ranks' parts together are the whole folder.
+    """Yield this rank's part of `folder`; the ranks' parts together are the whole directory.
 
-    A rank brings the files that are named after it, as `rng_state_1.pth` is, and the first rank of each machine all others
-    that lie there, so that each has one owner on a machine. Nothing is copied, moved or deleted in `folder`.
+    A rank reports the files that are named after it, such as `rng_state_1.pth`, and the first rank of each machine reports
+    all other files there, so that each file has one owner on a machine. Nothing is copied, moved or deleted in `folder`.
 
     Args:
-        folder: Complete: every rank has written what it writes.
-        context: This rank's place.
-        link: Makes a link to a file. With the default an async report copies files and leaves `folder` alone; with `os.link`
-            it takes them without a copy, for a folder among the temporary ones that nobody writes to again.
-        below: The folder of the checkpoint that what lies in `folder` comes to; "" for none.
+        folder: The directory, complete: every rank has written its files.
+        context: This rank's context.
+        link: Makes a link to a file. With the default an async report copies the files and does not change `folder`; with
+            `os.link` it adopts them without a copy, for a temporary directory to which nothing is written again.
+        below: The directory of the checkpoint that receives the content of `folder`; "" for none.
 
     Yields:
-        None if nothing is this rank's.
+        None if no file is this rank's.
 
     """
     paths = [path for path in scan_files(folder) if _owner(path, context) == context.world_rank] if folder.is_dir() else []
@@ -87,7 +87,7 @@ def part_of_rank(
 
 
 def _owner(path: str, context: TrainContext) -> int | None:
-    """Return the rank that brings `path` from this machine; None where an attempt of more ranks has left it."""
+    """Return the rank that reports `path` from this machine; None for a file of an earlier attempt with more ranks."""
     first = context.world_rank - context.local_rank
     named = _RANK_IN_NAME.search(path.rpartition("/")[2])
     rank = first if named is None else int(named[1])
@@ -98,17 +98,17 @@ def _owner(path: str, context: TrainContext) -> int | None:
 
 @contextmanager
 def restored_part(name: str, reporter: str) -> Iterator[Path | None]:
-    """Yield the path of `name`, verified, in the checkpoint that this attempt continues; there until the block ends.
+    """Yield the path of `name`, verified, in the checkpoint that this attempt continues; it exists until the block ends.
 
-    None on a fresh start, and outside of a training function.
+    Yields None on a fresh start, and outside of a training function.
 
     Args:
-        name: A file or folder of the checkpoint.
-        reporter: What stores it there, for the error.
+        name: A file or directory of the checkpoint.
+        reporter: The callback or function that stores it there, for the error.
 
     Raises:
         CheckpointNotFoundError: If the checkpoint holds no `name`.
-        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointCorruptError: If a file differs from the committed one.
 
     """
     checkpoint = None if context_or_none() is None else get_checkpoint()

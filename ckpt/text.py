@@ -11,14 +11,14 @@ def show_bytes(number: int) -> str:
     """Return a size in the unit that suits it."""
     size = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:  # noqa: PLR2004 - what a KiB is
+        if size < 1024:  # noqa: PLR2004 - the size of a KiB
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
 
 
 def show_age(seconds: float) -> str:
-    """Return how long ago something was, in one unit and no more than it is."""
+    """Return an age in one unit, rounded down."""
     for unit, length in _UNITS:
         if seconds >= length:
             return f"{int(seconds // length)} {unit}"
@@ -26,7 +26,7 @@ def show_age(seconds: float) -> str:
 
 
 def show_some(names: Sequence[str]) -> str:
-    """Return the first five of `names`, and how many more there are."""
+    """Return the first five of `names`, and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

@@ -1,4 +1,4 @@
-"""Lightning trainings that report: checkpoints by a callback, metrics by a logger, on the ranks that exist; and the way back.
+"""Reports of Lightning trainings: checkpoints by a callback, metrics by a logger, on the ranks that exist, and the resume.
 
     def train_fn(config):
         trainer = lightning.Trainer(

@@ -1,4 +1,4 @@
-"""The callback that reports Lightning's checkpoints, and the way back."""
+"""The callback that reports Lightning's checkpoints, and the path to resume from."""
 
 import os
 import signal
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 class ReportCallback(CheckpointCallback):
     """Report Lightning's own checkpoint and metrics, durable when training goes on, from every rank.
 
-    The checkpoint holds `checkpoint.ckpt`, as `trainer.save_checkpoint` writes it: a file from rank 0, or a folder where the
-    strategy shards, of which each rank brings what it wrote. Beside it lies each rank's random state, which Lightning does not
-    store. The metrics are `trainer.callback_metrics` with `epoch` and `step`; the step is `trainer.global_step`, so a training
-    function fits once, and gives `ckpt_path=` from `resume_path` to continue. One step is reported once, also by several of
-    these callbacks, each for a moment of its own.
+    The checkpoint holds `checkpoint.ckpt`, as `trainer.save_checkpoint` writes it: a file from rank 0, or a directory where
+    the strategy shards, of which each rank reports its own files. It also holds each rank's random state, which Lightning does
+    not store. The metrics are `trainer.callback_metrics` with `epoch` and `step`; the step is `trainer.global_step`, so a
+    training function fits once, and gives `ckpt_path=` from `resume_path` to continue. One step is reported once, also by
+    several of these callbacks, each for a moment of its own.
 
-    What is due at an epoch's last batch, or after a validation that follows it, is reported when the epoch has ended, as by
-    ModelCheckpoint: resumed from there, as many ranks go on bit for bit as if nothing had happened, and callbacks that look at
-    the epoch's metrics (EarlyStopping) have seen them. A report within an epoch is resumed with the random numbers of that
-    moment, but a dataloader without a `state_dict` begins anew (Lightning's rule), so the training is another one from there.
-    torchdata's StatefulDataLoader without workers is exact within an epoch; after an epoch's end it draws one number more.
+    A report due at an epoch's last batch, or after a validation that follows it, is made when the epoch has ended, as by
+    ModelCheckpoint: a resume from there on as many ranks is bit-exact, and callbacks that read the epoch's metrics
+    (EarlyStopping) have seen them. A report within an epoch is resumed with the random numbers of that moment, but a dataloader
+    without a `state_dict` starts over (Lightning's rule), so the training differs from there on. torchdata's
+    StatefulDataLoader without workers is exact within an epoch; after an epoch's end it draws one more number.
 
     Lightning counts it among its checkpoint callbacks: it runs after all others (list a ModelCheckpoint before it), whose state
     is stored as it is by then, and the Trainer adds no ModelCheckpoint of its own; `enable_checkpointing=False` contradicts it.
 
-    After each batch it asks `get_context().should_checkpoint()`, a fraction of a millisecond at most, and reports if told to.
-    When the training is about to be ended from outside, it stops the Trainer then. What is reported within an epoch resumes
-    there, but a dataloader begins anew unless it has a `state_dict`: Lightning's rule.
+    After each batch it calls `get_context().should_checkpoint()`, which takes a fraction of a millisecond at most, and reports
+    if that is true. When termination of the training is requested, it then stops the Trainer. A report within an epoch resumes
+    there, but a dataloader starts over unless it has a `state_dict`: Lightning's rule.
 
-    There is no CheckpointIO: Lightning calls one on rank 0 alone, and without metrics, where a report is every rank's.
+    There is no CheckpointIO: Lightning calls one on rank 0 alone, and without metrics, while every rank must report.
 
-    A SIGTERM to a rank's own process is left to end it, which counts as a preemption; Lightning's handler would let it look
+    A SIGTERM to a rank's own process terminates it, which counts as a preemption; Lightning's handler would let it look
     like a finished training.
 
     Sanity checks and `trainer.validate` report nothing, and `fast_dev_run` reports metrics alone. Outside of a training
@@ -58,10 +58,10 @@ class ReportCallback(CheckpointCallback):
         every_n_epochs: Report at the end of every n-th training epoch; 1 if nothing else is chosen.
         every_n_train_steps: Report after the batch in which the global step reaches a multiple of this.
         on_validation_end: Report after each validation.
-        upload: "sync" or "async", as `report` understands it; "async" lets the training go on while the files are stored.
+        upload: "sync" or "async", as `report` takes it; "async" lets the training go on while the files are stored.
 
     Attributes:
-        CHECKPOINT_NAME: Under which name the checkpoint holds Lightning's.
+        CHECKPOINT_NAME: The name of Lightning's checkpoint in ours.
         reported_step: The global step that was reported last.
 
     Raises:
@@ -95,11 +95,11 @@ class ReportCallback(CheckpointCallback):
         self.reported_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
-        """Find this rank's place.
+        """Get this rank's context and check the Trainer.
 
         Raises:
             TypeError: If the Trainer is one of the package pytorch_lightning.
-            ValueError: If it does not train on exactly the ranks that exist, or writes its files behind our back.
+            ValueError: If it does not train on exactly the ranks that exist, or writes its files in the background.
 
         """
         if not isinstance(trainer, Trainer):
@@ -119,29 +119,29 @@ class ReportCallback(CheckpointCallback):
             )
         self._signal_handler = signal.getsignal(signal.SIGTERM)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
-        """Have the random numbers of the checkpoint that the Trainer has loaded, if an epoch ended there."""
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
+        """Restore the random state of the checkpoint that the Trainer has loaded, if an epoch ended there."""
         self._is_due = False
         self._random_state = self._stored_random_state(trainer)
         if self._random_state is not None and not self._random_state["within_epoch"]:
             set_random_state(self._random_state)  # now: the Trainer's next act is to draw the epoch's first batch
             self._random_state = None
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
-        """Take SIGTERM back from Lightning, whose handler would wait for ranks that have not got one."""
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
+        """Restore the SIGTERM handler: Lightning's would wait for ranks that have not received the signal."""
         self._take_sigterm_back()
 
     on_test_start = on_predict_start = on_validation_start
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
-        """Count on from where the Trainer begins.
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
+        """Count on from the Trainer's first step.
 
         Raises:
             ValueError: If it begins before the checkpoint that this attempt continues.
 
         """
         self._seen_step = self.reported_step = trainer.global_step
-        if self._random_state is not None:  # not sooner: what begins the epoch once more has drawn from others
+        if self._random_state is not None:  # not sooner: the code that begins the epoch again has drawn random numbers
             set_random_state(self._random_state)
             self._random_state = None
         if self._context is None:
@@ -157,12 +157,12 @@ class ReportCallback(CheckpointCallback):
     def on_train_batch_end(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002 - as above
-        outputs: Any,  # noqa: ARG002 - as above
-        batch: Any,  # noqa: ARG002 - as above
-        batch_idx: int,  # noqa: ARG002 - as above
+        pl_module: LightningModule,  # noqa: ARG002 - Lightning's signature
+        outputs: Any,  # noqa: ARG002 - Lightning's signature
+        batch: Any,  # noqa: ARG002 - Lightning's signature
+        batch_idx: int,  # noqa: ARG002 - Lightning's signature
     ) -> None:
-        """Report if a multiple of `every_n_train_steps` was reached, or the training is told to."""
+        """Report if a multiple of `every_n_train_steps` was reached, or a checkpoint is requested."""
         before, self._seen_step = self._seen_step, trainer.global_step
         if self._context is None or self._ends_soon:
             return
@@ -172,19 +172,19 @@ class ReportCallback(CheckpointCallback):
         if is_told or _crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
             self._report_or_await_the_end(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Report if it was an n-th epoch, or a report is due since its last batch or the validation after that."""
         is_due, self._is_due = self._is_due, False
         if is_due or self._is_nth_epoch(trainer):
             self._report(trainer)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - as above
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Report if that was chosen, and this is a validation within an epoch of a training."""
         if self._on_validation_end and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._report_or_await_the_end(trainer)
 
     def _report_or_await_the_end(self, trainer: Trainer) -> None:
-        """Report, after the last batch not until the epoch has ended: resumed from before, it would have no validation."""
+        """Report; after the last batch, only when the epoch has ended: a resume from before would skip its validation."""
         if trainer.is_last_batch and not self._ends_soon:
             self._is_due = True
         else:
@@ -224,13 +224,13 @@ class ReportCallback(CheckpointCallback):
 
 @contextmanager
 def resume_path() -> Iterator[str | None]:
-    """Yield the `ckpt_path` with which `trainer.fit` goes on from the latest checkpoint, verified; None on a fresh start.
+    """Yield the `ckpt_path` with which `trainer.fit` resumes from the latest checkpoint, verified; None on a fresh start.
 
-    None, too, outside of a training function. The file is there until the block ends, so fit within it.
+    It also yields None outside of a training function. The file exists until the block ends, so call fit within it.
 
     Raises:
         CheckpointNotFoundError: If the checkpoint that this attempt continues is not one of ReportCallback.
-        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointCorruptError: If a file differs from the committed one.
 
     """
     with restored_part(ReportCallback.CHECKPOINT_NAME, ReportCallback.__name__) as path:
@@ -255,10 +255,10 @@ def _reported_steps(trainer: Trainer) -> set[int]:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    # A score per class may be logged where no logger is, but is no metric; it must not end the training.
+    # A score per class may be logged where no logger is, but is no metric; it must not fail the training.
     return {name: value for name, value in metrics.items() if getattr(value, "ndim", 0) == 0}
 
 
 def _crosses_multiple(before: int, now: int, number: int | None) -> bool:
-    # Several optimizers count several steps in one batch, and may jump over the multiple itself.
+    # Several optimizers count several steps in one batch, and may skip the multiple itself.
     return number is not None and now // number > before // number

@@ -14,10 +14,10 @@ from prefect_torch.ckpt.reporting.api import log_metrics
 
 
 class ReportLogger(Logger):
-    """Record what `self.log` logs as metrics of the run, without a callback: `Trainer(logger=ReportLogger())`.
+    """Record the values of `self.log` as metrics of the run, without a callback: `Trainer(logger=ReportLogger())`.
 
-    Rank 0's are recorded, as Lightning's other loggers do, when Lightning logs: every `log_every_n_steps` and at the end of
-    epochs. They stand in the metric history and the curves; a checkpoint's own metrics are those of its report. It is no
+    Rank 0's are recorded, as by Lightning's other loggers, when Lightning logs: every `log_every_n_steps` and at the end of
+    epochs. They appear in the metric history and the curves; a checkpoint's own metrics are those of its report. It is no
     report: no other rank takes part, and nothing waits. Outside of a training function it warns once and records nothing.
     """
 
@@ -38,14 +38,14 @@ class ReportLogger(Logger):
         return None if self._context is None else self._context.attempt
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Record `metrics` at `step`; None counts on from the step before.
+        """Record `metrics` at `step`; None counts on from the previous step.
 
         Raises:
-            ValueError: If a value is none that a report could hold.
+            ValueError: If a value is invalid in a report.
 
         """
         if self._context is not None:
             log_metrics(metrics, step=step)
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Record nothing: the training's `config` stands among its flow run's parameters."""
+        """Record nothing: the training's `config` is among its flow run's parameters."""

@@ -15,14 +15,14 @@ from prefect_torch.ckpt.reporting.api import get_context
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy as _Parallel
-else:  # Lightning's strategies, which stand behind it, are this already
+else:  # Lightning's strategies, the next base classes, are already subclasses of it
     _Parallel = object
 
 
 class PrefectEnvironment(ClusterEnvironment):
-    """Have Lightning use the ranks that run already, and start none: `Trainer(plugins=[PrefectEnvironment()])`.
+    """Let Lightning use the running ranks and start none: `Trainer(plugins=[PrefectEnvironment()])`.
 
-    The process group exists, so Lightning neither makes nor ends one.
+    The process group exists, so Lightning neither creates nor destroys one.
 
     Raises:
         RuntimeError: Outside of a training function.
@@ -39,12 +39,12 @@ class PrefectEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Where the ranks meet."""
+        """The address of the ranks' rendezvous."""
         return os.environ["MASTER_ADDR"]
 
     @property
     def main_port(self) -> int:
-        """The port where the ranks meet."""
+        """The port of the ranks' rendezvous."""
         return int(os.environ["MASTER_PORT"])
 
     @staticmethod
@@ -57,10 +57,10 @@ class PrefectEnvironment(ClusterEnvironment):
         return self._context.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Return only if Lightning counts as many ranks as there are.
+        """Raise unless Lightning counts the ranks that exist.
 
         Raises:
-            ValueError: If it does not.
+            ValueError: If it counts another number.
 
         """
         check_world_size(size, self._context)
@@ -70,7 +70,7 @@ class PrefectEnvironment(ClusterEnvironment):
         return self._context.world_rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Ignore what Lightning reckons: ranks have their numbers."""
+        """Ignore Lightning's number: each rank already has its own."""
 
     def local_rank(self) -> int:
         """Return this rank's number on its machine."""
@@ -81,21 +81,21 @@ class PrefectEnvironment(ClusterEnvironment):
         return self._context.node_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Return only if `devices` and `num_nodes` amount to the ranks that there are.
+        """Raise unless `devices` and `num_nodes` amount to the ranks that exist.
 
         Raises:
-            ValueError: If they do not.
+            ValueError: If they amount to another number.
 
         """
         check_world_size(num_devices * num_nodes, self._context)
 
 
 class _OnExistingRanks(_Parallel):
-    """Counts the training's ranks, whatever `devices` and `num_nodes` the Trainer was given; so devices="auto" is right."""
+    """Count the training's ranks, whatever the Trainer's `devices` and `num_nodes`, so that devices="auto" is right."""
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this machine's ranks, of the kind that the Trainer's accelerator has."""
+        """The devices of this machine's ranks, of the type of the Trainer's accelerator."""
         count = get_context().local_world_size
         if not self._parallel_devices or self._parallel_devices[0].type == "cpu":
             return [torch.device("cpu")] * count
@@ -113,7 +113,7 @@ class _OnExistingRanks(_Parallel):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        """Ignore what the Trainer was given."""
+        """Ignore the Trainer's argument."""
 
 
 class PrefectDDPStrategy(_OnExistingRanks, DDPStrategy):
@@ -131,7 +131,7 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
     """Return `trainer` if it trains on exactly the ranks that exist, and any Trainer outside of a training function.
 
     Raises:
-        ValueError: If it would start processes of its own, or counts other ranks, saying what to give it.
+        ValueError: If it would start processes of its own, or counts other ranks, naming the arguments that it needs.
 
     """
     context = context_or_none()
@@ -147,7 +147,7 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
 
 
 def check_world_size(size: int, context: TrainContext) -> None:
-    """Return only if `size` is the number of ranks; raises ValueError that says what to give the Trainer."""
+    """Raise a ValueError that names the arguments the Trainer needs, unless `size` is the number of ranks."""
     if size != context.world_size:
         raise ValueError(
             f"the Trainer counts {size} ranks but the training has {context.world_size}; give it "

@@ -1,10 +1,10 @@
-"""What the ranks of a training do together to make a checkpoint."""
+"""Reports: the ranks of a training make a checkpoint together."""
 
 
 def __getattr__(name: str) -> object:
-    """Return what version 0.1 pickled under this name, when a module was here."""
+    """Return the function that version 0.1 pickled under this name, when this was a module."""
     if name in ("get_checkpoint", "get_context", "log_metrics", "report"):
-        from . import api  # noqa: PLC0415 - only for what was pickled then
+        from . import api  # noqa: PLC0415 - only for pickles of that version
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What ranks must agree on before a checkpoint is written, and who stores which file."""
+"""The agreement of the ranks before a checkpoint is written, with the owner of each file."""
 
 import json
 from collections import defaultdict
@@ -15,16 +15,16 @@ from .remote_error import RemoteError
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """What one rank brings to a report.
+    """One rank's contribution to a report.
 
     Attributes:
-        rank: Who.
+        rank: The rank.
         step: The step that it reports.
-        upload: How, or None without a checkpoint.
+        upload: The upload mode, or None without a checkpoint.
         files: The paths of its files.
         metadata: The user's metadata of its part.
-        state: What it tells of the state that it brings, or None.
-        error: Why it cannot take part in this report, or None.
+        state: The description of its state, or None.
+        error: The reason why it cannot take part in this report, or None.
         asked: How often it has called should_checkpoint() so far.
 
     """
@@ -50,17 +50,17 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What rank 0 decided from all intents; every rank acts on it alike.
+    """Rank 0's decision from all intents; every rank acts on it in the same way.
 
     Attributes:
         step: The step of the report.
-        checkpoint_id: The id to store under, or None when no rank brought a checkpoint.
-        upload: How to store it.
-        owners: For each path that several ranks brought, the rank that stores it; the others only prove theirs equal.
-        metadata: The ranks' metadata together; a lower rank's word counts.
-        state: What the ranks do about the states that they brought, or None.
-        refusal: What every rank must raise instead; then nothing is stored.
-        ends_background: Whether the refusal is how the commit in the background failed, and not about this report.
+        checkpoint_id: The id to store under, or None when no rank reported a checkpoint.
+        upload: The upload mode.
+        owners: For each path that several ranks reported, the rank that stores it; the others only digest theirs, to compare.
+        metadata: The ranks' metadata merged; a lower rank's value wins.
+        state: The decision on the ranks' states, or None.
+        refusal: The error that every rank must raise instead; then nothing is stored.
+        is_background_failure: Whether the refusal is the error of a background commit, and not about this report.
 
     """
 
@@ -86,7 +86,7 @@ class Agreement:
 
 
 def agree(intents: Sequence[Intent], attempt: int) -> Agreement:
-    """Decide what the ranks' intents amount to.
+    """Return the agreement on the ranks' intents.
 
     Args:
         intents: One per rank, by rank.
@@ -116,10 +116,10 @@ def agree(intents: Sequence[Intent], attempt: int) -> Agreement:
 
 
 def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
-    """Return the files of all ranks, each path once, by path.
+    """Return the files of all ranks, each path once, sorted by path.
 
     Raises:
-        ReportMismatchError: If two ranks brought different bytes under one path, or a file where another has a folder.
+        ReportMismatchError: If two ranks reported different bytes under one path, or a file where another has a directory.
 
     """
     merged: dict[str, FileEntry] = {}
@@ -142,7 +142,7 @@ def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
 def _mismatch(intents: Sequence[Intent], bringing: Sequence[Intent]) -> str | None:
     first = intents[0]
     for intent in intents:
-        if intent.asked not in (0, first.asked):  # who never asks waits for no answer
+        if intent.asked not in (0, first.asked):  # a rank that never calls it waits for no answer
             return (
                 f"rank {intent.rank} called should_checkpoint() {intent.asked} times but rank {first.rank} "
                 f"{first.asked} times; call it equally often on every rank"

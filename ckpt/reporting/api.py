@@ -1,4 +1,4 @@
-"""What a training function calls."""
+"""The functions that a training function calls."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -9,13 +9,13 @@ from prefect_torch.ckpt.context import TrainContext, set_context
 from .arguments import Upload
 
 if TYPE_CHECKING:
-    from .session import RankSession  # half of what an import of this package would cost, and only ranks need it
+    from .session import RankSession  # half of the cost of an import of this package, and only ranks need it
 
 _session: "RankSession | None" = None
 
 
 def start_session(session: "RankSession | None") -> None:
-    """Make `session` the one that this process reports to; None ends it."""
+    """Make `session` the session that this process reports to; None ends the current one."""
     global _session  # noqa: PLW0603 - a rank is a process, and user code calls report() from any of its threads
     _session = session
     set_context(None if session is None else session.context)
@@ -32,41 +32,45 @@ def report(
 ) -> None:
     """Report metrics and a checkpoint, durable when a synchronous report returns; every rank calls it equally often.
 
-    An asynchronous one (`upload="async"`, the default for a `state`) is durable once the next report that waits for it, or the
-    training function, has returned; its failure is raised there.
+    An asynchronous report (`upload="async"`, the default for a `state`) is durable once the next report that waits for it, or
+    the training function, has returned; its failure is raised there.
 
     A `state` of live objects is the fastest checkpoint: the call returns as soon as the bytes that this rank owns are copied,
-    a 1/N of what N ranks have alike, and the copy is committed in the background. The training may go on at once. It costs
-    memory for these bytes once, which is kept for the next report; a report waits for the commit of the one before.
+    1/N of the data that are equal on N ranks, and the copy is committed in the background. The training may go on
+    immediately. The copy costs memory for these bytes once, which is kept for the next report; a report waits for the commit
+    of the previous one.
 
     Each rank uploads its own files, in parallel; together they are one checkpoint. It exists as soon as its manifest does,
-    which is written last: a training killed at any moment resumes from a whole checkpoint, the one of this report if it
-    was synchronous and had returned. Rank 0's metrics are recorded, on their own and as the checkpoint's.
+    which is written last: a training killed at any moment resumes from a whole checkpoint, that of this report if it was
+    synchronous and had returned. Rank 0's metrics are recorded, on their own and as the checkpoint's.
 
     Args:
         metrics: Numbers, bools, strings, None, NaN, infinities and nested dicts of them; numpy scalars and 0-d tensors
-            become numbers. The one that checkpoints are ranked by (`checkpoint_score_attribute`) is a number, None, or missing.
+            become numbers. The score by which checkpoints are sorted (`checkpoint_score_attribute`) is a number, None, or
+            missing.
         checkpoint: This rank's part (`Checkpoint.from_directory`); None where this rank has nothing to store. Ranks may
-            bring equal files under one name; different ones need different names.
+            report equal files under one name; different files need different names.
         state: Names of modules, optimizers, schedulers and other objects with `state_dict`, tensors (DTensors among them),
-            plain values and containers of them. What a module or an optimizer holds counts as equal on all ranks, of which
-            each stores a part; one that consists of something else on another rank is refused, unless it has a name of its own
-            there or is marked with `RankLocal`. Of everything else each rank stores its own where it differs, or is marked:
-            give the objects themselves, since the tensors of their `state_dict()` would be compared. `Checkpoint.load_state`
-            restores it, and torch.distributed.checkpoint reads it. A folder may be reported beside it.
-        step: The same number on every rank, growing from checkpoint to checkpoint; None counts on from the report before,
-            or from the restored checkpoint, beginning with 0. At the newest checkpoint's step once more, as at the end of a
-            training that has just reported, the metrics are recorded and that checkpoint stays, with a warning.
+            plain values and containers of them. The content of a module or an optimizer counts as equal on all ranks, and
+            each rank stores a part of it; a module or optimizer with other parts on another rank is refused, unless it has a
+            name of its own there or is marked with `RankLocal`. Of everything else each rank stores its own where it differs,
+            or is marked: give the objects themselves, since the tensors of their `state_dict()` would be compared.
+            `Checkpoint.load_state` restores it, and torch.distributed.checkpoint reads it. A directory may be reported
+            beside it.
+        step: The same number on every rank, growing from checkpoint to checkpoint; None counts on from the previous report,
+            or from the restored checkpoint, beginning with 0. When the step of the newest checkpoint is reported again, such
+            as at the end of a training that has just reported, the metrics are recorded and that checkpoint stays, with a
+            warning.
         progress: The share of the training that is done, from 0 to 1.
-        upload: "sync" (what None means without a state) returns when the checkpoint is durable. "async" (what None means with
-            a state) takes the folder's files over, returns at once and commits in the background, one at a time; a failure
+        upload: "sync" (the default without a state) returns when the checkpoint is durable. "async" (the default with a
+            state) adopts the directory's files, returns immediately and commits in the background, one at a time; a failure
             is raised by the next report on every rank, or at the end of the training function.
 
     Raises:
-        ValueError: Before anything is stored, if an argument cannot be what it should.
-        ReportMismatchError: On every rank, if the ranks disagree on the step or their states cannot be one, or one of them left
-            early.
-        CommitFailedError: On every rank, if this or the last background checkpoint could not be committed; the one before
+        ValueError: Before anything is stored, if an argument is invalid.
+        ReportMismatchError: On every rank, if the ranks disagree on the step, if their states do not form one state, or if a
+            rank left early.
+        CommitFailedError: On every rank, if this or the last background checkpoint could not be committed; the previous one
             is still the latest. Where the storage has no space left it is a StorageFullError.
         FencedError: If a newer attempt owns the run.
         RuntimeError: Outside of a training function.
@@ -76,16 +80,16 @@ def report(
 
 
 def log_metrics(metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
-    """Record metrics of rank 0 in the run's history; other ranks' are ignored, and none waits for another.
+    """Record metrics of rank 0 in the run's history; those of other ranks are ignored, and no rank waits for another.
 
-    For what a framework's logger logs, on whichever ranks. `Result.metrics` has the newest of them besides the last report's.
+    It serves the logger of a framework, on any rank. `Result.metrics` has the newest of them in addition to the last report's.
 
     Args:
         metrics: As `report` takes them.
-        step: Where they belong; any order. None means the step that the next report would count on to.
+        step: The step of the metrics, in any order. None means the step that the next report would count on to.
 
     Raises:
-        ValueError: If a metric or the step cannot be what it should.
+        ValueError: If a metric or the step is invalid.
         RuntimeError: Outside of a training function.
 
     """
@@ -103,7 +107,7 @@ def get_checkpoint() -> Checkpoint | None:
 
 
 def get_context() -> TrainContext:
-    """Return this rank's place in its training.
+    """Return this rank's context: its place in the training.
 
     Raises:
         RuntimeError: Outside of a training function.

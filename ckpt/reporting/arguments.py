@@ -1,4 +1,4 @@
-"""What a report is called with, checked in the caller's stack before anything happens."""
+"""The arguments of a report, checked in the caller's stack before anything happens."""
 
 import operator
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ def check_step(step: SupportsIndex | None, *, following: int, newest: int | None
     """Return the step of a report.
 
     Args:
-        step: What the user gave; None counts on.
+        step: The user's argument; None counts on.
         following: The step that comes next.
-        newest: The step of the newest checkpoint, which that of a checkpoint may repeat and must not go below; None for a
-            report without one.
+        newest: The step of the newest checkpoint, which the step of a new one may repeat but not go below; None for a
+            report without a checkpoint.
 
     Raises:
-        ValueError: If it cannot be one.
+        ValueError: If `step` is invalid.
 
     """
     if isinstance(step, bool):
@@ -39,10 +39,10 @@ def check_step(step: SupportsIndex | None, *, following: int, newest: int | None
 
 
 def check_upload(upload: Upload | None, checkpoint: object, state: Mapping[str, Any] | None) -> Upload | None:
-    """Return how to store what is reported; None where there is nothing to store.
+    """Return the upload mode of a report; None where there is nothing to store.
 
     Raises:
-        ValueError: If it is no way to.
+        ValueError: If `upload` is no such mode.
 
     """
     if upload not in (None, "sync", "async"):
@@ -53,7 +53,7 @@ def check_upload(upload: Upload | None, checkpoint: object, state: Mapping[str, 
 
 
 def check_progress(progress: float | None) -> None:
-    """Return only if `progress` is a share, or None.
+    """Raise unless `progress` is a share from 0 to 1, or None.
 
     Raises:
         ValueError: If it is anything else.

@@ -1,4 +1,4 @@
-"""Commits behind the training's back: in order, a bounded number at once, their failures told once."""
+"""Background commits: in order, a bounded number in flight, each failure raised once."""
 
 import os
 import sys
@@ -25,12 +25,12 @@ class _Commit:
 class BackgroundCommits:
     """One rank's commits in a thread of their own.
 
-    Every rank submits the same commits, and each of them ends alike on all; so all forget and raise the same ones.
+    Every rank submits the same commits, and each commit ends in the same way on all; so all forget and raise the same ones.
     """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._commits: deque[_Commit] = deque()  # oldest first; those that failed stay until they are told
+        self._commits: deque[_Commit] = deque()  # oldest first; failed ones stay until their error is taken
 
     @property
     def newest_step(self) -> int:
@@ -38,7 +38,7 @@ class BackgroundCommits:
         return self._commits[-1].step if self._commits else -1
 
     def submit(self, step: int, commit: Callable[[], None]) -> None:
-        """Begin `commit` once those before it have ended."""
+        """Begin `commit` once the earlier ones have ended."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "prefect-torch-commit", _yield_to_training)
         while self._commits and self._commits[0].done.done() and self._commits[0].done.exception() is None:
@@ -46,12 +46,12 @@ class BackgroundCommits:
         self._commits.append(_Commit(step, self._thread.submit(commit)))
 
     def wait(self, *, leave: int = 0, timeout_s: float | None = None) -> None:
-        """Return once at most `leave` commits are under way, or after `timeout_s`."""
+        """Wait until at most `leave` commits are under way, or for `timeout_s`."""
         under_way = [commit.done for commit in self._commits]
         wait(under_way[: max(0, len(under_way) - leave)], timeout_s)
 
     def take_failure(self) -> CheckpointError | None:
-        """Return the error of the oldest commit that failed, once; looks at those that have ended."""
+        """Return the error of the oldest failed commit, once; only commits that have ended are considered."""
         while self._commits and self._commits[0].done.done():
             failure = self._commits.popleft().done.exception()
             if failure is not None:
@@ -59,14 +59,14 @@ class BackgroundCommits:
         return None
 
     def wait_for_failure(self) -> None:
-        """Forget the oldest commit that fails, which another rank has told of already, and those before it."""
+        """Forget the oldest commit that fails, which another rank has already reported, and those before it."""
         while self._commits:
             if self._commits.popleft().done.exception() is not None:
                 return
 
 
 def _yield_to_training() -> None:
-    """Let the training have a core that it and this thread, with the threads that it starts, want at once."""
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        with suppress(OSError):  # where it is not permitted, they share evenly
+    """Give the training priority over this thread, and the threads that it starts, on a core that both want."""
+    if sys.platform == "linux":  # the system on which a thread has a priority of its own
+        with suppress(OSError):  # without permission they share the core evenly
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)

@@ -1,4 +1,4 @@
-"""When a training is asked for a checkpoint: decided by rank 0, told to all, call by call."""
+"""Requests for a checkpoint: decided by rank 0, sent to all ranks, call by call."""
 
 import time
 from collections import deque
@@ -11,23 +11,23 @@ from .peers import Peers
 
 Answer: TypeAlias = Literal["no", "checkpoint", "end"]
 _SPAN_S = 0.5  # one message in that time, and the wait for a slower rank 0, costs well below 1 % of it
-_SPAN_QUESTIONS = 16  # a loop that becomes slow all at once is told late by so many of its steps at most
+_SPAN_QUESTIONS = 16  # a loop that suddenly becomes slow receives a request late by at most this many of its steps
 
 
 class CheckpointRequests:
-    """The answers to `TrainContext.should_checkpoint` on one rank; the n-th is the same on all.
+    """The answers to `TrainContext.should_checkpoint` on one rank; the n-th is the same on all ranks.
 
-    A loop that asks often is answered for half a second at once, so that asking costs it next to nothing.
+    For a loop that calls it often, one message answers the calls of half a second, so that a call costs next to nothing.
 
     Args:
         peers: The ranks.
-        pace: When the next one is due.
-        ends_soon: Returns whether the training is about to be ended from outside.
-        clock: Seconds that only grow.
+        pace: The overhead budget, which determines when the next checkpoint is due.
+        ends_soon: Returns whether termination of the training is requested.
+        clock: A monotonic clock in seconds.
 
     Attributes:
-        asked: How often this rank has asked.
-        has_told_end: Whether the last answer was that the training is about to be ended.
+        asked: How often this rank has called `should_checkpoint`.
+        stop_requested: Whether the last answer was that termination is requested.
 
     """
 
@@ -40,16 +40,16 @@ class CheckpointRequests:
         self._clock = clock
         self.asked = 0
         self.stop_requested = False
-        self._answered = 0  # the questions before this one have their answer
+        self._answered = 0  # the calls before this number have their answer
         self._topics: list[str] = []
         self._asked_at_s: deque[float] = deque(maxlen=_SPAN_QUESTIONS + 1)
         self._reports = 0
 
     def should_checkpoint(self) -> bool:
-        """Return what rank 0 says in its call of the same number; on the others this waits for it.
+        """Return rank 0's answer to its call of the same number; the other ranks wait for it.
 
         Raises:
-            ReportMismatchError: If rank 0 reports instead of asking.
+            ReportMismatchError: If rank 0 reports instead of calling this.
 
         """
         number, self.asked = self.asked, self.asked + 1
@@ -63,12 +63,12 @@ class CheckpointRequests:
         return answer != "no"
 
     def begin_report(self) -> None:
-        """As rank 0, tell who waits for an answer that none will come before this report."""
+        """As rank 0, inform the ranks that wait for an answer that none will come before this report."""
         if self._peers.rank == 0:
             self._peers.decide(_report(self._reports), b"")
 
     def end_report(self) -> None:
-        """Drop the answers so far, which every rank has read, since all have come to this report."""
+        """Drop the answers so far: every rank has read them, since all have reached this report."""
         if self._peers.rank == 0 and self._peers.world_size > 1:
             self._peers.forget(_report(self._reports))
             for topic in self._topics:
@@ -77,7 +77,7 @@ class CheckpointRequests:
         self._reports += 1
 
     def _told(self, number: int) -> tuple[Answer, int]:
-        """Return the answer to question `number`, and for how many questions from there it stands."""
+        """Return the answer to call `number`, and the number of calls from there for which it is valid."""
         topic = f"checkpoint now {number}"
         if self._peers.rank != 0:
             answer, _, num_questions = self._peers.decision(topic, unless=_report(self._reports)).decode().partition(" ")
@@ -94,7 +94,7 @@ class CheckpointRequests:
 
     def _num_questions_of_a_span(self) -> int:
         times = list(self._asked_at_s)
-        if len(times) <= _SPAN_QUESTIONS:  # too few to trust
+        if len(times) <= _SPAN_QUESTIONS:  # too few for an estimate
             return 1
         slowest_s = max(after - before for before, after in pairwise(times))
         return max(1, min(_SPAN_QUESTIONS, int(_SPAN_S / slowest_s) if slowest_s > 0 else _SPAN_QUESTIONS))

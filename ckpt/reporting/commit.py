@@ -31,14 +31,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank brings to a checkpoint.
+    """One rank's part of a checkpoint.
 
     Attributes:
-        directory: Where its files are.
+        directory: The directory of its files.
         files: Their paths.
-        metadata: The user's.
+        metadata: The user's metadata.
         state: Its share of a state, staged.
-        problem: Why it cannot store them after all.
+        problem: The error because of which it cannot store them after all.
 
     """
 
@@ -54,15 +54,15 @@ class CommitJob:
     """One rank's share of a commit.
 
     Attributes:
-        topic: Names this report among all of the attempt.
-        agreement: What the ranks agreed on; it carries an id.
+        topic: The name of this report, unique in the attempt.
+        agreement: The ranks' agreement, with an id.
         brought: This rank's files.
         metrics: Rank 0's metrics.
         started_s: When the report began, by this process's monotonic clock.
         stall_s: How long the training waited for the report; None where it waits for the commit.
-        parent: What this checkpoint continues.
-        stored: What this rank has stored of it, by path.
-        decided: The topics under which rank 0 has told its decisions on it.
+        parent: The checkpoint that this one continues.
+        stored: The files of it that this rank has stored, by path.
+        decided: The topics under which rank 0 has sent its decisions on it.
 
     """
 
@@ -89,14 +89,14 @@ class CommitJob:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank stored.
+    """The files and the share of a state that one rank stored.
 
     Attributes:
         files: Its files.
-        state: What the index must say of its share of a state, or None.
+        state: The index entries of its share of a state, or None.
         stall_s: How long its training waited for the report; None where it waits for the commit.
-        stored_s: How long after its report began it had stored all this. By its own clock, as all of this: clocks of
-            processes begin anywhere, and ranks do not begin a report together.
+        stored_s: The time from the start of its report until all files were stored. Both times are by the rank's own clock:
+            monotonic clocks of processes begin anywhere, and ranks do not begin a report together.
 
     """
 
@@ -109,20 +109,20 @@ class Part:
 def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
     """Store this rank's files and return once the manifest of all ranks is durable; rank 0 returns it.
 
-    Costs a put per file and one for the manifest, one listing for the fence, and two exchanges between the ranks. Whatever
-    goes wrong on any rank is raised on all of them, and then there is no checkpoint. A storage that is full is rid of garbage
-    and tried once more.
+    Costs a put per file and one for the manifest, one listing for the fence, and two exchanges between the ranks. An error on
+    any rank is raised on all of them, and then there is no checkpoint. When the storage is full, garbage is removed from it
+    and the commit is tried once more.
 
     Raises:
-        CommitFailedError: If a rank could not store its part, or is gone.
+        CommitFailedError: If a rank could not store its part, or is lost.
         StorageFullError: If there is no space.
         FencedError: If a newer attempt owns the run.
-        ReportMismatchError: If ranks brought different bytes under one name.
+        ReportMismatchError: If ranks reported different bytes under one name.
 
     """
     try:
         return _try_commit(run, peers, job)
-    except StorageFullError as exc:  # all ranks are here, or none is
+    except StorageFullError as exc:  # every rank raises it, or none does
         room = f"{job.topic}/room"
         if peers.rank == 0:
             _logger.warning("%s; removing garbage and trying once more", exc)
@@ -134,7 +134,7 @@ def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
     try:
         return _try_commit(run, peers, replace(job, topic=f"{job.topic}/again"))
     except StorageFullError:
-        if peers.rank == 0:  # else its parts would fill what the next report needs
+        if peers.rank == 0:  # else its parts would occupy the space that the next report needs
             _remove("what was stored of it", lambda: _discard(run, job.checkpoint_id))
         raise
 
@@ -172,7 +172,7 @@ def _try_commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
 
 
 def store_part(run: Run, job: CommitJob, rank: int) -> Part:
-    """Store everything that is this rank's to store and is not yet."""
+    """Store every file of this rank that is not stored yet, and its share of a state."""
     files = store_files(run, job, rank)
     if job.brought.state is None:
         return Part(files, None, job.stall_s, job.elapsed_s())
@@ -189,7 +189,7 @@ def store_part(run: Run, job: CommitJob, rank: int) -> Part:
 
 
 def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
-    """Store the files that are this rank's to store and are not yet, several at a time, and digest the others."""
+    """Store the files that this rank owns and that are not stored yet, several at a time, and digest the others."""
     directory, files = job.brought.directory, job.brought.files
     if job.brought.problem is not None:
         raise job.brought.problem
@@ -242,7 +242,7 @@ def _store_index(run: Run, job: CommitJob, parts: Sequence[Part]) -> list[FileEn
 
 
 def _timings(job: CommitJob, parts: Sequence[Part], all_stored_s: float) -> dict[str, float]:
-    """Return what the commit cost; a rank whose report began first has waited longest, so each counts by its own clock."""
+    """Return the times of the commit; the rank whose report began first waited longest, so each counts by its own clock."""
     since_then_s = job.elapsed_s() - all_stored_s
     durable_s = max(all_stored_s, *(part.stored_s for part in parts)) + since_then_s
     return {"stall_s": max(durable_s if part.stall_s is None else part.stall_s for part in parts), "durable_s": durable_s}
@@ -251,7 +251,7 @@ def _timings(job: CommitJob, parts: Sequence[Part], all_stored_s: float) -> dict
 def _encode_part(work: Callable[[], Part]) -> bytes:
     try:
         part = work()
-    except Exception as exc:  # noqa: BLE001 - whatever it is, all ranks must hear of it rather than wait
+    except Exception as exc:  # noqa: BLE001 - all ranks must receive any error rather than wait
         return json.dumps({"refusal": asdict(RemoteError.of(exc))}).encode()
     files = [asdict(entry) for entry in part.files]
     return json.dumps({"files": files, "state": part.state, "stall_s": part.stall_s, "stored_s": part.stored_s}).encode()

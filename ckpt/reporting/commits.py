@@ -1,4 +1,4 @@
-"""One rank's commits, at once or behind the training's back: in order, each continuing the one before."""
+"""One rank's commits, immediate or in the background: in order, each continuing the previous one."""
 
 import time
 from dataclasses import replace
@@ -17,13 +17,13 @@ from .peers import Peers
 
 
 class RankCommits:
-    """What a rank commits in one attempt.
+    """The commits of one rank in one attempt.
 
     Args:
         run: The run.
         peers: The ranks.
-        events: Where commits are told.
-        pace: What measures them.
+        events: The sender that reports commits to the leader.
+        pace: The overhead budget that measures them.
         max_in_flight: How many may be under way in the background.
         restored: The checkpoint that the attempt begins from, which the first commit continues.
 
@@ -47,26 +47,26 @@ class RankCommits:
         self._pace = pace
         self._max_in_flight = max_in_flight
         self._background = BackgroundCommits()
-        self._decided: list[str] = []  # on rank 0, the topics of the commit before
+        self._decided: list[str] = []  # on rank 0, the topics of the previous commit
         self._parent = None if restored is None else _name_from(run, restored)
         self.newest_step = self._committed_step = -1 if restored is None else restored.step
 
     def wait_for_slot(self, *, for_another: bool) -> None:
-        """Return once one more commit may go on beside those under way, or, if not `for_another`, none is under way."""
+        """Wait until one more commit may run beside those under way, or, if not `for_another`, until none is under way."""
         self._background.wait(leave=self._max_in_flight - 1 if for_another else 0)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return once no commit is under way, or after `timeout_s`."""
+        """Wait until no commit is under way, or for `timeout_s`."""
         self._background.wait(timeout_s=timeout_s)
 
     def commit(self, job: CommitJob) -> None:
-        """Return once the checkpoint of `job` is durable."""
+        """Commit the checkpoint of `job`; it is durable when this returns."""
         self._pace.begin()
         self._commit(job)
         self.newest_step = job.agreement.step
 
     def commit_in_background(self, job: CommitJob) -> None:
-        """Begin to commit `job`, whose files are ours when this returns; a failure is told by `take_failure`."""
+        """Begin to commit `job`, whose files are adopted when this returns; `take_failure` returns a failure."""
         self._pace.begin()
         self.newest_step = job.agreement.step
         job = replace(job, stall_s=time.monotonic() - job.started_s)
@@ -74,7 +74,7 @@ class RankCommits:
         if staged.directory is not None:
             try:
                 staged = replace(staged, directory=adopt_files(staged.directory, staged.files))
-            except OSError as exc:  # the other ranks already wait for this one's part: they must hear of it
+            except OSError as exc:  # the other ranks already wait for this one's part: they must receive it
                 staged = replace(staged, directory=None, problem=exc)
 
         def work() -> None:
@@ -87,14 +87,14 @@ class RankCommits:
         self._background.submit(job.agreement.step, work)
 
     def take_failure(self) -> CheckpointError | None:
-        """Return the error of a commit in the background that ended, once; its step may be reported again."""
+        """Return the error of a background commit that ended, once; its step may be reported again."""
         failure = self._background.take_failure()
         if failure is not None:
             self._forget_failed_step()
         return failure
 
     def forget_failure(self) -> None:
-        """Forget a failure in the background that another rank has told of already."""
+        """Forget a background failure that another rank has already reported."""
         self._background.wait_for_failure()
         self._forget_failed_step()
 
@@ -113,7 +113,7 @@ class RankCommits:
             self._events.send(CommitEvent(manifest.id, manifest.step, manifest.metrics, *costs))
 
     def _forget_decisions(self, decided: list[str]) -> None:
-        """As rank 0, drop the decisions on the previous commit: every rank has read them, since all came to this one."""
+        """As rank 0, drop the decisions on the previous commit: every rank has read them, since all have reached this one."""
         if decided:
             for topic in self._decided:
                 self._peers.forget(topic)
@@ -124,6 +124,6 @@ class RankCommits:
 
 
 def _name_from(run: Run, checkpoint: Checkpoint) -> str | None:
-    """Return the checkpoint's id, or its path where that alone tells which run it belongs to."""
+    """Return the checkpoint's id, or its path where it belongs to another run."""
     own = checkpoint.store is not None and checkpoint.store.path == run.path
     return checkpoint.id if own else checkpoint.path

@@ -1,4 +1,4 @@
-"""One rank's side of an evaluation: a checkpoint to look at, and nothing to report."""
+"""One rank's session of an evaluation: it has a checkpoint to read, and reports nothing."""
 
 from typing import Any, NoReturn
 
@@ -9,7 +9,7 @@ class EvaluationSession(RankSession):
     """A rank among others that evaluates the restored checkpoint; its function returns metrics instead of reporting them."""
 
     def report(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: a report belongs to a training, and this run may have a living one.
+        """Raise: a report belongs to a training, and this run may have a live one.
 
         Raises:
             RuntimeError: Always.

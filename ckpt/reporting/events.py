@@ -1,4 +1,4 @@
-"""What rank 0 tells the leader of the training: reports and commits, in order."""
+"""The events that rank 0 sends to the leader of the training: reports and commits, in order."""
 
 import json
 import threading
@@ -16,8 +16,8 @@ class ReportEvent:
     """Rank 0 reported.
 
     Attributes:
-        record: What goes into the metric history.
-        progress: The share of the training that is done (0 to 1), where the training says it.
+        record: The record for the metric history.
+        progress: The share of the training that is done (0 to 1), where the training reports it.
 
     """
 
@@ -48,7 +48,7 @@ class CommitEvent:
 
 
 class EventSender:
-    """Rank 0's end: numbers what it sends, from its training thread and from background commits."""
+    """Rank 0's sender: numbers the events of its training thread and of background commits."""
 
     def __init__(self, key_value: KeyValue) -> None:
         self._key_value = key_value
@@ -56,7 +56,7 @@ class EventSender:
         self._one_sender = threading.Lock()
 
     def send(self, event: ReportEvent | CommitEvent) -> None:
-        """Leave `event` for the leader; never waits for it."""
+        """Send `event` to the leader, without waiting for it."""
         body = to_json({"type": type(event).__name__, **asdict(event)})
         with self._one_sender:
             self._key_value.set(f"event/{self._sent}", json.dumps(body).encode())
@@ -64,14 +64,14 @@ class EventSender:
 
 
 class EventReceiver:
-    """The leader's end."""
+    """The leader's receiver."""
 
     def __init__(self, key_value: KeyValue) -> None:
         self._key_value = key_value
         self._received = 0
 
     def drain(self) -> Iterator[ReportEvent | CommitEvent]:
-        """Yield what arrived since the last call."""
+        """Yield the events that arrived since the last call."""
         while self._key_value.check(key := f"event/{self._received}"):
             fields = from_json(json.loads(self._key_value.get([key], 1.0)[0]))
             assert isinstance(fields, dict)

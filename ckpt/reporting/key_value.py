@@ -1,4 +1,4 @@
-"""The few words that ranks exchange: small values under keys that everybody waits for."""
+"""The messages that ranks exchange: small values under keys that all ranks can wait for."""
 
 import threading
 import time
@@ -7,10 +7,10 @@ from typing import Protocol
 
 
 class KeyValue(Protocol):
-    """A small shared dictionary, as torch's TCPStore is one; safe to share between threads, whose waits do not block others."""
+    """A small shared dictionary, such as torch's TCPStore; safe to share between threads, whose waits do not block others."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Store `value`, waking whoever waits for `key`; in order with this connection's other requests, not with others'."""
+        """Store `value` and wake those that wait for `key`; ordered with this connection's requests, not with others'."""
         ...
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
@@ -31,7 +31,7 @@ class KeyValue(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Forget `key`; harmless when it is not set."""
+        """Delete `key`; harmless when it is not set."""
         ...
 
 
@@ -43,7 +43,7 @@ class MemoryKeyValue:
         self._changed = threading.Condition()
 
     def set(self, key: str, value: bytes) -> None:
-        """Store `value`, waking whoever waits for `key`."""
+        """Store `value` and wake the threads that wait for `key`."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
@@ -73,6 +73,6 @@ class MemoryKeyValue:
             return key in self._values
 
     def delete(self, key: str) -> None:
-        """Forget `key`."""
+        """Delete `key`."""
         with self._changed:
             self._values.pop(key, None)

@@ -1,4 +1,4 @@
-"""How often a training may checkpoint for a share of its time."""
+"""The checkpoint interval that keeps to a share of the training's time."""
 
 import threading
 import time
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 
 class OverheadBudget:
-    """Says when the next checkpoint is due, from what the last one cost.
+    """An overhead budget: the cost of the last checkpoint determines when the next one is due.
 
     Args:
-        target_overhead: Which share of the training's time checkpoints may hold it up; None for never due.
-        clock: Seconds that only grow.
+        target_overhead: The share of the training's time that it may wait for checkpoints; None means never due.
+        clock: A monotonic clock in seconds.
 
     """
 
@@ -32,7 +32,7 @@ class OverheadBudget:
         """Record that the checkpoint has ended.
 
         Args:
-            stall_s: For how long it held the training up; None where it failed, which tells nothing.
+            stall_s: How long the training waited for it; None where it failed, which measures nothing.
 
         """
         with self._lock:
@@ -41,7 +41,7 @@ class OverheadBudget:
                 self._pause_s = stall_s / self._target_overhead
 
     def is_due(self) -> bool:
-        """Return whether another one would keep to the target; the first is due at once, to be measured."""
+        """Return whether another checkpoint would keep to the target; the first is due immediately, to be measured."""
         if self._target_overhead is None:
             return False
         with self._lock:

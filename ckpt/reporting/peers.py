@@ -1,4 +1,4 @@
-"""Exchanges between ranks in which nobody waits for a peer that is gone."""
+"""Exchanges between ranks in which no rank waits for a lost peer."""
 
 import json
 import logging
@@ -17,9 +17,9 @@ _logger = logging.getLogger(__name__)
 Ending: TypeAlias = Literal["returned", "failed", "died"]
 _POLL_S = 0.2
 _LATE_S = 0.002
-_SILENT_S = 30.0  # how long a rank waits for others before it says so, and ten times that before it says so again
-_RANKS_PER_POLL_S = 1000  # all ranks wait for rank 0 at once, and one process answers them
-_TOLD = 8  # of the ranks that left, in an error
+_SILENT_S = 30.0  # how long a rank waits for others before it logs a warning, and ten times that before the next
+_RANKS_PER_POLL_S = 1000  # all ranks wait for rank 0 concurrently, and one process answers them
+_TOLD = 8  # the number of ranks that left and are named in an error
 _ALL_ENDED = "all ended"
 _NUM_ENDS = "ends"
 _NUM_FAILURES = "failures"
@@ -30,9 +30,9 @@ class RankExit:
     """How a rank left the training.
 
     Attributes:
-        rank: Who.
-        reports: How many reports it completed, or None where its death hid that.
-        ending: Whether its function returned, raised, or its process died.
+        rank: The rank.
+        reports: How many reports it completed, or None where its process died and this is unknown.
+        ending: The exit status: whether its function returned, raised, or its process died.
         detail: The error or the signal.
 
     """
@@ -43,16 +43,16 @@ class RankExit:
     detail: str = ""
 
     def __str__(self) -> str:
-        """Tell it in one line."""
+        """Return the exit in one line."""
         after = "" if self.reports is None else f" after {self.reports} reports"
         return f"rank {self.rank} {self.ending}{after}{f' ({self.detail})' if self.detail else ''}"
 
 
 class Peers:
-    """All ranks of one attempt, as one of them sees the others.
+    """The other ranks of one attempt, as seen from one rank.
 
     Args:
-        key_value: What the ranks share.
+        key_value: The dictionary that the ranks share.
         rank: This rank.
         world_size: The number of ranks.
 
@@ -65,12 +65,12 @@ class Peers:
         self._poll_s = _POLL_S if rank == 0 else max(_POLL_S, world_size / _RANKS_PER_POLL_S)
 
     def exchange(self, topic: str, mine: bytes, meanwhile: Callable[[], None] | None = None) -> list[bytes] | None:
-        """Hand `mine` to rank 0, which gets everybody's, by rank; the others get None at once.
+        """Send `mine` to rank 0 and return there the messages of all ranks, by rank; other ranks return None immediately.
 
         Args:
-            topic: Names the exchange.
-            mine: What this rank says.
-            meanwhile: What rank 0 has to do besides, before it waits for ranks that are late, and not while all are there.
+            topic: The name of the exchange.
+            mine: This rank's message.
+            meanwhile: Called on rank 0 before it waits for late ranks, and not called if all are there.
 
         """
         if self.rank != 0:
@@ -82,45 +82,46 @@ class Peers:
         return [mine, *self._wait(keys, topic)]
 
     def decide(self, topic: str, decision: bytes) -> bytes:
-        """As rank 0, tell everybody `decision`."""
+        """As rank 0, send `decision` to all ranks and return it."""
         if self.world_size > 1:
             self._key_value.set(topic, decision)
         return decision
 
     def decision(self, topic: str, *, unless: str | None = None) -> bytes:
-        """Return what rank 0 decided.
+        """Return the decision of rank 0.
 
         Args:
-            topic: About what.
-            unless: What rank 0 would say instead of deciding; then this raises ReportMismatchError.
+            topic: The topic of the decision.
+            unless: The topic that rank 0 would set instead of deciding; then this raises ReportMismatchError.
 
         """
         return self._wait([topic], topic, unless)[0]
 
     def scatter(self, topic: str, parts: Sequence[bytes]) -> None:
-        """As rank 0, leave each rank its own word, this one included."""
+        """As rank 0, send each rank, including this one, its own message."""
         for rank, part in enumerate(parts):
             self._key_value.set(f"{topic}/{rank}", part)
 
     def scattered(self, topic: str) -> bytes:
-        """Return what rank 0 left for this rank, and forget it."""
+        """Return rank 0's message for this rank, and delete it."""
         key = f"{topic}/{self.rank}"
         (part,) = self._wait([key], topic)
         self._key_value.delete(key)
         return part
 
     def forget(self, topic: str) -> None:
-        """Drop what this rank said under `topic`, which everybody has read."""
+        """Delete this rank's message under `topic`, which every rank has read."""
         self._key_value.delete(topic if self.rank == 0 else f"{topic}/{self.rank}")
 
     def end(self, end: RankExit) -> None:
-        """Tell everybody that a rank left; whoever waits for it raises instead."""
+        """Announce to all ranks that a rank left; a rank that waits for it raises instead."""
         announce_exit(self._key_value, end)
 
     def wait_for_all_exits(self) -> list[RankExit]:
-        """Wait until every rank left and return how: the first of all that left alike; or what is known once one failed.
+        """Wait until every rank left and return one exit of each kind; or the known exits once a rank failed.
 
-        Rank 0 looks at all of them and tells the others, or each of ten thousand would read ten thousand.
+        The exits of one kind have the same status and number of reports, and the lowest rank's stands for all. Rank 0 reads
+        all of them and sends the result to the others, or each of ten thousand ranks would read ten thousand exits.
         """
         keys = [_end_key(rank) for rank in range(self.world_size)] if self.rank == 0 else [_ALL_ENDED]
         while (values := self._try_get(keys, self._poll_s)) is None:
@@ -134,7 +135,7 @@ class Peers:
         for end in map(_decode_end, values):
             first_alike.setdefault((end.ending, end.reports), end)
         self.decide(_ALL_ENDED, json.dumps([asdict(end) for end in first_alike.values()]).encode())
-        self._key_value.check(_ALL_ENDED)  # it has arrived, however soon this process ends
+        self._key_value.check(_ALL_ENDED)  # the reply proves that it has arrived, however soon this process ends
         return list(first_alike.values())
 
     def _wait(self, keys: Sequence[str], topic: str, unless: str | None = None) -> list[bytes]:
@@ -149,7 +150,7 @@ class Peers:
                     f"rank {self.rank} asks should_checkpoint() while rank 0 reports; call both equally often on every rank"
                 )
             if ends := [end for end in read_exits(self._key_value) if end.rank != self.rank]:
-                if (values := self._try_get(keys, 0.0)) is not None:  # what a peer said before it left still counts
+                if (values := self._try_get(keys, 0.0)) is not None:  # a message that a peer sent before it left still counts
                     return values
                 self._raise_for(ends, topic)
             if time.monotonic() > warn_s:
@@ -181,7 +182,7 @@ class Peers:
 
 
 def announce_exit(key_value: KeyValue, end: RankExit) -> None:
-    """Tell everybody who shares `key_value` that a rank left; the first word about a rank counts."""
+    """Announce to all processes that share `key_value` that a rank left; the first announcement of a rank counts."""
     if not key_value.check(_end_key(end.rank)):
         key_value.set(_end_key(end.rank), json.dumps(asdict(end)).encode())
         if end.ending != "returned":
@@ -190,12 +191,12 @@ def announce_exit(key_value: KeyValue, end: RankExit) -> None:
 
 
 def has_failure(key_value: KeyValue) -> bool:
-    """Return whether a rank left otherwise than by returning; one request."""
+    """Return whether a rank failed or died; costs one request."""
     return key_value.add(_NUM_FAILURES, 0) > 0
 
 
 def read_exits(key_value: KeyValue) -> list[RankExit]:
-    """Return how ranks left, of those that did, by rank; one request while none has, and some for each that has."""
+    """Return the exits of the ranks that left, by rank; costs one request while none has, and some for each that has."""
     keys = [_left_key(number + 1) for number in range(key_value.add(_NUM_ENDS, 0))]
     ranks = {int(key_value.get([key], _POLL_S)[0]) for key in keys if key_value.check(key)}  # the newest may be yet to come
     return [_decode_end(key_value.get([_end_key(rank)], _POLL_S)[0]) for rank in sorted(ranks)]

@@ -11,7 +11,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 @dataclass(frozen=True, slots=True)
 class RemoteError:
-    """A CheckpointError on its way to other ranks.
+    """A CheckpointError in transit to other ranks.
 
     Attributes:
         kind: The name of its class in `errors`.
@@ -24,7 +24,7 @@ class RemoteError:
 
     @classmethod
     def of(cls, error: BaseException) -> "RemoteError":
-        """Return what other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
+        """Return the error that other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
         if isinstance(error, (CommitFailedError, FencedError, ReportMismatchError)):
             return cls(type(error).__name__, str(error))
         if isinstance(error, OSError) and error.errno in _FULL:

@@ -1,4 +1,4 @@
-"""One rank's side of a training: every report of it, from the ranks' agreement to the manifest."""
+"""One rank's session of a training: each of its reports, from the ranks' agreement to the manifest."""
 
 import logging
 import threading
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReportSettings:
-    """How a training checkpoints.
+    """The settings of a training's checkpoints.
 
     Attributes:
         max_in_flight: How many commits may be under way in the background.
-        target_overhead: Which share of its time the training may be held up, for `should_checkpoint`; None for no such wish.
-        checkpoint_score_attribute: The metric by which checkpoints are ranked, which must be a number; None ranks them by age.
+        target_overhead: The share of its time that the training may wait, for `should_checkpoint`; None for no target.
+        checkpoint_score_attribute: The metric by which checkpoints are sorted, which must be a number; None sorts them by age.
 
     """
 
@@ -59,12 +59,12 @@ class RankSession:
     """The reports of one rank in one attempt.
 
     Args:
-        context: The rank's place.
+        context: The rank's context.
         run: The run.
-        key_value: What the ranks and the leader share.
+        key_value: The dictionary that the ranks and the leader share.
         restored: The checkpoint that this attempt begins from.
-        settings: How the training checkpoints.
-        ends_soon: Returns whether the training is about to be ended from outside.
+        settings: The settings of the training's checkpoints.
+        ends_soon: Returns whether termination of the training is requested.
 
     """
 
@@ -127,7 +127,7 @@ class RankSession:
             asked = self._requests.asked
             intent = Intent(self.context.world_rank, step, upload, list(brought.files), brought.metadata, told, asked=asked)
             if upload is not None:
-                # A state's buffers are used again, and a sync commit comes after those before it.
+                # A state's buffers are reused, and a sync commit comes after the earlier ones.
                 self._commits.wait_for_slot(for_another=upload == "async" and state is None)
             agreement = self._agree(intent, snapshot)
             if agreement.refusal is not None:
@@ -143,7 +143,7 @@ class RankSession:
             self._events.send(ReportEvent(record))
 
     def finish(self) -> None:
-        """Return once every background commit is durable and every rank returned after equally many reports.
+        """Wait until every background commit is durable and every rank has returned after equally many reports.
 
         Raises:
             CheckpointError: The failure of a background commit that no report has raised yet.
@@ -168,18 +168,18 @@ class RankSession:
             )
 
     def fail(self, detail: str, flush_s: float) -> None:
-        """Tell the other ranks that this one's function raised, after giving a background commit its last chance.
+        """Announce to the other ranks that this one's function raised, after a last wait for background commits.
 
         Args:
             detail: The error in one line.
-            flush_s: How long to wait for the commit.
+            flush_s: How long to wait for the commits.
 
         """
         self._commits.wait(timeout_s=flush_s)
         self._peers.end(RankExit(self.context.world_rank, self._reports, "failed", detail))
 
     def _keep_stored(self, step: int, upload: Upload | None) -> None:
-        """Say that the checkpoint of `step` stays, and return once it is as durable as `upload` asks for."""
+        """Warn that the checkpoint of `step` stays, and return once it is as durable as `upload` requires."""
         _logger.warning(
             "rank %d reports step %d, whose checkpoint is stored already: the metrics are recorded, and that checkpoint stays; "
             "give a higher step to store another",
@@ -192,12 +192,12 @@ class RankSession:
         if checkpoint is None:
             return RankPart()
         if not isinstance(checkpoint, Checkpoint):
-            raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(folder)")  # noqa: TRY004 - as above
+            raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(folder)")  # noqa: TRY004 - one error
         directory = checkpoint.directory
         if directory is not None:
             check_apart(directory, self.run.storage.local_path(self.run.name))
         if directory is None or lies_in_checkpoint(directory.resolve()):
-            # A committed checkpoint is never taken apart: what is moved or stored again is a copy.
+            # A committed checkpoint is never changed: only a copy of it is moved or stored again.
             directory = cleanup.enter_context(scratch_folder())
             checkpoint.to_directory(directory)
         return RankPart(directory, tuple(scan_files(directory)), checkpoint.get_metadata())
@@ -210,7 +210,7 @@ class RankSession:
         return self._state_reports
 
     def _finalize(self, agreement: Agreement, brought: RankPart, snapshot: "StateSnapshot | None") -> RankPart:
-        """Return `brought` with the state staged: the training may change it from here on."""
+        """Return `brought` with the state staged; the training may change the state when this returns."""
         if agreement.state is None:
             return brought
         decision = self._states().apply(agreement.state, self._topic())
@@ -218,7 +218,7 @@ class RankSession:
             return brought
         try:
             return replace(brought, state=self._states().finalize(snapshot, decision))
-        except Exception as exc:  # noqa: BLE001 - the other ranks already wait for this one's part: they must hear of it
+        except Exception as exc:  # noqa: BLE001 - the other ranks already wait for this one's part: they must receive it
             return replace(brought, problem=exc)
 
     def _abstain(self, error: Exception) -> None:
@@ -226,7 +226,7 @@ class RankSession:
         intent = Intent(self.context.world_rank, self._last_step, error=f"{type(error).__name__}: {error}")
         try:
             agreement = self._agree(intent)
-        except CheckpointError:  # the ranks have parted, which `finish` raises; `error` comes first
+        except CheckpointError:  # the ranks are desynchronized, which `finish` raises; `error` comes first
             return
         if agreement.refusal is not None and agreement.is_background_failure:
             raise agreement.refusal.error() from error
@@ -235,7 +235,7 @@ class RankSession:
         return f"report {self._rounds - 1}"
 
     def _agree(self, intent: Intent, snapshot: "StateSnapshot | None" = None) -> Agreement:
-        """Return what rank 0 decides about this round; every rank goes through all rounds, whatever it reports."""
+        """Return rank 0's decision on this round; every rank takes part in all rounds, whatever it reports."""
         previous = self._topic()
         self._rounds += 1
         self._requests.begin_report()
@@ -244,7 +244,7 @@ class RankSession:
         except CheckpointError as exc:
             self._desynchronized = exc
             raise
-        self._peers.forget(previous)  # that everybody is in this round proves that the one before was read
+        self._peers.forget(previous)  # all ranks are in this round, so all have read the previous one
         self._requests.end_report()
         if agreement.is_background_failure and self.context.world_rank != 0:
             self._commits.forget_failure()  # raised now, so not again later

@@ -1,4 +1,4 @@
-"""The states in a rank's reports: between what the training hands over and what a commit stores."""
+"""The states in a rank's reports: from the training's objects to the staged files of a commit."""
 
 import contextlib
 import json
@@ -28,15 +28,15 @@ class StateReports:
         self._plan = 0
 
     def capture(self, state: Mapping[str, Any]) -> StateSnapshot:
-        """Look at `state` and copy its plain values; raises ValueError for what cannot be stored."""
+        """Return a snapshot of `state` with copies of its plain values; raises ValueError if a part cannot be stored."""
         return self._saver.capture(state)
 
     def describe(self, snapshot: StateSnapshot) -> dict[str, Any]:
-        """Return what rank 0 must know; it must be sent."""
+        """Return the description of `snapshot` for rank 0; it must be sent."""
         return self._saver.describe(snapshot)
 
     def stage_early(self, snapshot: StateSnapshot) -> None:
-        """Stage while the ranks agree, where the plan of the report before may still hold."""
+        """Stage while the ranks agree, as the plan of the previous report may still be valid."""
         with contextlib.suppress(Exception):  # `finalize` stages again and raises it
             self._saver.stage_early(snapshot)
 
@@ -44,12 +44,12 @@ class StateReports:
         """As rank 0, decide on the states of all ranks, and send each rank its part of a new plan.
 
         Args:
-            told: What each rank told, None where it brings no state.
-            topic: Names this report.
+            told: The description from each rank, None where it reports no state.
+            topic: The name of this report.
             refused: Whether the report is refused for other reasons.
 
         Raises:
-            ReportMismatchError: If the ranks' states cannot be one.
+            ReportMismatchError: If the ranks' states do not form one state.
 
         """
         for rank, of_rank in enumerate(told):
@@ -64,7 +64,7 @@ class StateReports:
         return asdict(decision)
 
     def apply(self, decided: Mapping[str, Any], topic: str) -> StateDecision:
-        """Take over what rank 0 decided, also on a rank that brings no state."""
+        """Apply rank 0's decision, also on a rank that reports no state."""
         decision = StateDecision(**decided)
         if decision.plan != self._plan:
             data = self._peers.scattered(f"{topic}/plan")
@@ -73,5 +73,5 @@ class StateReports:
         return decision
 
     def finalize(self, snapshot: StateSnapshot, decision: StateDecision) -> StagedState:
-        """Return `snapshot` staged; from now on the training may change it."""
+        """Return `snapshot` staged; the training may change the state when this returns."""
         return self._saver.finalize(snapshot, decision)

@@ -1,1 +1,1 @@
-"""Tensors and values as a checkpoint; with the frameworks, the only importer of torch."""
+"""Tensors and values as a checkpoint; only this package and the frameworks import torch."""

@@ -1,4 +1,4 @@
-"""A stored state as one safetensors file: whole tensors, of what all ranks stored, and none of them ever in memory."""
+"""Export of a stored state to one safetensors file: whole tensors from all ranks' parts, none of them whole in memory."""
 
 import logging
 import math
@@ -23,18 +23,18 @@ _logger = logging.getLogger(__name__)
 def export_tensors(reader: StateReader, index: StateIndex, key: str, path: Path) -> None:
     """Write every tensor below `key` to a safetensors file at `path`, which appears whole or not at all.
 
-    Each byte is read once, verified by its digest, and written to its place in the file. Costs the memory of a few blocks of
+    Each byte is read once, verified by its digest, and written to its offset in the file. Costs the memory of a few blocks of
     4 MiB, whatever the size of the tensors.
 
     Args:
-        reader: Reads the state's files.
-        index: What is stored.
-        key: What to export: its path in the state, joined with dots.
-        path: The file; one that is there is replaced.
+        reader: The reader of the state's files.
+        index: The index of the stored state.
+        key: The part to export: its path in the state, joined with dots.
+        path: The file; an existing one is replaced.
 
     Raises:
-        ValueError: If there is no tensor below `key`, or one that safetensors cannot hold.
-        CheckpointCorruptError: If what is stored differs from what was committed.
+        ValueError: If there is no tensor below `key`, or one that safetensors cannot represent.
+        CheckpointCorruptError: If the stored data differ from the committed ones.
 
     """
     exports = choose_tensors(index, key, reader.where)
@@ -60,10 +60,10 @@ def export_tensors(reader: StateReader, index: StateIndex, key: str, path: Path)
 
 
 def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, TensorEntry | ValueEntry]:
-    """Return the tensors below `key`, by what they are called there, and where each is stored.
+    """Return the tensors below `key`, by their names there, with the entry of each.
 
     Raises:
-        ValueError: If there is none, or one that safetensors cannot hold.
+        ValueError: If there is none, or one that safetensors cannot represent.
 
     """
     below = f"{key}."
@@ -103,7 +103,7 @@ def _check(tensors: Sequence[Tensor], where: str) -> None:
 
 
 def _blocks(stored: TensorEntry | ValueEntry, block_bytes: int, descriptor: int, start: int) -> Iterator[Block]:
-    """Yield the reads of a tensor that begins at `start` of a file, each written there as soon as it is verified."""
+    """Yield the reads of a tensor whose data begin at `start` of a file; each block is written as soon as it is verified."""
     if isinstance(stored, ValueEntry):
         yield value_block(stored, lambda data: write_at(descriptor, memory_of(read_value(bytes(data)).contiguous()), start))
         return
@@ -118,12 +118,12 @@ def _blocks(stored: TensorEntry | ValueEntry, block_bytes: int, descriptor: int,
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """How the raw data of a chunk lie in the whole tensor: in runs of equally many bytes.
+    """The layout of a chunk's raw data in the whole tensor: runs of equal length.
 
     Attributes:
         bytes: The length of a run.
-        start: Where the first one begins in the tensor.
-        dimensions: How many there are and how far apart they begin in the tensor, for each dimension, the last one first.
+        start: The offset of the first run in the tensor.
+        dimensions: The number of runs and the stride between them in the tensor, for each dimension, the last one first.
 
     """
 
@@ -133,7 +133,7 @@ class Runs:
 
     @classmethod
     def of(cls, chunk: Chunk, shape: Sequence[int], item_bytes: int) -> "Runs":
-        """Return the runs of `chunk`, each as long as can be, in a tensor of `shape`."""
+        """Return the runs of `chunk`, each as long as possible, in a tensor of `shape`."""
         strides = tuple(math.prod(shape[dimension + 1 :]) * item_bytes for dimension in range(len(shape)))
         start = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
         cut = max((dimension for dimension, size in enumerate(shape) if chunk.sizes[dimension] != size), default=0)
@@ -141,7 +141,7 @@ class Runs:
         return cls(math.prod(chunk.sizes[cut:]) * item_bytes, start, tuple(dimensions))
 
     def place(self, number: int) -> int:
-        """Return where run `number` begins in the tensor."""
+        """Return the offset of run `number` in the tensor."""
         place = self.start
         for count, stride in self.dimensions:
             number, index = divmod(number, count)
@@ -149,7 +149,7 @@ class Runs:
         return place
 
     def writes(self, descriptor: int, start: int, at: int) -> Take:
-        """Return what writes a block, which begins at `at` of the chunk, into a file in which the tensor begins at `start`."""
+        """Return a function that writes the block at offset `at` of the chunk to a file whose tensor begins at `start`."""
 
         def write(data: memoryview) -> None:
             done = 0

@@ -1,4 +1,4 @@
-"""What a state holds, as named leaves: the tensors and the plain values in its modules, optimizers and containers."""
+"""The named leaves of a state: the tensors and the plain values in its modules, optimizers and containers."""
 
 import re
 import sys
@@ -26,10 +26,10 @@ class Leaf:
 
     Attributes:
         name: Its path joined with dots, and "@rank<r>" where it is marked as this rank's own.
-        path: Where it is.
-        value: It.
+        path: Its path in the state.
+        value: The tensor or plain value itself.
         of_model: Whether it belongs to a module or an optimizer, whose tensors are equal on all ranks or sharded.
-        by_first: Whether rank 0's copy counts.
+        by_first: Whether rank 0's copy is stored.
 
     """
 
@@ -41,14 +41,14 @@ class Leaf:
 
 
 def flatten(state: Mapping[str, Any], rank: int) -> tuple[list[Leaf], dict[str, Sequence[object]]]:
-    """Return every leaf of `state`, and what its modules and optimizers consist of, unless they are marked as this rank's own.
+    """Return every leaf of `state`, and the parts of its modules and optimizers, unless these are marked as this rank's own.
 
     Leaves are named as torch.distributed.checkpoint names them. Copies nothing.
 
     Costs a few microseconds a leaf, for which the training waits.
 
     Raises:
-        ValueError: If something has no name, two things have one, or a tensor cannot be stored.
+        ValueError: If a leaf has no name, two leaves share one, or a tensor cannot be stored.
 
     """
     check_is_dict(state)
@@ -65,10 +65,10 @@ def flatten(state: Mapping[str, Any], rank: int) -> tuple[list[Leaf], dict[str, 
 
 
 def check_is_dict(state: object) -> None:
-    """Return only if `state` gives things names.
+    """Raise unless `state` is a dict of names.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If it is none.
 
     """
     if not isinstance(state, Mapping):
@@ -86,7 +86,7 @@ def is_stateful(value: object) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether `value` is stored as one value: it holds no tensor and no object with a state of its own."""
+    """Return whether `value` is stored as one value: it contains no tensor and no object with a state of its own."""
     if isinstance(value, (torch.Tensor, RankLocal)) or is_stateful(value):
         return False
     if isinstance(value, Mapping):
@@ -109,12 +109,12 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name without what wrappers put into it."""
+    """Return a parameter's name without the parts that wrappers insert."""
     return _WRAPPERS.sub("", name)
 
 
 class ParameterNames:
-    """The names of all parameters of the modules in a state, by which an optimizer's state can be told to other ranks."""
+    """The names of all parameters of the modules in a state, which identify an optimizer's state on other ranks."""
 
     def __init__(self, state: Any) -> None:
         modules = dict(_modules(state, ()))
@@ -129,7 +129,7 @@ class ParameterNames:
         return _parameter_names(self.in_modules(optimizer))
 
     def in_modules(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, str] | None]:
-        """Return which module and parameter of it each of an optimizer's is; None where it is in no module."""
+        """Return the module and name of each parameter of an optimizer; None for a parameter in no module."""
         return [self._names.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -143,7 +143,7 @@ def _parameter_names(found: list[tuple[str, str] | None]) -> list[str | int]:
 
 
 def _reshard(module: torch.nn.Module) -> None:
-    """Give a module the parameters that its optimizer has: FSDP2 leaves gathered ones in it after a forward alone."""
+    """Reshard a module, so that it has its optimizer's parameters: FSDP2 leaves gathered ones after a forward alone."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     sharded: list[Any] = [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
     for part in sharded:
@@ -151,7 +151,7 @@ def _reshard(module: torch.nn.Module) -> None:
 
 
 def is_by_parameter(optimizer_state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer keeps its state as torch's own do; one that wraps another may not."""
+    """Return whether an optimizer's state has the form of torch's own; that of a wrapper may not."""
     return {"state", "param_groups"} <= optimizer_state.keys()
 
 
@@ -165,7 +165,7 @@ def renamed_optimizer_state(state: Mapping[str, Any], names: list[Any]) -> dict[
 
 
 def _renamed(key: Any, names: list[Any]) -> Any:
-    return names[key] if type(key) is int else key  # some keep a state that is no parameter's
+    return names[key] if type(key) is int else key  # some optimizers keep a state that belongs to no parameter
 
 
 def _modules(value: Any, path: tuple[Step, ...]) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -183,7 +183,7 @@ def _modules(value: Any, path: tuple[Step, ...]) -> Iterator[tuple[str, torch.nn
 
 @dataclass(slots=True)
 class _At:
-    """Where a walk is."""
+    """The current position of a walk."""
 
     name: str
     path: tuple[Step, ...]
@@ -204,11 +204,11 @@ class _Walk:
         self._rank = rank
 
     def visit(self, value: Any, at: _At) -> None:
-        """Collect the leaves in `value`, which lies at `at`."""
+        """Collect the leaves in `value`, whose position is `at`."""
         kind = type(value)
         if kind in _PLAIN or isinstance(value, torch.Tensor):
             self._take(value, at)
-        elif kind is dict and not is_plain(value):  # before the questions that only objects answer: most are dicts
+        elif kind is dict and not is_plain(value):  # before the checks for objects: most values are dicts
             self._visit_items(value, at)
         elif isinstance(value, torch.nn.Module):
             self._visit_module(unwrap(value), at)
@@ -239,7 +239,7 @@ class _Walk:
             of_module = _At(f"{at.name}.{name}", (*at.path, name), of_model=True, rank_local=at.rank_local)
             if isinstance(value, torch.Tensor) or is_plain(value):
                 self._take(value, of_module, by_first=key in buffers)
-            elif isinstance(value, (Mapping, list)):  # what get_extra_state() gives
+            elif isinstance(value, (Mapping, list)):  # from get_extra_state()
                 self.visit(value, of_module)
             else:
                 kind = type(value).__name__
@@ -264,7 +264,7 @@ class _Walk:
             if value.requires_grad:
                 value = value.detach()
             if type(value) not in _USUAL and not is_dtensor(value):
-                value = value.as_subclass(torch.Tensor)  # what the class adds could not be read back
+                value = value.as_subclass(torch.Tensor)  # the additions of the class could not be read back
         self.leaves.append(Leaf(name, at.path, value, at.of_model, by_first))
 
 
@@ -291,7 +291,7 @@ def _check_tensor(name: str, value: torch.Tensor) -> None:
 
 
 def _has_own_operations(value: torch.Tensor) -> bool:
-    """Return whether a tensor's class does what torch does: as a rule, it has no data but other tensors."""
+    """Return whether a tensor's class replaces torch's operations: such a class usually wraps tensors and has no other data."""
     return next(kind for kind in type(value).__mro__ if "__torch_dispatch__" in vars(kind)) is not torch.Tensor
 
 
@@ -308,16 +308,16 @@ def _why_unstorable(value: torch.Tensor) -> str | None:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether `value` is a DTensor, without importing what nobody uses."""
+    """Return whether `value` is a DTensor, without an import of DTensors that are not in use."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
-    """Return where this rank's part of `value` begins and the part, sharing its memory; None where it has none.
+    """Return the offsets of this rank's part of `value` and the part, sharing its memory; None where it has none.
 
     Raises:
-        ValueError: If a DTensor's parts are still to be added up.
+        ValueError: If a DTensor's parts are partial sums, still to be reduced.
 
     """
     if not is_dtensor(value):
@@ -340,18 +340,18 @@ def is_unowned(leaf: Leaf) -> bool:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Return whether a loose tensor is stored like a plain value."""
+    """Return whether an unowned tensor is stored like a plain value."""
     return tensor.numel() * tensor.element_size() < SMALL_BYTES
 
 
 class Describer:
-    """Tells what a rank has of its tensors; remembers what stays the same from report to report."""
+    """The descriptions of a rank's tensor shards; those that do not change are kept from report to report."""
 
     def __init__(self) -> None:
         self._known: dict[str, TensorShard] = {}
 
     def describe(self, leaf: Leaf) -> tuple[TensorShard, torch.Tensor] | None:
-        """Return this rank's part of a tensor leaf as the plan needs it, and its memory; None where this rank has none."""
+        """Return the description of this rank's part of a tensor leaf and its memory; None where this rank has none."""
         value, known = leaf.value, self._known.get(leaf.name)
         part = local_part(value)
         if part is None:

@@ -1,4 +1,4 @@
-"""The bytes of a file of tensors, made once, so that staging a state is copying its raw data into place."""
+"""The bytes of a file of tensors, prepared once, so that a state is staged by one copy of its raw data into place."""
 
 import ctypes
 import io
@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-_ALIGNED_BYTES = 64  # what torch aligns raw data to within an archive, kept in the file for reads straight into memory
+_ALIGNED_BYTES = 64  # torch's alignment of raw data within an archive, kept in the file for reads straight into memory
 _COPY_EACH = vars(torch)["_foreach_copy_"]  # one call instead of one per tensor; torch's optimizers use it, its stubs hide it
-_SURE_BYTES = 2**20  # a write that is as long as the data can be nothing else
+_SURE_BYTES = 2**20  # from this size, a write of the data's length is the data and never a header or footer
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """Where one chunk lies in the file.
+    """The position of one chunk in the file.
 
     Attributes:
-        start: Where the archive that torch.load reads begins.
+        start: The offset of the archive that torch.load reads.
         bytes: The archive's size.
-        raw_start: Where the raw data begin in the file.
+        raw_start: The offset of the raw data in the file.
         raw_bytes: Their size.
 
     """
@@ -41,7 +41,7 @@ class StagingBuffer:
     Args:
         chunks: The dtype and shape of each chunk.
         pinned: Whether the chunks come from a GPU.
-        previous: An image that is given up, whose memory is reused where it suffices.
+        previous: A buffer that is no longer used, whose memory is reused where it suffices.
 
     """
 
@@ -73,10 +73,10 @@ class StagingBuffer:
         ]
 
     def stage(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the chunks' values; when this returns, the tensors may change."""
+        """Copy the chunks' values into the buffer; when this returns, the tensors may change."""
         if not tensors:
             return
-        with torch.inference_mode():  # in which the memory may have been made, as in an evaluation that reports
+        with torch.inference_mode():  # the memory may have been allocated in it, such as by an evaluation that reports
             devices = {tensor.device for tensor in tensors if tensor.is_cuda}
             if not devices:
                 _COPY_EACH(self._views, list(tensors))
@@ -111,7 +111,7 @@ class StagingBuffer:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, which lives as long as it."""
+    """Return the memory of a contiguous CPU tensor; it keeps the tensor alive."""
     assert tensor.is_contiguous()
     count = tensor.numel() * tensor.element_size()
     if count == 0:
@@ -123,11 +123,11 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def _reused_or_new(previous: StagingBuffer | None, size: int, *, pinned: bool) -> torch.Tensor:
     if previous is not None and previous.pinned == pinned:
-        memory = previous._memory  # noqa: SLF001 - of its own class, given up
+        memory = previous._memory  # noqa: SLF001 - of the same class, no longer used
         if memory.numel() >= size:
             return memory
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever torch's default device is, here and below
+        return torch.empty(0, dtype=torch.uint8, device="cpu")  # "cpu" here and below, whatever torch's default device is
     if pinned:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -137,7 +137,7 @@ def _reused_or_new(previous: StagingBuffer | None, size: int, *, pinned: bool) -
 
 
 class _Recorder:
-    """A file that keeps what is around the data, which itself is not read."""
+    """A file that records the archive header and footer around the data, and does not read the data."""
 
     def __init__(self, data_bytes: int) -> None:
         self._data_bytes = data_bytes
@@ -158,7 +158,7 @@ class _Recorder:
 
 @cache
 def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return what torch.save writes before and after the raw data of such a tensor, without a checksum of the data."""
+    """Return the archive header and footer of torch.save around a tensor's raw data, without a checksum of the data."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")  # never touched where it is large, so it costs no memory
     with _without_checksums():
         size = tensor.numel() * tensor.element_size()
@@ -184,12 +184,12 @@ class _without_checksums:  # noqa: N801 - reads as a statement
 
 @cache
 def _is_readable(dtype: torch.dtype) -> bool:
-    """Return whether torch.load reads other values between the same frame; tried once per dtype."""
+    """Return whether torch.load reads other values between the same header and footer; tried once per dtype."""
     raw = torch.arange(8 * dtype.itemsize, dtype=torch.uint8, device="cpu").remainder(2)  # 0 and 1 are values of every dtype
     expected = raw.view(dtype)
     prefix, suffix = _frame(dtype, tuple(expected.shape))
     try:
         loaded = torch.load(io.BytesIO(prefix + bytes(memory_of(raw)) + suffix), weights_only=True)
-    except Exception:  # noqa: BLE001 - whatever it is, such a file would be unreadable
+    except Exception:  # noqa: BLE001 - after any error such a file would be unreadable
         return False
     return bool(loaded.dtype == dtype and torch.equal(loaded.view(torch.uint8), raw))

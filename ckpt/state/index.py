@@ -1,4 +1,4 @@
-"""The index of a stored state: strict JSON that says where every tensor and value lies, checked before it is believed."""
+"""The index of a stored state: strict JSON with the position of every tensor and value, checked before it is used."""
 
 import json
 import math
@@ -32,27 +32,27 @@ DTYPE_BYTES = {
 
 
 def is_own_file(path: str) -> bool:
-    """Return whether a state is stored under the name `path`, so that no file of a user's folder may have it."""
+    """Return whether `path` is a name under which a state is stored, which no file of a user's directory may have."""
     return path in (INDEX_FILE, DCP_METADATA_FILE) or _RANK_FILE.fullmatch(path) is not None
 
 
 def tensors_file(rank: int) -> str:
-    """Return where `rank` stores its share of the tensors, as torch.distributed.checkpoint names such a file."""
+    """Return the file of `rank`'s share of the tensors, as torch.distributed.checkpoint names it."""
     return f"__{rank}_0.distcp"
 
 
 def values_file(rank: int) -> str:
-    """Return where `rank` stores plain values."""
+    """Return the file of `rank`'s plain values."""
     return f"__{rank}_1.distcp"
 
 
 def rank_name(name: str, rank: int) -> str:
-    """Return what `name` is stored as where it is `rank`'s own."""
+    """Return the name under which `rank`'s own `name` is stored."""
     return f"{name}@rank{rank}"
 
 
 def rank_of(name: str) -> int | None:
-    """Return whose own `name` is, or None where it is everybody's."""
+    """Return the rank that alone has `name`, or None where all ranks share it."""
     found = _OWN.search(name)
     return None if found is None else int(found["rank"])
 
@@ -80,11 +80,11 @@ class Chunk:
     """A box of a tensor.
 
     Attributes:
-        offsets: Where it begins in the tensor.
+        offsets: Its offsets in the tensor.
         sizes: Its shape.
-        file: The file that holds it.
-        archive: Where what torch.load reads begins in the file, and its size.
-        start: Where the raw data begin in the file.
+        file: The file that contains it.
+        archive: The offset in the file and the size of the archive that torch.load reads.
+        start: The offset of the raw data in the file.
         digests: xxh3-128 of each block of the raw data.
 
     """
@@ -102,10 +102,10 @@ class TensorEntry:
     """A stored tensor.
 
     Attributes:
-        path: Where it is in the state.
-        dtype: As torch names it.
+        path: Its path in the state.
+        dtype: Its dtype, as torch names it.
         shape: Its shape.
-        chunks: What it is made of.
+        chunks: The chunks of which it consists.
 
     """
 
@@ -125,9 +125,9 @@ class ValueEntry:
     """A stored value.
 
     Attributes:
-        path: Where it is in the state.
-        file: The file that holds it.
-        start: Where it begins in the file.
+        path: Its path in the state.
+        file: The file that contains it.
+        start: Its offset in the file.
         bytes: Its size.
         digest: xxh3-128 of it.
         tensor: The dtype and shape of a small tensor, else None.
@@ -144,13 +144,13 @@ class ValueEntry:
 
 @dataclass(frozen=True, slots=True)
 class StateIndex:
-    """Everything that is stored of a state.
+    """The entries of all tensors and values of a stored state.
 
     Attributes:
         world_size: The number of ranks that stored it.
-        block_bytes: How much raw data has a digest of its own.
-        tensors: By name.
-        values: By name; "@rank<r>" ends the name of what only that rank has.
+        block_bytes: The size of a block of raw data, each with a digest of its own.
+        tensors: The tensors by name.
+        values: The values by name; a name of which only one rank has a value ends with "@rank<r>".
 
     """
 
@@ -160,7 +160,7 @@ class StateIndex:
     values: Mapping[str, ValueEntry]
 
     def paths(self) -> Iterator[tuple[str, tuple[Step, ...]]]:
-        """Yield the name and the path of everything."""
+        """Yield the name and the path of every tensor and value."""
         yield from ((name, tensor.path) for name, tensor in self.tensors.items())
         yield from ((name, value.path) for name, value in self.values.items())
 
@@ -176,7 +176,7 @@ class StateIndex:
 
     @classmethod
     def merged(cls, parts: Sequence[Mapping[str, Any] | None], block_bytes: int) -> "StateIndex":
-        """Return the index of what all ranks stored, each telling its own in the form of `part`."""
+        """Return the index of all ranks' parts, in each of which a rank describes its own tensors and values."""
         tensors: dict[str, dict[str, Any]] = {}
         values: dict[str, ValueEntry] = {}
         for part in parts:
@@ -193,11 +193,11 @@ class StateIndex:
 
         Args:
             data: The bytes as stored.
-            where: The place they come from, for the error.
+            where: Their location, for the error.
             file_bytes: The size of every file of the checkpoint, by path.
 
         Raises:
-            CheckpointCorruptError: If it is no index, or an entry cannot be true.
+            CheckpointCorruptError: If it is no index, or an entry is inconsistent.
             UnsupportedFormatError: If a newer version stored it.
 
         """
@@ -226,7 +226,7 @@ class StateIndex:
 
 
 def fields_of(entry: object) -> dict[str, Any]:
-    """Return a dataclass's fields; `asdict` copies deeply, in twenty times the time, which a training may wait for."""
+    """Return a dataclass's fields; `asdict` copies deeply and takes twenty times as long, while a training may wait."""
     return {name: getattr(entry, name) for name in type(entry).__slots__}  # type: ignore[attr-defined]  # slotted dataclasses
 
 
@@ -246,7 +246,7 @@ def _check_box(name: str, tensor: TensorEntry, chunk: Chunk) -> None:
 
 
 def _check_apart(name: str, chunks: Sequence[Chunk]) -> None:
-    """Raise if chunks overlap: sorted by their first row, only neighbours in that order can."""
+    """Raise if chunks overlap; they are sorted by their first row, so each is compared only with those not yet ended."""
     begun: list[Chunk] = []
     for chunk in sorted((chunk for chunk in chunks if math.prod(chunk.sizes)), key=lambda chunk: chunk.offsets):
         first = chunk.offsets[0] if chunk.offsets else 0

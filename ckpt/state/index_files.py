@@ -1,4 +1,4 @@
-"""The two files that tell where a stored state lies: our index, and the one that torch.distributed.checkpoint reads."""
+"""The two index files of a stored state: our own, and the one that torch.distributed.checkpoint reads."""
 
 import pickle
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from .save import BLOCK_BYTES, Put
 
 
 def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[FileEntry]:
-    """As rank 0, store the index of what all ranks stored, for us and for torch.distributed.checkpoint; two small puts."""
+    """As rank 0, store the index of all ranks' parts, for us and for torch.distributed.checkpoint; costs two small puts."""
     index = StateIndex.merged(parts, BLOCK_BYTES)
     files = {INDEX_FILE: index.encode(), DCP_METADATA_FILE: dcp_metadata(index)}
     moved = [(path, put(path, [memoryview(data)])) for path, data in files.items()]
@@ -31,7 +31,7 @@ def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[Fil
 
 
 def dcp_metadata(index: StateIndex) -> bytes:
-    """Return the `.metadata` with which FileSystemReader finds everything in `index` in our files."""
+    """Return the `.metadata` with which FileSystemReader finds every entry of `index` in our files."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for name, entry in index.tensors.items():
@@ -60,7 +60,7 @@ def _value(value: ValueEntry) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _path(name: str, stored: tuple[Step, ...]) -> tuple[str | int, ...]:
-    """Return where DCP puts it; what is one rank's own gets a name of its own beside the others'."""
+    """Return the path at which DCP restores it; a value of one rank alone gets a name of its own beside the others'."""
     path = [step[0] if isinstance(step, list) else str(step) for step in stored]
     rank = rank_of(name)
     if rank is None:

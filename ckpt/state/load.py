@@ -1,4 +1,4 @@
-"""From a stored state back into live objects."""
+"""The load of a stored state into live objects."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -21,14 +21,14 @@ def load_state(
     place: tuple[int, int],
     redistribute: Redistribute | None = None,
 ) -> None:
-    """Restore `state` in place from what `reader` reads; see `Checkpoint.load_state`.
+    """Restore `state` in place from the files of `reader`; see `Checkpoint.load_state`.
 
     Args:
-        reader: The files.
-        files: What was committed of each, by path.
-        state: What to restore.
+        reader: The reader of the state's files.
+        files: The committed entry of each file, by path.
+        state: The state to restore.
         place: This rank and the number of ranks.
-        redistribute: For values that were each rank's own, of another number of ranks.
+        redistribute: Called for values that were each rank's own, of another number of ranks.
 
     """
     restore = Restore(read_index(reader, files), reader, *place, redistribute)
@@ -43,7 +43,7 @@ def read_index(reader: StateReader, files: Mapping[str, FileEntry]) -> StateInde
 
     Raises:
         CheckpointNotFoundError: If the checkpoint holds no state.
-        CheckpointCorruptError: If the index is not what was committed.
+        CheckpointCorruptError: If the index differs from the committed one.
 
     """
     where = f"{reader.where}/{INDEX_FILE}"
@@ -66,5 +66,5 @@ def read_index(reader: StateReader, files: Mapping[str, FileEntry]) -> StateInde
 
 
 def files_in(storage: Storage) -> dict[str, FileEntry]:
-    """Return the files of a plain folder, of which nobody knows the digests."""
+    """Return the files of a plain directory, whose digests are not known."""
     return {info.key: FileEntry(info.key, info.bytes, "", 0) for info in storage.list("")}

@@ -1,4 +1,4 @@
-"""Who writes which part of a state: a pure decision from what every rank has."""
+"""The assignment of a state's parts to the ranks that write them: a pure function of the parts that each rank has."""
 
 import math
 from collections import defaultdict
@@ -8,23 +8,23 @@ from typing import Any, TypeAlias
 
 from prefect_torch.ckpt.errors import ReportMismatchError
 
-Step: TypeAlias = str | int | list[int]  # a dict's key, or a place in a list as [place]; so JSON can hold a path
-_LEAST_SPLIT_BYTES = 2**20  # less is cheaper copied at once than described twice
+Step: TypeAlias = str | int | list[int]  # a dict's key, or an index of a list as [index], so that JSON can represent a path
+_LEAST_SPLIT_BYTES = 2**20  # a smaller tensor is cheaper to copy whole than to describe twice
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """What one rank has of one tensor.
+    """One rank's part of one tensor.
 
     Attributes:
-        name: The tensor's, joined with dots from its path.
-        path: Where it is in the state.
-        dtype: As torch names it: "float32".
+        name: The tensor's name, its path joined with dots.
+        path: Its path in the state.
+        dtype: Its dtype, as torch names it: "float32".
         item_bytes: The size of one element.
-        shape: Of the whole tensor.
-        offsets: Where this rank's part begins in it.
+        shape: The shape of the whole tensor.
+        offsets: The offsets of this rank's part in it.
         sizes: The shape of this rank's part.
-        by_first: Whether the lowest rank's copy counts where several have it, as it does for what DDP sends from rank 0.
+        by_first: Whether the lowest rank's copy is stored where several have it, as for tensors that DDP sends from rank 0.
 
     """
 
@@ -44,11 +44,11 @@ class TensorShard:
 
     @property
     def rows(self) -> int:
-        """How often it can be cut, plus one."""
+        """The number of rows into which it can be split."""
         return self.sizes[0] if self.sizes else 1
 
     def encode(self) -> list[Any]:
-        """Return what JSON can hold."""
+        """Return a form that JSON can represent."""
         return [
             *(self.name, list(self.path), self.dtype, self.item_bytes),
             *(list(self.shape), list(self.offsets), list(self.sizes), self.by_first),
@@ -63,10 +63,10 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """Rows of a piece that its rank writes.
+    """Rows of a shard that its rank writes.
 
     Attributes:
-        piece: The piece's number among its rank's.
+        piece: The shard's number among those of its rank.
         start: The first row.
         stop: The row after the last.
 
@@ -78,15 +78,16 @@ class WriteItem:
 
 
 def plan_writes(pieces: Sequence[Sequence[TensorShard]]) -> list[list[WriteItem]]:
-    """Return what each rank writes, so that all is written once and ranks that have the same write equally many bytes.
+    """Return the writes of each rank: all data are written once, and ranks with the same data write equally many bytes.
 
-    What the same ranks have is laid out in a line and cut into equal parts, so at most one tensor per rank is cut in two.
+    The shards that the same ranks have are concatenated and cut into equal parts, so at most one tensor per rank is cut in
+    two.
 
     Args:
-        pieces: What each rank has, by rank.
+        pieces: The shards of each rank, by rank.
 
     Raises:
-        ReportMismatchError: If ranks have something else under one name, or parts that do not make a whole.
+        ReportMismatchError: If ranks have different tensors under one name, or parts that do not form a whole tensor.
 
     """
     _check_alike(pieces)
@@ -109,7 +110,7 @@ def plan_writes(pieces: Sequence[Sequence[TensorShard]]) -> list[list[WriteItem]
 def _cut(
     ranks: tuple[int, ...], line: Sequence[Sequence[int]], pieces: Sequence[Sequence[TensorShard]]
 ) -> Iterator[tuple[int, WriteItem]]:
-    """Yield who writes what of `line`: pieces that all `ranks` have, each as its number on every rank."""
+    """Yield the writes of each rank of `line`: shards that all `ranks` have, each as its number on every rank."""
     of_first = pieces[ranks[0]]
     fixed = [numbers for numbers in line if of_first[numbers[0]].by_first or of_first[numbers[0]].bytes == 0]
     movable = [numbers for numbers in line if not (of_first[numbers[0]].by_first or of_first[numbers[0]].bytes == 0)]
@@ -129,7 +130,7 @@ def _cut(
 
 
 def _shares(fixed: int, movable: int, num_ranks: int) -> tuple[float, float]:
-    """Return how many of the movable bytes go to the first rank, which has the fixed ones already, and to each other one."""
+    """Return the shares of the movable bytes: of the first rank, which also writes the fixed ones, and of each other rank."""
     if num_ranks == 1:
         return float(movable), 0.0
     of_first = max(0.0, (fixed + movable) / num_ranks - fixed)
@@ -145,7 +146,7 @@ def _rows_that_fit(piece: TensorShard, row: int, left: float) -> int:
     row_bytes = piece.bytes / piece.rows
     if rows * row_bytes <= max(left, 0.0):
         return rows
-    if piece.bytes < _LEAST_SPLIT_BYTES or piece.rows == 1:  # whole, to whoever has room for more than its half
+    if piece.bytes < _LEAST_SPLIT_BYTES or piece.rows == 1:  # whole, to a rank whose share has room for more than half of it
         return rows if rows * row_bytes / 2 < left else 0
     return max(0, round(left / row_bytes))
 

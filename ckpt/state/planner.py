@@ -1,4 +1,4 @@
-"""What rank 0 decides about the states of a report: who writes what, and which values are each rank's own."""
+"""Rank 0's decision on the states of a report: the writes of each rank, and the values that are each rank's own."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -14,13 +14,13 @@ from .plan import TensorShard, WriteItem, plan_writes
 
 @dataclass(frozen=True, slots=True)
 class StateDecision:
-    """What every rank that brought a state acts on.
+    """The decision on which every rank that reported a state acts.
 
     Attributes:
-        plan: The number of the plan of who writes what; a new number is followed by a word to each rank.
-        own: The values and loose tensors that differ between ranks, or that only some have, which each stores under a name
-            of its own.
-        writers: Who stores a value that is equal on all ranks that have it, where that is not rank 0.
+        plan: The number of the plan of the ranks' writes; a new number is followed by a message to each rank.
+        own: The values and unowned tensors that differ between ranks, or that only some ranks have, which each stores under
+            a name of its own.
+        writers: The rank that stores a value that is equal on all ranks that have it, where that is not rank 0.
 
     """
 
@@ -30,7 +30,7 @@ class StateDecision:
 
 
 class StatePlanner:
-    """Rank 0's memory of what each rank's state is made of, so that ranks describe it only when it changes."""
+    """Rank 0's record of the structure of each rank's state, so that ranks describe it only when it changes."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, list[TensorShard]] = {}
@@ -42,20 +42,20 @@ class StatePlanner:
         self.writes: list[list[WriteItem]] = []
 
     def receive(self, rank: int, told: Mapping[str, Any]) -> None:
-        """Take what a rank tells of its state; every report of it must be heard, also one that is refused."""
+        """Record a rank's description of its state; each of its reports must be received, also one that is refused."""
         if told["pieces"] is not None:
             self._pieces[rank] = [TensorShard.decode(fields) for fields in told["pieces"]]
             self._parts[rank] = told["parts"]
             self._described += 1
 
     def decide(self, told: Sequence[Mapping[str, Any] | None]) -> StateDecision:
-        """Return what the ranks do; plans anew only where a rank's state changed its structure.
+        """Return the decision for the ranks, with a new plan only where the structure of a rank's state changed.
 
         Args:
-            told: What each rank tells, None where it brings no state.
+            told: The description from each rank, None where it reports no state.
 
         Raises:
-            ReportMismatchError: If the ranks' states cannot be one.
+            ReportMismatchError: If the ranks' states do not form one state.
 
         """
         bringing = [rank for rank, of_rank in enumerate(told) if of_rank is not None]
@@ -78,7 +78,7 @@ class StatePlanner:
         return [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in pieces]
 
     def _check_parts(self, bringing: Sequence[int]) -> None:
-        """Refuse modules and optimizers that consist of something else on another rank: each has one name for all ranks."""
+        """Refuse modules and optimizers with other parts on another rank: each has one name for all ranks."""
         first: dict[str, int] = {}
         for rank in bringing:
             for name, digest in self._parts[rank].items():
@@ -120,7 +120,7 @@ class StatePlanner:
 def _compare(told: Sequence[Mapping[str, Any] | None], what: str) -> tuple[dict[str, dict[int, str]], list[str]]:
     """Return the digests of each name by rank, and the names that are each rank's own.
 
-    Those differ, or only some ranks have them: the others must not get what they did not have.
+    Values of those names differ, or only some ranks have them: the others must not receive a value that they did not have.
     """
     digests: dict[str, dict[int, str]] = defaultdict(dict)
     for rank, of_rank in enumerate(told):

@@ -1,4 +1,4 @@
-"""Reads of a stored state: only what is needed, in parallel, straight into place, and nothing that was not verified."""
+"""Reads of a stored state: only the needed bytes, in parallel, straight into place, and never used before verification."""
 
 import math
 import threading
@@ -15,22 +15,22 @@ from prefect_torch.ckpt.storage.protocol import Storage
 from .image import memory_of
 from .index import Chunk, TensorEntry, ValueEntry
 
-_SPAN_BYTES = 4 * 2**20  # what one request reads of small things at most
-_GAP_BYTES = 64 * 2**10  # is read along, rather than asking once more
+_SPAN_BYTES = 4 * 2**20  # the most that one request reads of small blocks
+_GAP_BYTES = 64 * 2**10  # a gap of this size is read along, rather than with another request
 Take = Callable[[memoryview], None]
 Into = Callable[[], memoryview]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes of a file that have a digest, and where they go.
+    """Bytes of a file that have a digest, with their destination.
 
     Attributes:
         file: The file's path.
-        start: Where they begin in it.
-        bytes: How many there are.
+        start: Their offset in it.
+        bytes: Their number.
         digest: xxh3-128 of them.
-        into: Gives the memory to read them into; None where only a part of them is wanted.
+        into: Returns the memory to read them into; None where only a part of them is wanted.
         take: Called with them once they are read and verified, or None.
 
     """
@@ -48,9 +48,9 @@ class StateReader:
     """The files of one stored state.
 
     Attributes:
-        storage: Where they lie.
-        folder: The start of their keys, empty or ending with "/".
-        where: The place, for errors.
+        storage: The storage that contains them.
+        folder: The prefix of their keys, empty or ending with "/".
+        where: Their location, for errors.
 
     """
 
@@ -59,10 +59,10 @@ class StateReader:
     where: str
 
     def read(self, blocks: Sequence[Block]) -> None:
-        """Read `blocks`, neighbours together, several at a time; returns when all are verified and taken.
+        """Read `blocks`, neighbours together, several at a time; all are verified and delivered when this returns.
 
         Raises:
-            CheckpointCorruptError: If bytes are missing or differ; what was read before stays.
+            CheckpointCorruptError: If bytes are missing or differ; blocks read before stay.
             CheckpointNotFoundError: If a file is missing.
 
         """
@@ -86,7 +86,7 @@ class StateReader:
             end = max(block.start + block.bytes for block in span)
             data = memoryview(bytearray(end - first.start))
         confirm_damage(self.storage, lambda storage: self._read_verified(span, data, storage))
-        for block in span:  # only now: what a second read repeats must not have been taken
+        for block in span:  # only now: a block that a second read repeats must not have been delivered
             part = data[block.start - first.start :][: block.bytes]
             if block.into is not None and len(span) > 1:
                 block.into()[:] = part
@@ -138,7 +138,7 @@ def tensor_blocks(entry: TensorEntry, block_bytes: int, part: torch.Tensor, offs
 
 
 def _box_blocks(chunk: Chunk, item_bytes: int, block_bytes: int, lower: Sequence[int], box: torch.Tensor) -> Iterator[Block]:
-    """Yield the reads that fill `box`, which lies wholly in `chunk` and begins at `lower` of the tensor."""
+    """Yield the reads that fill `box`, which is wholly inside `chunk` and begins at `lower` of the tensor."""
     row_bytes = math.prod(chunk.sizes[1:]) * item_bytes
     first_row = lower[0] - chunk.offsets[0] if lower else 0
     rows = box.shape[0] if lower else 1
@@ -175,12 +175,12 @@ def _part(memory: memoryview, start: int, size: int) -> Into:
 
 
 class _Scratch:
-    """Memory for blocks that cannot be read into place: there from the first read until the last block is placed.
+    """Memory for blocks that cannot be read into place: allocated from the first read until the last block is placed.
 
     Args:
-        size: How much.
-        num_blocks: How many blocks are read into it.
-        place: Called with it, by whichever thread, when all are read and verified.
+        size: Its size in bytes.
+        num_blocks: The number of blocks that are read into it.
+        place: Called with it, by any thread, when all blocks are read and verified.
 
     """
 
@@ -192,7 +192,7 @@ class _Scratch:
         self._memory: torch.Tensor | None = None
 
     def at(self, start: int, size: int) -> Into:
-        """Return what gives a part of it."""
+        """Return a function that returns a part of it."""
         return lambda: memory_of(self._made()[start : start + size])
 
     def count(self, _: memoryview) -> None:
@@ -217,7 +217,7 @@ def _each(chunk: Chunk, block_bytes: int, begin: int, end: int) -> Iterator[tupl
 
 
 def _copies(memory: memoryview, offset: int) -> Take:
-    """Return what copies the part of a block that overlaps `memory`, where the block begins at `offset`, maybe below 0."""
+    """Return a function that copies a block's overlap with `memory`, in which it begins at `offset`, maybe below 0."""
 
     def take(data: memoryview) -> None:
         low, high = max(0, offset), min(len(memory), offset + len(data))
@@ -227,7 +227,7 @@ def _copies(memory: memoryview, offset: int) -> Take:
 
 
 def _spans(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """Yield `blocks` such that small neighbours come together."""
+    """Yield `blocks` in groups of small neighbours."""
     span: list[Block] = []
     for block in sorted(blocks, key=lambda block: (block.file, block.start)):
         if span:

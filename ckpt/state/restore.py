@@ -1,4 +1,4 @@
-"""What a load does to a state: every difference is found before anything is read, and everything is restored in place."""
+"""The load of a state in place: every difference is found before any data is read."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
@@ -31,11 +31,11 @@ _TOLD_AT_ONCE = 5
 
 
 class Node:
-    """What is stored at a path and below.
+    """The tensors and values stored at a path and below.
 
     Attributes:
-        names: The names of what is stored right here, by rank; None stands for all ranks.
-        children: What is below.
+        names: The names of those stored at the path itself, by rank; None stands for all ranks.
+        children: The nodes below.
 
     """
 
@@ -45,7 +45,7 @@ class Node:
 
     @classmethod
     def tree(cls, index: StateIndex) -> "Node":
-        """Return the root of everything stored."""
+        """Return the root of all stored tensors and values."""
         root = cls()
         for name, path in index.paths():
             node = root
@@ -56,15 +56,15 @@ class Node:
 
 
 class Restore:
-    """A load in the making: what to read and what to do once it is read.
+    """The plan of a load: the blocks to read and the actions once they are read.
 
     Args:
-        index: What is stored.
-        reader: Reads it.
+        index: The index of the stored state.
+        reader: The reader of its files.
         rank: This rank.
         world_size: The number of ranks.
-        redistribute: Called with a name, the values of all former ranks, this rank and the number of ranks, where ranks had
-            values of their own and were not as many; None refuses.
+        redistribute: Called with a name, the values of all former ranks, this rank and the number of ranks, where another
+            number of ranks had values of their own; None refuses.
 
     """
 
@@ -87,7 +87,7 @@ class Restore:
 
         Raises:
             ValueError: If `state` is no dict.
-            StateMismatchError: If something in `state` is not stored, or has another shape or dtype; all is as it was.
+            StateMismatchError: If a part of `state` is not stored, or has another shape or dtype; `state` is unchanged.
             RankLocalStateError: If values were each rank's own, of another number of ranks.
 
         """
@@ -122,7 +122,7 @@ class Restore:
             self.finish.append(lambda: container.__setitem__(key, filled(container[key], get())))
 
     def _restore(self, target: Any, node: Node, path: Path) -> Get | None:
-        """Plan the load into `target`; return what gives its new value where it cannot be restored in place."""
+        """Plan the load into `target`; return a function for its new value where it cannot be restored in place."""
         if isinstance(target, RankLocal):
             inner = self._restore(target.value, node, path)
             if inner is not None:
@@ -154,7 +154,7 @@ class Restore:
             return
         for key in target:
             self._restore_item(target, key, node, path)
-        for key in node.children.keys() - target.keys():  # such as the averages that a fresh process has not begun yet
+        for key in node.children.keys() - target.keys():  # such as averages that a fresh process has not created yet
             if self._has_any(node.children[key]):
                 self.finish.append(_assigns(target, key, self._build(node.children[key], (*path, key), {})))
 
@@ -257,7 +257,7 @@ class Restore:
         return True
 
     def _build(self, node: Node, path: Path, like: Mapping[Path, torch.Tensor]) -> Get:
-        """Plan to read everything at `node` into new memory, shaped as `like` has it at the same path."""
+        """Plan to read all data at `node` into new memory, with the shapes of `like` at the same paths."""
         if not node.names:
             children = {step: child for step, child in node.children.items() if not self._is_of_others(child)}
             parts = {step: self._build(child, (*path, _step(step)), like) for step, child in children.items()}
@@ -268,7 +268,7 @@ class Restore:
         if name is not None:
             return self._value(name) if name in self._index.values else self._tensor(name, like.get(_key(path)))
         if self._redistribute is None or self._is_refused(node):
-            return lambda: None  # a problem is noted
+            return lambda: None  # a problem is recorded
         redistribute, everybody = (
             self._redistribute,
             [node.names[rank] for rank in sorted(rank for rank in node.names if rank is not None)],
@@ -277,7 +277,7 @@ class Restore:
         return lambda: redistribute(path_name(path), [get() for get in of_ranks], self._rank, self._world_size)
 
     def _name(self, node: Node, path: Path) -> str | None:
-        """Return what `node` is stored as for this rank; None where there is a problem, or ranks must be redistributed."""
+        """Return the stored name of `node` for this rank; None where there is a problem, or ranks must be redistributed."""
         if None in node.names:
             return node.names[None]
         as_many = self._index.world_size == self._world_size
@@ -290,18 +290,18 @@ class Restore:
         return None
 
     def _has_any(self, node: Node) -> bool:
-        """Return whether anything at `node` can be given to this rank: others may have had more in a container than it had."""
+        """Return whether any value at `node` is for this rank: others may have had more in a container than it had."""
         if node.names:
             own = self._rank in node.names if self._index.world_size == self._world_size else self._redistribute is not None
             return None in node.names or own
         return any(self._has_any(child) for child in node.children.values())
 
     def _is_of_others(self, node: Node) -> bool:
-        """Return whether only other ranks had what is at `node`, where every rank gets back what it had."""
+        """Return whether only other ranks had the values at `node`, where every rank receives its own values."""
         return self._index.world_size == self._world_size and not self._has_any(node)
 
     def _is_refused(self, node: Node) -> bool:
-        """Return whether `_name` noted a problem when it returned None."""
+        """Return whether `_name` recorded a problem when it returned None."""
         return not node.names or self._redistribute is None or self._index.world_size == self._world_size
 
     def _value(self, name: str) -> Get:
@@ -338,7 +338,7 @@ class Restore:
 def _state_like(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, node: Node, path: Path, index: StateIndex
 ) -> dict[Path, torch.Tensor]:
-    """Return what an optimizer's state of one parameter is read into: its own memory, or such as the parameter's."""
+    """Return the tensors into which an optimizer's state of one parameter is read: its own, or new ones like the parameter."""
     like = _tensors_in(optimizer.state.get(parameter, {}), path)
     for step, child in node.children.items():
         entry: TensorEntry | ValueEntry | None = next((index.tensors.get(name) for name in child.names.values()), None)
@@ -362,7 +362,7 @@ def _tensors_in(value: Any, path: Path) -> dict[Path, torch.Tensor]:
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return each group's parameters as the numbers by which load_state_dict knows them."""
+    """Return each group's parameters as the numbers that load_state_dict uses."""
     start, groups = 0, []
     for group in optimizer.param_groups:
         groups.append({"params": list(range(start, start + len(group["params"])))})
@@ -385,7 +385,7 @@ def _assigns(target: MutableMapping[Any, Any], key: Any, get: Get) -> Callable[[
 
 
 def _key(path: Path) -> Path:
-    """Return `path` so that a dict can hold it."""
+    """Return `path` in a hashable form."""
     return tuple(_hashable(step) for step in path)
 
 

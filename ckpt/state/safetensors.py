@@ -1,4 +1,4 @@
-"""The form of a safetensors file, written here: the library wants every tensor of a file in memory before it writes one.
+"""The format of a safetensors file, written here: the library needs every tensor of a file in memory before it writes one.
 
 https://github.com/huggingface/safetensors#format
 """
@@ -40,8 +40,8 @@ class Tensor:
     """A tensor of the file.
 
     Attributes:
-        name: What it is called.
-        dtype: As torch names it, one of `DTYPES`.
+        name: Its name.
+        dtype: Its dtype, as torch names it, one of `DTYPES`.
         shape: Its shape.
 
     """
@@ -57,9 +57,9 @@ class Tensor:
 
 
 def lay_out(tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """Return what the file begins with, where each tensor's data begin, and the file's size.
+    """Return the header of the file, the offset of each tensor's data, and the file's size.
 
-    The largest elements come first, as the library has them, so that all are aligned.
+    The tensors with the largest elements come first, as in the library's files, so that all are aligned.
     """
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it, transformers does not read a file
     starts, end = {}, 0
@@ -73,7 +73,7 @@ def lay_out(tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int], int]:
 
 
 def write_at(descriptor: int, data: memoryview, place: int) -> None:
-    """Write all of `data` into a file, from `place` on; several threads may at once."""
-    while data:  # a file may take less than it was given
+    """Write all of `data` to a file, from offset `place`; several threads may call it concurrently."""
+    while data:  # one call may write less than it was given
         count = os.pwrite(descriptor, data, place)
         data, place = data[count:], place + count

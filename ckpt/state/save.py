@@ -1,4 +1,4 @@
-"""One rank's state on its way to a checkpoint: held when it is reported, staged by one copy, stored in the background."""
+"""One rank's state in a report: captured when it is reported, staged by one copy, stored in the background."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,21 +17,21 @@ from .plan import TensorShard, WriteItem
 from .planner import StateDecision
 from .values import Value, capture_value, digest_tensor
 
-BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: what a load must read to trust any byte of it
+BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: a load must read a whole block to verify any byte of it
 
 Put = Callable[[str, Sequence[memoryview]], Transfer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSnapshot:
-    """A reported state, before anything of it is copied.
+    """A reported state, before its tensors are copied.
 
     Attributes:
-        pieces: What this rank has of each tensor.
+        pieces: This rank's part of each tensor.
         tensors: The same tensors' memory.
         values: The plain values, as they are now.
-        digests: Of the tensors that other ranks may have different ones of.
-        parts: What each module and each optimizer consists of, by its name.
+        digests: The digests of the tensors that may differ on other ranks.
+        parts: The parts of each module and each optimizer, by its name.
 
     """
 
@@ -43,7 +43,7 @@ class StateSnapshot:
 
 
 class StateSaver:
-    """What a rank keeps between reports: the plan, and the memory that states are staged in.
+    """A rank's memory between reports: the plan, and the buffer in which states are staged.
 
     Args:
         rank: This rank.
@@ -62,10 +62,12 @@ class StateSaver:
         self._staged: StateSnapshot | None = None
 
     def capture(self, state: Mapping[str, Any]) -> StateSnapshot:
-        """Look at `state` and copy its plain values; of several ranks, each reads its large loose tensors once.
+        """Return a snapshot of `state` with copies of its plain values.
+
+        With several ranks, each reads its large unowned tensors once, for their digests.
 
         Raises:
-            ValueError: If something in it cannot be stored, naming it.
+            ValueError: If a part of it cannot be stored, naming the part.
 
         """
         leaves, parts = flatten(state, self._rank)
@@ -83,7 +85,7 @@ class StateSaver:
         return snapshot
 
     def describe(self, snapshot: StateSnapshot) -> dict[str, Any]:
-        """Return what rank 0 must know of `snapshot`, its structure only where it changed."""
+        """Return the description of `snapshot` for rank 0, with its structure only where it changed."""
         told: dict[str, Any] = {"pieces": None, "tensors": snapshot.digests}
         told["values"] = {value.name: value.digest for value in snapshot.values}
         if (structure := (snapshot.pieces, snapshot.parts)) != self._described:
@@ -93,12 +95,12 @@ class StateSaver:
         return told
 
     def stage_early(self, snapshot: StateSnapshot) -> None:
-        """Stage by the plan of the report before, while the ranks agree; `finalize` sees whether it still holds."""
+        """Stage by the plan of the previous report, while the ranks agree; `finalize` checks whether it is still valid."""
         if snapshot.pieces == self._imaged:
             self._stage(snapshot)
 
     def finalize(self, snapshot: StateSnapshot, decision: StateDecision) -> "StagedState":
-        """Return `snapshot` staged by what the ranks decided; from now on the tensors may change."""
+        """Return `snapshot` staged by the ranks' decision; the tensors may change when this returns."""
         if self._staged is not snapshot:
             self._stage(snapshot)
         self._staged = None
@@ -110,7 +112,7 @@ class StateSaver:
         return StagedState(rank, pieces, self._writes, self._image, kept)
 
     def apply(self, writes: list[WriteItem]) -> None:
-        """Take over a new plan; whatever was staged was staged by another one."""
+        """Apply a new plan and discard staged data, which belong to another plan."""
         self._writes, self._imaged, self._staged = writes, None, None
 
     def _stage(self, snapshot: StateSnapshot) -> None:
@@ -132,8 +134,8 @@ class StagedState:
 
     Attributes:
         rank: This rank.
-        pieces: What it has of each tensor, by the name to store it under.
-        writes: What of it it stores.
+        pieces: Its part of each tensor, with the name to store it under.
+        writes: The rows of these parts that it stores.
         image: The bytes of its file of tensors, in the order of `writes`.
         values: The values that it stores, by the name to store each under.
 
@@ -146,7 +148,7 @@ class StagedState:
     values: dict[str, Value]
 
     def store(self, put: Put) -> tuple[list[FileEntry], dict[str, Any]]:
-        """Store this rank's files and return them, with what the index must say of them."""
+        """Store this rank's files and return them, with their entries for the index."""
         image, writes = self.image, self.writes
         if not image.is_exact:
             image.reserialize()
@@ -197,7 +199,7 @@ def _digest_names(names: Sequence[object]) -> str:
 
 
 def _box(piece: TensorShard, write: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets and sizes of what `write` writes of `piece`, in the whole tensor."""
+    """Return the offsets and sizes of the rows of `piece` that `write` writes, in the whole tensor."""
     if not piece.sizes:
         return (), ()
     offsets, sizes = piece.offsets, piece.sizes

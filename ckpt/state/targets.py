@@ -1,4 +1,4 @@
-"""What a load does to one target: a container, a tensor, a module, an optimizer's state of a parameter."""
+"""The load into one target: a container, a tensor, a module, an optimizer's state of a parameter."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -10,7 +10,7 @@ from .flatten import local_part
 
 
 def filled(target: Any, value: Any) -> Any:
-    """Return `value` in `target` itself where that is a container of its kind, which its owner may hold elsewhere, too."""
+    """Return `value` in `target` itself where that is a container of the same kind, which its owner may also use elsewhere."""
     if type(target) is not type(value):
         return value
     if isinstance(target, list):
@@ -27,7 +27,7 @@ def fill_tensor(target: torch.Tensor, value: Any, name: str) -> None:
     """Copy `value` into `target`; of a DTensor, this rank's part.
 
     Raises:
-        StateMismatchError: If it is something else, as only what a user's function returned can be.
+        StateMismatchError: If it is no tensor of that shape, which only a value returned by a user's function can be.
 
     """
     if not isinstance(value, torch.Tensor) or value.shape != target.shape:
@@ -43,7 +43,7 @@ def fill_tensor(target: torch.Tensor, value: Any, name: str) -> None:
 
 
 def why_unwritable(target: torch.Tensor) -> str | None:
-    """Return what `target` is that nothing can be read into; None if it can."""
+    """Return the reason why no data can be read into `target`; None if they can."""
     if target.is_meta:
         return "on the meta device"
     if target.is_conj() or target.is_neg():
@@ -54,18 +54,18 @@ def why_unwritable(target: torch.Tensor) -> str | None:
 
 
 def does_more_than_copy(module: torch.nn.Module) -> bool:
-    """Return whether `load_state_dict` has to be called: for hooks, or code of the module's own."""
+    """Return whether `load_state_dict` must be called, because of hooks or code of the module's own."""
     plain = torch.nn.Module.load_state_dict
     hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     return type(module).load_state_dict is not plain or any(
         any(getattr(part, hook, None) for hook in hooks)
-        or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")  # noqa: SLF001 - made to be overridden
+        or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")  # noqa: SLF001 - intended for overriding
         for part in module.modules()
     )
 
 
 def undo_casts(state: MutableMapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Give a state the dtypes that were stored: load_state_dict casts to the parameter's."""
+    """Restore the stored dtypes of a state: load_state_dict casts to the parameter's."""
     for key, value in stored.items():
         now = state.get(key)
         if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:

@@ -1,4 +1,4 @@
-"""The plain values of a state: told apart by digest, kept as they were, written as torch.load(weights_only=True) reads them."""
+"""The plain values of a state: compared by digest, kept as they were, written as torch.load(weights_only=True) reads them."""
 
 import io
 import marshal
@@ -15,8 +15,8 @@ from .image import memory_of
 from .plan import Step
 
 _PLAIN = {type(None), bool, float, str}
-_UNREADABLE = re.compile(r"WeightsUnpickler error:\s*(.+?)(?: was not an allowed|\n|$)")  # what torch says, without its advice
-_LONGEST_INT_BITS = 2040  # torch.load(weights_only=True) reads no longer ones
+_UNREADABLE = re.compile(r"WeightsUnpickler error:\s*(.+?)(?: was not an allowed|\n|$)")  # torch's message, without its advice
+_LONGEST_INT_BITS = 2040  # torch.load(weights_only=True) does not read longer ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Value:
 
     Attributes:
         name: Its name.
-        path: Where it is.
+        path: Its path in the state.
         digest: Equal on two ranks if their values are.
-        encode: Returns what torch.save makes of it.
+        encode: Returns its bytes from torch.save.
         tensor: The dtype and shape of a small tensor, else None.
 
     """
@@ -43,7 +43,7 @@ def capture_value(leaf: Leaf) -> Value:
     """Return `leaf`'s value as it is now.
 
     Costs microseconds for numbers, strings and containers of them, which are encoded later; other values are encoded and read
-    back at once.
+    back immediately.
 
     Raises:
         ValueError: Naming the leaf, if torch.load(weights_only=True) could not read it.
@@ -65,7 +65,7 @@ def read_value(data: bytes) -> Any:
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
-    """Return what is equal on two ranks if dtype, shape and all bytes of their tensors are; reads it once."""
+    """Return a digest of a tensor's dtype, shape and bytes, equal on two ranks if these are; reads the tensor once."""
     there = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     digest = xxhash.xxh3_64(f"{there.dtype} {tuple(there.shape)}".encode())
     digest.update(memory_of(there))

@@ -1,4 +1,4 @@
-"""Transformers trainings that report their checkpoints: a callback for the Trainer, and the way back.
+"""Reports of Transformers trainings: a callback for the Trainer, and the path to resume from.
 
     def train_fn(config):
         trainer = transformers.Trainer(model, transformers.TrainingArguments("output", ...), train_dataset=data)

@@ -1,4 +1,4 @@
-"""The callback that reports a Trainer's checkpoints, and the way back."""
+"""The callback that reports a Trainer's checkpoints, and the path to resume from."""
 
 import warnings
 from collections.abc import Iterator
@@ -28,27 +28,27 @@ _resumed_from: Path | None = None
 class ReportCallback(TrainerCallback):
     """Report every checkpoint that the Trainer saves with the metrics of its step, durable when training goes on.
 
-    The checkpoint holds `checkpoint/`, what the Trainer wrote to `checkpoint-<step>` on any rank; each rank brings what it
-    owns. The Trainer's folder stays where it is and as it is, also with `upload="async"`, which copies it, and
-    `save_total_limit` rotates as ever; the run keeps what its own settings say.
+    The checkpoint holds `checkpoint/`, the files that the Trainer wrote to `checkpoint-<step>` on any rank; each rank reports
+    its own. The Trainer's directory stays unchanged, also with `upload="async"`, which copies it, and `save_total_limit`
+    rotates as usual; the run's own settings determine the checkpoints that it keeps.
 
-    The metrics are what the Trainer logged at that very step, an evaluation among it, with `epoch` and `step`: nothing of
-    another step is passed off as this one's. So that there is a loss, a step that is saved is logged, too, unless
+    The metrics are those that the Trainer logged at exactly that step, an evaluation's among them, with `epoch` and `step`; no
+    metric of another step is reported as this one's. So that there is a loss, a saved step is also logged, unless
     `logging_strategy="no"`. The step is `state.global_step`, so a training function trains once, and gives
     `resume_from_checkpoint=` from `resume_path` to continue. One step is reported once.
 
-    After each step it asks `get_context().should_checkpoint()`, and has the Trainer save if told to. When the training is about
-    to be ended from outside, it stops the Trainer then.
+    After each step it calls `get_context().should_checkpoint()`, and lets the Trainer save if that is true. When termination
+    of the training is requested, it then stops the Trainer.
 
     Outside of a training function it warns, once per training, and does nothing, so that the same script runs on its own.
 
     Args:
-        upload: "sync" or "async", as `report` understands it; "async" holds the training up for a copy of the files, and
-            stores them while it goes on.
-        report_logs: Whether all that the Trainer logs is recorded in the run's history, checkpoint or not.
+        upload: "sync" or "async", as `report` takes it; with "async" the training waits for a copy of the files, and they are
+            stored while it goes on.
+        report_logs: Whether all logs of the Trainer are recorded in the run's history, with or without a checkpoint.
 
     Attributes:
-        CHECKPOINT_NAME: Under which name the checkpoint holds the Trainer's.
+        CHECKPOINT_NAME: The name of the Trainer's checkpoint in ours.
 
     """
 
@@ -70,7 +70,7 @@ class ReportCallback(TrainerCallback):
         model: object = None,
         **_: Any,
     ) -> None:
-        """Count on from where the Trainer begins.
+        """Count on from the Trainer's first step.
 
         Raises:
             ValueError: If the Trainer is one that `prepare_trainer` refuses, or begins before the checkpoint that this attempt
@@ -97,36 +97,36 @@ class ReportCallback(TrainerCallback):
             load_renamed_weights(model, _resumed_from)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Have the Trainer save if the training is told to, and stop, without an evaluation, if it is about to be ended."""
+        """Let the Trainer save if a checkpoint is requested, and stop, without an evaluation, if termination is requested."""
         if self._context is not None and not control.should_training_stop and self._context.should_checkpoint():
             control.should_training_stop = self._ends = self._context.ends_soon()
             control.should_evaluate = control.should_evaluate and not self._ends
             control.should_save = control.should_save or self._ends or not _epoch_end_saves(args, state)
         self._log_what_is_saved(args, control)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - as above
-        """Have the Trainer log if it is about to save; hold nothing up if the training is about to be ended."""
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - Transformers' signature
+        """Let the Trainer log if it is about to save; skip evaluation and save if termination is requested."""
         if self._ends:  # saved after the step
             control.should_evaluate = control.should_save = False
         self._log_what_is_saved(args, control)
 
     def on_log(
         self,
-        args: TrainingArguments,  # noqa: ARG002 - as above
+        args: TrainingArguments,  # noqa: ARG002 - Transformers' signature
         state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002 - as above
+        control: TrainerControl,  # noqa: ARG002 - Transformers' signature
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Record what is logged, also by an evaluation before or after the training."""
+        """Record the Trainer's logs, also those of an evaluation before or after the training."""
         if self._report_logs and logs and context_or_none() is not None:
             log_metrics(_numbers_and_texts(logs), step=state.global_step)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - as above
-        """Report what was saved.
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - Transformers' signature
+        """Report the saved checkpoint.
 
         Raises:
-            CheckpointNotFoundError: If it is not where the Trainer saves.
+            CheckpointNotFoundError: If it is not in the directory where the Trainer saves.
 
         """
         if self._context is None or state.global_step == self._reported_step:
@@ -151,8 +151,8 @@ def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
     """Return `trainer` with a ReportCallback, its own or a new one; any Trainer as it is outside of a training function.
 
     Raises:
-        ValueError: If it does not train on exactly the ranks that exist, ranks write to different folders, or it would save by
-            itself on SIGTERM.
+        ValueError: If it does not train on exactly the ranks that exist, ranks write to different directories, or it would
+            save by itself on SIGTERM.
 
     """
     context = context_or_none()
@@ -166,16 +166,16 @@ def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
 
 @contextmanager
 def resume_path() -> Iterator[str | None]:
-    """Yield the `resume_from_checkpoint` with which `trainer.train` goes on from the latest checkpoint, verified, or None.
+    """Yield the `resume_from_checkpoint` with which `trainer.train` resumes from the latest checkpoint, verified, or None.
 
-    None on a fresh start, and outside of a training function. The folder is there until the block ends, so train within it.
+    None on a fresh start, and outside of a training function. The directory exists until the block ends, so train within it.
 
     Raises:
         CheckpointNotFoundError: If the checkpoint that this attempt continues is not one of ReportCallback.
-        CheckpointCorruptError: If a file differs from what was committed.
+        CheckpointCorruptError: If a file differs from the committed one.
 
     """
-    global _resumed_from  # noqa: PLW0603 - a rank is a process, and the callback is not told
+    global _resumed_from  # noqa: PLW0603 - a rank is a process, and the callback does not receive it
     with restored_part(CHECKPOINT_NAME, ReportCallback.__name__) as path:
         _resumed_from = path
         try:
@@ -185,7 +185,7 @@ def resume_path() -> Iterator[str | None]:
 
 
 def _epoch_end_saves(args: TrainingArguments, state: TrainerState) -> bool:
-    # With what the evaluation says, if there is one; a step is reported once.
+    # With the metrics of the evaluation, if there is one; a step is reported once.
     return args.save_strategy == "epoch" and state.epoch is not None and state.epoch.is_integer()
 
 
@@ -198,7 +198,7 @@ def _metrics_of_step(state: TrainerState) -> dict[str, Any]:
 
 
 def _numbers_and_texts(logs: dict[Any, Any]) -> dict[str, Any]:
-    # A list or an array, such as a score per class, is a log of Transformers but no metric; it must not end the training.
+    # A list or an array, such as a score per class, is a log of Transformers but no metric; it must not fail the training.
     return {
         str(name): _numbers_and_texts(value) if isinstance(value, dict) else value
         for name, value in logs.items()

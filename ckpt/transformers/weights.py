@@ -1,4 +1,4 @@
-"""A model's weights from a folder of Transformers' Trainer.
+"""A model's weights from a directory of Transformers' Trainer.
 
 Part of `prefect_torch.ckpt.transformers.callback`.
 """
@@ -14,8 +14,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 def load_renamed_weights(model: object, folder: Path) -> None:
     """Load the weights that `save_pretrained` stored in `folder` under other names than the `model` has for them.
 
-    It does so for the sake of older versions, and `from_pretrained` translates back. `Trainer.train(resume_from_checkpoint=)`
-    does not: it warns, and goes on with those weights as they were initialised
+    `save_pretrained` renames them for older versions, and `from_pretrained` translates them back.
+    `Trainer.train(resume_from_checkpoint=)` does not: it warns, and continues with those weights as they were initialised
     (https://github.com/huggingface/transformers/issues/43701). Costs the model once more in memory, and nothing where all
     names are the same.
     """
