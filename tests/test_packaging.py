@@ -147,7 +147,9 @@ def _torch_alone(folder: Path) -> Path:
 def test_without_our_pins_everything_is_imported_and_no_server(clean, tmp_path):
     """With the newest fastapi, Prefect's server cannot even be imported, and whoever has a remote API never needs it."""
     found = _run([str(clean), "-c", IMPORT_EVERYTHING], tmp_path, PREFECT_API_URL="http://127.0.0.1:9/api")
-    assert found.split() == [prefect_torch.__version__, str(len(SOURCES) - 1)]
+    # A framework that is not installed hides what is in its folder; prefect_torch itself is not among what it holds.
+    hidden = {source for source in SOURCES if source.name != "__init__.py" and _package(source.parent) in INTEGRATIONS}
+    assert found.split() == [prefect_torch.__version__, str(len(SOURCES) - len(hidden) - 1)]
 
 
 @pytest.fixture

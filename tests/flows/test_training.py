@@ -95,7 +95,7 @@ def test_without_restarts_left_the_last_error_is_raised_and_the_result_stays_rea
 
 
 def test_a_lost_process_does_not_count_as_the_users_failure(run):
-    with pytest.raises(RankFailedError, match=r"rank 0 of start 2 failed: its process was killed by SIGKILL"):
+    with pytest.raises(RankFailedError, match=r"rank 0 of attempt 2 failed: its process was killed by SIGKILL"):
         train(
             "trainings:train_epochs",
             epochs(3, how="kill", rank=0, at=1, times=9),

@@ -233,7 +233,8 @@ def test_an_iteration_that_begins_draws_nothing_from_the_process_nor_from_the_lo
 
 WORKER_SEEDS = """
 import torch
-from prefect_torch.tasks import prepared_loader, prepare_data_loader
+from prefect_torch.tasks import prepare_data_loader
+from prefect_torch.tasks.prepare import prepared_loader
 from torch.utils.data import DataLoader, get_worker_info
 class Seeds:
     def __len__(self):
