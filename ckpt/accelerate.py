@@ -30,8 +30,8 @@ from prefect_torch.ckpt.framework_folders import (
     part_of_rank,
     restored_part,
 )
+from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import get_checkpoint, report
-from prefect_torch.ckpt.reporting.arguments import Upload
 
 
 def report_state(

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prefect_torch.ckpt.context import place_of_this_rank
-from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from prefect_torch.ckpt.files.download import copy_folder, download, found_files, in_place, readable_files
-from prefect_torch.ckpt.files.folder import USER_METADATA_FILE
+from prefect_torch.ckpt.files.folder import USER_METADATA_FILE, existing_directory, read_metadata
 from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_folder
 from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics
-from prefect_torch.ckpt.runs.records import check_depth, parse
+from prefect_torch.ckpt.runs.records import check_depth
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 
@@ -35,20 +35,25 @@ class Checkpoint:
         path: A local directory of files, or the path or URL of a committed checkpoint (`<storage>/<run>/checkpoints/<id>`).
             Costs no request; a checkpoint that does not exist raises when it is read.
 
+    Attributes:
+        path: The absolute path of a local directory, or the path or URL of a committed checkpoint.
+        id: The id of a committed checkpoint; None for a plain directory.
+        store: The run of a committed checkpoint; None for a plain directory.
+
     """
 
     open_run: ClassVar[Callable[[str, str], Run]] = Run.open
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = _named(path)
-        self._store: Run | None = None
+        self.store: Run | None = None
         self._manifest: Manifest | None = None
-        self._id: str | None = None
+        self.id: str | None = None
         base, run_name, folder, name = _split(self.path)
         if is_checkpoint_folder(folder, name):
-            self._store = type(self).open_run(base, run_name)
-            self._id = name
-            self.path = self._store.path_of(name)
+            self.store = type(self).open_run(base, run_name)
+            self.id = name
+            self.path = self.store.path_of(name)
         elif "://" in self.path:
             raise ValueError(f"{self.path} is not a committed checkpoint; give <storage>/<run>/checkpoints/<id>")
 
@@ -57,26 +62,21 @@ class Checkpoint:
         """Return the local directory `path` as a checkpoint to report; nothing is read before the report."""
         checkpoint = cls.__new__(cls)
         checkpoint.path = _named(path)
-        checkpoint._store = checkpoint._manifest = checkpoint._id = None
+        checkpoint.store = checkpoint._manifest = checkpoint.id = None
         return checkpoint
 
     @classmethod
     def committed(cls, run: Run, manifest: Manifest) -> "Checkpoint":
         """Return a handle to a committed checkpoint, sharing the run's connection."""
         checkpoint = cls.__new__(cls)
-        checkpoint._store, checkpoint._manifest, checkpoint._id = run, manifest, manifest.id
+        checkpoint.store, checkpoint._manifest, checkpoint.id = run, manifest, manifest.id
         checkpoint.path = run.path_of(manifest.id)
         return checkpoint
 
     @property
-    def id(self) -> str | None:
-        """The id of a committed checkpoint; None for a plain directory."""
-        return self._id
-
-    @property
     def step(self) -> int:
         """The step of a committed checkpoint; -1 for a plain directory, which comes before every step."""
-        return -1 if self._id is None else self.manifest.step
+        return -1 if self.id is None else self.manifest.step
 
     @property
     def metrics(self) -> Metrics:
@@ -84,7 +84,7 @@ class Checkpoint:
 
         The checkpoint of `get_checkpoint()` has the reported metrics alone, so that they are the same on all ranks.
         """
-        return {} if self._id is None else dict(self.manifest.metrics)
+        return {} if self.id is None else dict(self.manifest.metrics)
 
     @property
     def manifest(self) -> Manifest:
@@ -95,15 +95,10 @@ class Checkpoint:
 
         """
         if self._manifest is None:
-            if self._store is None or self._id is None:
+            if self.store is None or self.id is None:
                 raise CheckpointNotFoundError(f"{self.path} is a plain folder: it has no manifest")
-            self._manifest = self._store.get(self._id)
+            self._manifest = self.store.get(self.id)
         return self._manifest
-
-    @property
-    def store(self) -> Run | None:
-        """The run of a committed checkpoint; None for a plain directory."""
-        return self._store
 
     @property
     def directory(self) -> Path | None:
@@ -113,17 +108,14 @@ class Checkpoint:
             CheckpointNotFoundError: If the directory does not exist.
 
         """
-        if self._store is not None:
+        if self.store is not None:
             return None
-        directory = Path(self.path)
-        if not directory.is_dir():
-            raise CheckpointNotFoundError(f"there is no folder {self.path}")
-        return directory
+        return existing_directory(self.path)
 
     def verify(self, level: VerifyLevel = "digest") -> None:
         """Raise unless a committed checkpoint's stored files are those that were committed; see `CheckpointStore.verify`."""
-        if self._store is not None:
-            verify(self._store, self.manifest, level)
+        if self.store is not None:
+            verify(self.store, self.manifest, level)
 
     @contextmanager
     def as_directory(self, *, include: Include = None, own_files: bool = False) -> Iterator[str]:
@@ -149,13 +141,13 @@ class Checkpoint:
             OSError: If there is no space for the downloads, or their directory is not this user's alone, naming the directory.
 
         """
-        if self._store is None:
+        if self.store is None:
             assert self.directory is not None
             choose_in_folder(self.directory, include, own_files=own_files)
             yield str(self.directory)
             return
-        manifest, files = self._choose(self._store, include, own_files=own_files)
-        with readable_files(self._store, manifest, files) as folder:
+        manifest, files = self._choose(self.store, include, own_files=own_files)
+        with readable_files(self.store, manifest, files) as folder:
             yield str(folder)
 
     def to_directory(
@@ -179,15 +171,15 @@ class Checkpoint:
             RankLocalStateError: If `own_files`, and another number of ranks stored it.
 
         """
-        if self._store is None:
+        if self.store is None:
             assert self.directory is not None
             chosen = choose_in_folder(self.directory, include, own_files=own_files)
             target = _made(path)
             copy_folder(self.directory, target, chosen)
         else:
-            manifest, files = self._choose(self._store, include, own_files=own_files)
+            manifest, files = self._choose(self.store, include, own_files=own_files)
             target = _made(path)
-            download(self._store, manifest, files, target)
+            download(self.store, manifest, files, target)
         metadata = self.get_metadata()
         if metadata:
             Checkpoint.from_directory(target).set_metadata(metadata)
@@ -274,11 +266,11 @@ class Checkpoint:
         from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - torch, for states only
         from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
-        if self._store is None or self._store.storage.local_path(self._store.name) is not None:
+        if self.store is None or self.store.storage.local_path(self.store.name) is not None:
             yield None
             return
-        manifest = self._committed(self._store)
-        with found_files(self._store, manifest) as folder:
+        manifest = self._committed(self.store)
+        with found_files(self.store, manifest) as folder:
             files = {entry.path: entry for entry in manifest.files}
             yield None if folder is None else (StateReader(LocalStorage(folder), "", str(folder)), files)
 
@@ -287,17 +279,17 @@ class Checkpoint:
         from prefect_torch.ckpt.state.load import files_in  # noqa: PLC0415 - torch, for states only
         from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - torch, for states only
 
-        if self._store is None:
+        if self.store is None:
             from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
             assert self.directory is not None
             storage = LocalStorage(self.directory)
             yield StateReader(storage, "", self.path), files_in(storage)
             return
-        manifest = self._committed(self._store)
+        manifest = self._committed(self.store)
         files = {entry.path: entry for entry in manifest.files}
-        with in_place(self._store, manifest, manifest.files):
-            yield StateReader(self._store.storage, self._store.layout.data(manifest.id), self.path), files
+        with in_place(self.store, manifest, manifest.files):
+            yield StateReader(self.store.storage, self.store.layout.data(manifest.id), self.path), files
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the user's metadata; empty where none was set.
@@ -306,17 +298,9 @@ class Checkpoint:
             ValueError: If a plain directory's metadata file holds anything else.
 
         """
-        if self._store is not None:
-            return self._store.metadata(self.manifest)
-        file = Path(self.path) / USER_METADATA_FILE
-        if not file.exists():
-            return {}
-        try:
-            metadata = parse(file.read_bytes(), str(file), "metadata")
-            check_depth(metadata, "metadata")
-        except (MalformedRecordError, ValueError) as exc:
-            raise ValueError(f"{exc}; write it with set_metadata()") from exc
-        return metadata
+        if self.store is not None:
+            return self.store.metadata(self.manifest)
+        return read_metadata(Path(self.path))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the user's metadata: before a report it is committed with the files, afterwards stored beside them.
@@ -331,14 +315,19 @@ class Checkpoint:
             check_depth(plain, "it")
         except (TypeError, ValueError, RecursionError) as exc:
             raise ValueError(f"metadata must be what JSON can hold: {exc}") from exc
-        if self._store is not None:
-            self._store.put_json(self._store.layout.metadata(self.manifest.id), plain)
+        if self.store is not None:
+            self.store.put_json(self.store.layout.metadata(self.manifest.id), plain)
         else:
             (Path(self.path) / USER_METADATA_FILE).write_text(encoded)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add to the user's metadata, replacing equal keys."""
         self.set_metadata({**self.get_metadata(), **metadata})
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        """Restore a pickled handle; version 0.1 had other names for two fields."""
+        renamed = {"_store": "store", "_id": "id"}
+        self.__dict__.update({renamed.get(name, name): value for name, value in fields.items()})
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r})"
@@ -355,8 +344,8 @@ class Checkpoint:
 
     def _committed(self, run: Run) -> Manifest:
         """Return the manifest of this handle, which never changes, or else the stored one."""
-        assert self._id is not None
-        return run.committed(self._id) if self._manifest is None else self._manifest
+        assert self.id is not None
+        return run.committed(self.id) if self._manifest is None else self._manifest
 
 
 def _made(path: str | PathLike[str] | None) -> Path:

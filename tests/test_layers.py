@@ -17,7 +17,6 @@ DRAWN_IN = ROOT / "docs/design.md"
 # What may import torch at all, and prefect: a wing each, by what it is for.
 IMPORT_TORCH = ("ckpt.state", "ckpt.lightning", "ckpt.transformers", "ckpt.accelerate", "tasks", "flows", "deployments")
 IMPORT_PREFECT = ("ckpt.storage.blocks", "tasks", "flows", "deployments")
-NEED_TORCH = ("ckpt.state", "ckpt.reporting.state_reports")
 NEVER_PREFECT = ("tasks.rank", "tasks.prepare")
 FRAMEWORKS = ("ckpt.accelerate", "ckpt.lightning", "ckpt.transformers")
 _WING = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:\.\w+)*")
@@ -36,10 +35,10 @@ def is_in(module: str, wings: tuple[str, ...]) -> bool:
     return any(module == wing or module.startswith(f"{wing}.") for wing in wings)
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield every module that `path` imports, anywhere in it, by its absolute name."""
+def imports(path: Path, tree: ast.AST | None = None) -> Iterator[str]:
+    """Yield every module that `path` imports, anywhere in it or in `tree`, by its absolute name."""
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree or ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("prefect_torch.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -109,13 +108,20 @@ def test_only_some_wings_import_torch_and_prefect(module):
     assert "prefect" not in tops or (is_in(module, IMPORT_PREFECT) and not is_in(module, NEVER_PREFECT))
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not is_in(module, NEED_TORCH)])
-def test_states_are_imported_only_when_used(module):
-    """They need torch, which an import of prefect_torch.ckpt must not."""
-    at_top = [node for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.ImportFrom)]
-    names = {f"{'.' * node.level}{node.module}" for node in at_top}
-    harmless = {"prefect_torch.ckpt.state.rank_local", ".state.rank_local"}
-    assert not {name for name in names - harmless if "ckpt.state" in name or name.startswith(".state")}
+@cache
+def loads_torch(module: str) -> bool:
+    """Return whether the import of `module` imports torch, by the statements at the top of it and of what it imports."""
+    at_top = [node for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    tree = ast.Module(at_top, [])
+    names = set(imports(MODULES[module], tree))
+    return any(name.partition(".")[0] == "torch" for name in names) or any(map(loads_torch, names & MODULES.keys() - {module}))
+
+
+@pytest.mark.parametrize(
+    "module", [module for module in MODULES if is_in(module, ("ckpt",)) and not is_in(module, IMPORT_TORCH)]
+)
+def test_torch_is_imported_only_when_it_is_used(module):
+    assert not loads_torch(module)
 
 
 @pytest.mark.parametrize("module", MODULES)

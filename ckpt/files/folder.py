@@ -6,12 +6,46 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from prefect_torch.ckpt.errors import CheckpointNotFoundError, MalformedRecordError
+from prefect_torch.ckpt.runs.records import check_depth, parse
 from prefect_torch.ckpt.storage.keys import is_temporary
 from prefect_torch.ckpt.storage.scratch import make_scratch
 
 USER_METADATA_FILE = ".metadata.json"
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing target, a path through a file, links in a circle
+
+
+def existing_directory(path: str) -> Path:
+    """Return the directory at `path`.
+
+    Raises:
+        CheckpointNotFoundError: If it does not exist.
+
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointNotFoundError(f"there is no folder {path}")
+    return directory
+
+
+def read_metadata(directory: Path) -> dict[str, Any]:
+    """Return the user's metadata in a plain directory; empty where none was set.
+
+    Raises:
+        ValueError: If its file holds anything else.
+
+    """
+    file = directory / USER_METADATA_FILE
+    if not file.exists():
+        return {}
+    try:
+        metadata = parse(file.read_bytes(), str(file), "metadata")
+        check_depth(metadata, "metadata")
+    except (MalformedRecordError, ValueError) as exc:
+        raise ValueError(f"{exc}; write it with set_metadata()") from exc
+    return metadata
 
 
 def scan_files(directory: Path) -> list[str]:

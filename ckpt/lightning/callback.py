@@ -14,8 +14,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from prefect_torch.ckpt.context import context_or_none
 from prefect_torch.ckpt.framework_folders import folder_of_all_ranks, part_of_rank, restored_part
+from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import get_checkpoint, report
-from prefect_torch.ckpt.reporting.arguments import Upload, check_upload
+from prefect_torch.ckpt.reporting.rank_report import check_upload
 
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_world_size

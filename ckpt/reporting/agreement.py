@@ -2,15 +2,20 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from prefect_torch.ckpt.errors import ReportMismatchError, ReportWithdrawnError
+from prefect_torch.ckpt.errors import CheckpointError, ReportMismatchError, ReportWithdrawnError
 from prefect_torch.ckpt.runs.manifest import FileEntry, new_id
+from prefect_torch.ckpt.state.plan import WriteItem
+from prefect_torch.ckpt.state.planner import StateDecision, StateDescription, StatePlanner
 
-from .arguments import Upload
+from .background import BackgroundCommits
+from .peers import Peers
 from .remote_error import RemoteError
+
+Upload: TypeAlias = Literal["sync", "async"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +30,7 @@ class Intent:
         metadata: The user's metadata of its part.
         state: The description of its state, or None.
         error: The reason why it cannot take part in this report, or None.
-        asked: How often it has called should_checkpoint() so far.
+        num_requests: How often it has called should_checkpoint() so far.
 
     """
 
@@ -34,18 +39,21 @@ class Intent:
     upload: Upload | None = None
     files: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] | None = None
+    state: StateDescription | None = None
     error: str | None = None
-    asked: int = 0
+    num_requests: int = 0
 
     def encode(self) -> bytes:
         """Return JSON."""
-        return json.dumps(asdict(self)).encode()
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps({**fields, "state": None if self.state is None else self.state.fields()}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> "Intent":
         """Undo `encode`."""
-        return cls(**json.loads(data))
+        fields = json.loads(data)
+        state = fields.pop("state")
+        return cls(**fields, state=None if state is None else StateDescription.of_fields(state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,7 @@ class Agreement:
 
     Attributes:
         step: The step of the report.
+        topic: The name of the report among the messages of its commit, unique in the attempt.
         checkpoint_id: The id to store under, or None when no rank reported a checkpoint.
         upload: The upload mode.
         owners: For each path that several ranks reported, the rank that stores it; the others only digest theirs, to compare.
@@ -65,11 +74,12 @@ class Agreement:
     """
 
     step: int
+    topic: str = ""
     checkpoint_id: str | None = None
     upload: Upload = "sync"
     owners: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] | None = None
+    state: StateDecision | None = None
     refusal: RemoteError | None = None
     is_background_failure: bool = False
 
@@ -81,16 +91,149 @@ class Agreement:
     def decode(cls, data: bytes) -> "Agreement":
         """Undo `encode`."""
         fields = json.loads(data)
-        refusal = fields.pop("refusal")
-        return cls(**fields, refusal=None if refusal is None else RemoteError(**refusal))
+        refusal, state = fields.pop("refusal"), fields.pop("state")
+        return cls(
+            **fields,
+            refusal=None if refusal is None else RemoteError(**refusal),
+            state=None if state is None else StateDecision(**state),
+        )
 
 
-def agree(intents: Sequence[Intent], attempt: int) -> Agreement:
+class Rounds:
+    """The rounds in which the ranks agree on their reports; every rank takes part in each, whatever it reports.
+
+    Args:
+        peers: The ranks.
+        attempt: The attempt's number, for the ids of checkpoints.
+        background: This rank's background commits.
+
+    Attributes:
+        number: How many rounds this rank has begun.
+        writes: What this rank writes of a state, by the plan of the newest agreement.
+        desynchronized: The error because of which the ranks are no longer in the same round, or None.
+
+    """
+
+    def __init__(self, peers: Peers, attempt: int, background: BackgroundCommits) -> None:
+        self.number = 0
+        self.writes: list[WriteItem] = []
+        self.desynchronized: CheckpointError | None = None
+        self._peers = peers
+        self._attempt = attempt
+        self._background = background
+        self._plan = 0
+        self._planner = StatePlanner()
+
+    @property
+    def next_begun(self) -> str:
+        """The topic that rank 0 sets when it begins the round that this rank has not begun."""
+        return f"{_topic(self.number)}/begun"
+
+    def agree(self, intent: Intent, meanwhile: Callable[[], None]) -> Agreement:
+        """Return rank 0's decision, on which every rank acts in the same way.
+
+        A report with a checkpoint first waits until its commit may begin: a synchronous commit comes after the earlier ones,
+        and a state's buffer is reused.
+
+        Args:
+            intent: This rank's.
+            meanwhile: Called once, while the ranks wait for each other.
+
+        Raises:
+            CheckpointError: The reason why every rank must raise instead, or why the ranks are desynchronized.
+
+        """
+        if self._background.commits and intent.upload is not None:
+            self._background.wait_for_slot(for_another=intent.upload == "async" and intent.state is None)
+        agreement = self._take_part(intent, meanwhile)
+        if agreement.refusal is not None:
+            raise agreement.refusal.error()
+        return agreement
+
+    def abstain(self, error: Exception, step: int) -> None:
+        """Take part in the round without a report, or this rank's next one would be paired with this one of the others.
+
+        Args:
+            error: The reason.
+            step: The step of this rank's previous report.
+
+        Raises:
+            CheckpointError: From `error`, the failure of a background commit.
+
+        """
+        intent = Intent(self._peers.rank, step, error=f"{type(error).__name__}: {error}")
+        try:
+            agreement = self._take_part(intent, lambda: None)
+        except CheckpointError:  # the ranks are desynchronized, which `finish` raises; `error` comes first
+            return
+        if agreement.refusal is not None and agreement.is_background_failure:
+            raise agreement.refusal.error() from error
+
+    def _take_part(self, intent: Intent, meanwhile: Callable[[], None]) -> Agreement:
+        peers, topic, begun = self._peers, _topic(self.number), self.next_begun
+        if peers.rank == 0:
+            peers.decide(begun, b"")  # a rank that waits for an answer of `should_checkpoint` gets none before this round
+        self.number += 1
+        try:
+            encoded = peers.exchange(topic, intent.encode(), meanwhile)
+            if encoded is None:
+                meanwhile()  # while rank 0 decides
+                agreement = Agreement.decode(peers.decision(topic))
+            else:
+                agreement = self._decide([Intent.decode(data) for data in encoded], topic)
+                peers.decide(topic, agreement.encode())
+            self._receive_plan(agreement.state, topic)
+        except CheckpointError as exc:
+            self.desynchronized = exc
+            raise
+        if self.number > 1:
+            peers.forget(_topic(self.number - 2))  # all ranks are in this round, so all have read the previous one
+        if peers.rank == 0:
+            peers.forget(begun)
+        elif agreement.is_background_failure:
+            self._background.forget_failure()  # raised now, so not again later
+        return agreement
+
+    def _decide(self, intents: Sequence[Intent], topic: str) -> Agreement:
+        state: StateDecision | ReportMismatchError | None
+        try:
+            state = self._decide_state(intents)
+        except ReportMismatchError as exc:
+            state = exc
+        failure = self._background.take_failure() if self._background.commits else None
+        if failure is not None:
+            return Agreement(intents[0].step, refusal=RemoteError.of(failure), is_background_failure=True)
+        return decide(intents, self._attempt, topic, state)
+
+    def _decide_state(self, intents: Sequence[Intent]) -> StateDecision | None:
+        described = [intent.state for intent in intents]
+        return None if all(state is None for state in described) else self._planner.decide(described)
+
+    def _receive_plan(self, decision: StateDecision | None, topic: str) -> None:
+        """Receive this rank's part of a new plan, also on a rank that reports no state."""
+        if decision is None or decision.plan == self._plan:
+            return
+        if self._peers.rank == 0:
+            parts = [[[write.piece, write.start, write.stop] for write in writes] for writes in self._planner.writes]
+            self._peers.scatter(f"{topic}/plan", [json.dumps(part).encode() for part in parts])
+        self.writes = [WriteItem(*fields) for fields in json.loads(self._peers.scattered(f"{topic}/plan"))]
+        self._plan = decision.plan
+
+
+def _topic(number: int) -> str:
+    return f"report {number}"
+
+
+def decide(
+    intents: Sequence[Intent], attempt: int, topic: str = "", state: StateDecision | ReportMismatchError | None = None
+) -> Agreement:
     """Return the agreement on the ranks' intents.
 
     Args:
         intents: One per rank, by rank.
         attempt: The attempt, for the new id.
+        topic: The name of the report.
+        state: The decision on the ranks' states, or the reason why there is none.
 
     """
     step = intents[0].step
@@ -101,6 +244,8 @@ def agree(intents: Sequence[Intent], attempt: int) -> Agreement:
     bringing = [intent for intent in intents if intent.upload is not None]
     if (mismatch := _mismatch(intents, bringing)) is not None:
         return Agreement(step, refusal=RemoteError.of(ReportMismatchError(mismatch)))
+    if isinstance(state, ReportMismatchError):
+        return Agreement(step, refusal=RemoteError.of(state))
     if not bringing:
         return Agreement(step)
     metadata: dict[str, Any] = {}
@@ -108,10 +253,12 @@ def agree(intents: Sequence[Intent], attempt: int) -> Agreement:
         metadata.update(intent.metadata)
     return Agreement(
         step,
+        topic,
         checkpoint_id=new_id(attempt, step),
         upload=bringing[0].upload or "sync",
         owners={path: min(ranks) for path, ranks in _ranks_by_path(bringing).items() if len(ranks) > 1},
         metadata=metadata,
+        state=state,
     )
 
 
@@ -142,10 +289,10 @@ def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
 def _mismatch(intents: Sequence[Intent], bringing: Sequence[Intent]) -> str | None:
     first = intents[0]
     for intent in intents:
-        if intent.asked not in (0, first.asked):  # a rank that never calls it waits for no answer
+        if intent.num_requests not in (0, first.num_requests):  # a rank that never calls it waits for no answer
             return (
-                f"rank {intent.rank} called should_checkpoint() {intent.asked} times but rank {first.rank} "
-                f"{first.asked} times; call it equally often on every rank"
+                f"rank {intent.rank} called should_checkpoint() {intent.num_requests} times but rank {first.rank} "
+                f"{first.num_requests} times; call it equally often on every rank"
             )
         if intent.step != first.step:
             return (

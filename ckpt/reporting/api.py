@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, set_context
 
-from .arguments import Upload
-
 if TYPE_CHECKING:
+    from .agreement import Upload
     from .session import RankSession  # half of the cost of an import of this package, and only ranks need it
 
 _session: "RankSession | None" = None
@@ -28,7 +27,7 @@ def report(
     state: Mapping[str, Any] | None = None,
     step: SupportsIndex | None = None,
     progress: float | None = None,
-    upload: Upload | None = None,
+    upload: "Upload | None" = None,
 ) -> None:
     """Report metrics and a checkpoint, durable when a synchronous report returns; every rank calls it equally often.
 

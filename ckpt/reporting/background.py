@@ -17,7 +17,15 @@ _NICER = 5  # a third of the training's share of a core that both want, and all 
 
 
 @dataclass(frozen=True, slots=True)
-class _Commit:
+class BackgroundCommit:
+    """A commit that was begun.
+
+    Attributes:
+        step: The step of its report.
+        done: Its end.
+
+    """
+
     step: int
     done: Future[None]
 
@@ -26,42 +34,50 @@ class BackgroundCommits:
     """One rank's commits in a thread of their own.
 
     Every rank submits the same commits, and each commit ends in the same way on all; so all forget and raise the same ones.
+
+    Args:
+        max_in_flight: How many may be under way.
+
+    Attributes:
+        commits: Those that may still be under way, oldest first; failed ones stay until their error is taken.
+
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_in_flight: int = 1) -> None:
+        self._max_in_flight = max_in_flight
         self._thread: ThreadPoolExecutor | None = None
-        self._commits: deque[_Commit] = deque()  # oldest first; failed ones stay until their error is taken
-
-    @property
-    def newest_step(self) -> int:
-        """The step of the newest commit that may still be under way; -1 if there is none."""
-        return self._commits[-1].step if self._commits else -1
+        self.commits: deque[BackgroundCommit] = deque()
 
     def submit(self, step: int, commit: Callable[[], None]) -> None:
         """Begin `commit` once the earlier ones have ended."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "prefect-torch-commit", _yield_to_training)
-        while self._commits and self._commits[0].done.done() and self._commits[0].done.exception() is None:
-            self._commits.popleft()
-        self._commits.append(_Commit(step, self._thread.submit(commit)))
+        while self.commits and self.commits[0].done.done() and self.commits[0].done.exception() is None:
+            self.commits.popleft()
+        self.commits.append(BackgroundCommit(step, self._thread.submit(commit)))
 
-    def wait(self, *, leave: int = 0, timeout_s: float | None = None) -> None:
-        """Wait until at most `leave` commits are under way, or for `timeout_s`."""
-        under_way = [commit.done for commit in self._commits]
-        wait(under_way[: max(0, len(under_way) - leave)], timeout_s)
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until none is under way, or for `timeout_s`."""
+        wait([commit.done for commit in self.commits], timeout_s)
+
+    def wait_for_slot(self, *, for_another: bool) -> None:
+        """Wait until one more may run beside those under way, or, if not `for_another`, until none is under way."""
+        under_way = [commit.done for commit in self.commits]
+        leave = self._max_in_flight - 1 if for_another else 0
+        wait(under_way[: max(0, len(under_way) - leave)])
 
     def take_failure(self) -> CheckpointError | None:
         """Return the error of the oldest failed commit, once; only commits that have ended are considered."""
-        while self._commits and self._commits[0].done.done():
-            failure = self._commits.popleft().done.exception()
+        while self.commits and self.commits[0].done.done():
+            failure = self.commits.popleft().done.exception()
             if failure is not None:
                 return RemoteError.of(failure).error()
         return None
 
-    def wait_for_failure(self) -> None:
+    def forget_failure(self) -> None:
         """Forget the oldest commit that fails, which another rank has already reported, and those before it."""
-        while self._commits:
-            if self._commits.popleft().done.exception() is not None:
+        while self.commits:
+            if self.commits.popleft().done.exception() is not None:
                 return
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
+from .agreement import Rounds
 from .overhead import OverheadBudget
 from .peers import Peers
 
@@ -21,29 +22,36 @@ class CheckpointRequests:
 
     Args:
         peers: The ranks.
-        pace: The overhead budget, which determines when the next checkpoint is due.
+        rounds: The rounds of their reports.
+        budget: The overhead budget, which determines when the next checkpoint is due.
         ends_soon: Returns whether termination of the training is requested.
         clock: A monotonic clock in seconds.
 
     Attributes:
-        asked: How often this rank has called `should_checkpoint`.
+        num_requests: How often this rank has called `should_checkpoint`.
         stop_requested: Whether the last answer was that termination is requested.
 
     """
 
     def __init__(
-        self, peers: Peers, pace: OverheadBudget, ends_soon: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+        self,
+        peers: Peers,
+        rounds: Rounds,
+        budget: OverheadBudget,
+        ends_soon: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._peers = peers
-        self._pace = pace
+        self._rounds = rounds
+        self._budget = budget
         self._ends_soon = ends_soon
         self._clock = clock
-        self.asked = 0
+        self.num_requests = 0
         self.stop_requested = False
         self._answered = 0  # the calls before this number have their answer
-        self._topics: list[str] = []
+        self._topics: list[str] = []  # on rank 0, those of the answers since round `_round`
+        self._round = 0
         self._asked_at_s: deque[float] = deque(maxlen=_SPAN_QUESTIONS + 1)
-        self._reports = 0
 
     def should_checkpoint(self) -> bool:
         """Return rank 0's answer to its call of the same number; the other ranks wait for it.
@@ -52,7 +60,7 @@ class CheckpointRequests:
             ReportMismatchError: If rank 0 reports instead of calling this.
 
         """
-        number, self.asked = self.asked, self.asked + 1
+        number, self.num_requests = self.num_requests, self.num_requests + 1
         if self._peers.rank == 0:
             self._asked_at_s.append(self._clock())
         if number < self._answered:
@@ -62,29 +70,24 @@ class CheckpointRequests:
         self.stop_requested = answer == "end"
         return answer != "no"
 
-    def begin_report(self) -> None:
-        """As rank 0, inform the ranks that wait for an answer that none will come before this report."""
-        if self._peers.rank == 0:
-            self._peers.decide(_report(self._reports), b"")
-
-    def end_report(self) -> None:
-        """Drop the answers so far: every rank has read them, since all have reached this report."""
-        if self._peers.rank == 0 and self._peers.world_size > 1:
-            self._peers.forget(_report(self._reports))
-            for topic in self._topics:
-                self._peers.forget(topic)
+    def forget_answers(self) -> None:
+        """As rank 0, drop the answers so far: every rank has read them, since all have taken part in a round after them."""
+        for topic in self._topics:
+            self._peers.forget(topic)
         self._topics.clear()
-        self._reports += 1
 
     def _told(self, number: int) -> tuple[Answer, int]:
         """Return the answer to call `number`, and the number of calls from there for which it is valid."""
         topic = f"checkpoint now {number}"
         if self._peers.rank != 0:
-            answer, _, num_questions = self._peers.decision(topic, unless=_report(self._reports)).decode().partition(" ")
+            answer, _, num_questions = self._peers.decision(topic, unless=self._rounds.next_begun).decode().partition(" ")
             return _known(answer), int(num_questions)
+        if self._rounds.number != self._round:
+            self.forget_answers()
+            self._round = self._rounds.number
         if self._ends_soon():
             told: tuple[Answer, int] = ("end", 1)
-        elif self._pace.is_due():
+        elif self._budget.is_due():
             told = ("checkpoint", 1)
         else:
             told = ("no", self._num_questions_of_a_span())
@@ -98,10 +101,6 @@ class CheckpointRequests:
             return 1
         slowest_s = max(after - before for before, after in pairwise(times))
         return max(1, min(_SPAN_QUESTIONS, int(_SPAN_S / slowest_s) if slowest_s > 0 else _SPAN_QUESTIONS))
-
-
-def _report(number: int) -> str:
-    return f"no answer before report {number}"
 
 
 def _known(answer: str) -> Answer:

@@ -4,49 +4,116 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CheckpointError, CommitFailedError, StorageFullError
 from prefect_torch.ckpt.runs.attempts import check_fence
+from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of
-from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
+from prefect_torch.ckpt.text import utc_now
 
-from .agreement import Agreement, merge_files
+from .agreement import merge_files
+from .background import BackgroundCommits
+from .events import CommitEvent, EventSender, ReportEvent
+from .overhead import CommitCosts
 from .peers import Peers
+from .rank_report import StagedReport
 from .remote_error import RemoteError
-
-if TYPE_CHECKING:
-    from prefect_torch.ckpt.state.save import StagedState
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """One rank's part of a checkpoint.
+class RankCommits:
+    """The commits of one rank in one attempt, immediate or in the background: in order, each continuing the previous one.
+
+    Args:
+        run: The run.
+        peers: The ranks.
+        background: This rank's background commits.
+        events: The sender that reports to the leader.
+        attempt: The attempt's number.
+        restored: The checkpoint that the attempt begins from, which the first commit continues.
 
     Attributes:
-        directory: The directory of its files.
-        files: Their paths.
-        metadata: The user's metadata.
-        state: Its share of a state, staged.
-        problem: The error because of which it cannot store them after all.
+        costs: What they cost the training.
+        committed_step: The step of the newest checkpoint that is durable; -1 before the first.
 
     """
 
-    directory: Path | None = None
-    files: tuple[str, ...] = ()
-    metadata: dict[str, Any] = field(default_factory=dict)
-    state: "StagedState | None" = None
-    problem: Exception | None = None
+    def __init__(
+        self,
+        run: Run,
+        peers: Peers,
+        background: BackgroundCommits,
+        events: EventSender,
+        attempt: int,
+        restored: Checkpoint | None,
+    ) -> None:
+        self.costs = CommitCosts()
+        self._run = run
+        self._peers = peers
+        self._background = background
+        self._events = events
+        self._attempt = attempt
+        self._decided: list[str] = []  # on rank 0, the topics of the previous commit
+        self._parent = None if restored is None else _name_from(run, restored)
+        self.committed_step = -1 if restored is None else restored.step
+
+    def commit(self, staged: StagedReport) -> None:
+        """Commit the checkpoint of a report, if it has one, and send the report to the leader.
+
+        When this returns, the checkpoint of a synchronous report is durable, and that of an asynchronous one is on its way.
+        """
+        report, agreement = staged.report, staged.agreement
+        is_background = agreement.checkpoint_id is not None and agreement.upload == "async"
+        if report.awaits_commits:
+            self._background.wait()
+        if agreement.checkpoint_id is not None:
+            self.costs.num_begun, self.costs.begun_s = self.costs.num_begun + 1, time.monotonic()
+            if not is_background:
+                self._commit(staged)
+        if self._peers.rank == 0:
+            record = MetricRecord(self._attempt, agreement.step, report.metrics, agreement.checkpoint_id, utc_now())
+            self._events.send(ReportEvent(record, report.progress))
+        if is_background:  # last: from here on two threads want one GIL
+            self._background.submit(agreement.step, lambda: self._commit(staged))
+
+    def _commit(self, staged: StagedReport) -> None:
+        started_s = time.monotonic()
+        job = CommitJob(staged, self._parent)
+        try:
+            manifest = commit(self._run, self._peers, job)
+            if manifest is not None:
+                self.costs.stall_s = manifest.timings["stall_s"]
+        finally:
+            self.costs.num_ended += 1
+            self._forget_decisions(job.decided)
+            staged.release()
+        self._parent, self.committed_step = staged.checkpoint_id, staged.agreement.step
+        if manifest is not None:
+            costs = (manifest.total_bytes, time.monotonic() - started_s, manifest.timings["stall_s"])
+            self._events.send(CommitEvent(manifest.id, manifest.step, manifest.metrics, *costs))
+
+    def _forget_decisions(self, decided: list[str]) -> None:
+        """As rank 0, drop the decisions on the previous commit: every rank has read them, since all have reached this one."""
+        if decided:
+            for topic in self._decided:
+                self._peers.forget(topic)
+            self._decided = decided
+
+
+def _name_from(run: Run, checkpoint: Checkpoint) -> str | None:
+    """Return the checkpoint's id, or its path where it belongs to another run."""
+    own = checkpoint.store is not None and checkpoint.store.path == run.path
+    return checkpoint.id if own else checkpoint.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,37 +121,17 @@ class CommitJob:
     """One rank's share of a commit.
 
     Attributes:
-        topic: The name of this report, unique in the attempt.
-        agreement: The ranks' agreement, with an id.
-        brought: This rank's files.
-        metrics: Rank 0's metrics.
-        started_s: When the report began, by this process's monotonic clock.
-        stall_s: How long the training waited for the report; None where it waits for the commit.
+        staged: The report.
         parent: The checkpoint that this one continues.
         stored: The files of it that this rank has stored, by path.
         decided: The topics under which rank 0 has sent its decisions on it.
 
     """
 
-    topic: str
-    agreement: Agreement
-    brought: RankPart
-    metrics: Metrics
-    started_s: float = field(default_factory=time.monotonic)
-    stall_s: float | None = None
+    staged: StagedReport
     parent: str | None = None
     stored: dict[str, FileEntry] = field(default_factory=dict)
     decided: list[str] = field(default_factory=list)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The id to commit under."""
-        assert self.agreement.checkpoint_id is not None
-        return self.agreement.checkpoint_id
-
-    def elapsed_s(self) -> float:
-        """Return how long ago the report began."""
-        return time.monotonic() - self.started_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +140,7 @@ class Part:
 
     Attributes:
         files: Its files.
-        state: The index entries of its share of a state, or None.
+        state: The `StateIndex.fields` of its share of a state, or None.
         stall_s: How long its training waited for the report; None where it waits for the commit.
         stored_s: The time from the start of its report until all files were stored. Both times are by the rank's own clock:
             monotonic clocks of processes begin anywhere, and ranks do not begin a report together.
@@ -120,10 +167,11 @@ def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
         ReportMismatchError: If ranks reported different bytes under one name.
 
     """
+    topic = job.staged.agreement.topic
     try:
-        return _try_commit(run, peers, job)
+        return _try_commit(run, peers, job, topic)
     except StorageFullError as exc:  # every rank raises it, or none does
-        room = f"{job.topic}/room"
+        room = f"{topic}/room"
         if peers.rank == 0:
             _logger.warning("%s; removing garbage and trying once more", exc)
             _remove("garbage", lambda: collect_garbage(run))
@@ -132,10 +180,10 @@ def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
         else:
             peers.decision(room)
     try:
-        return _try_commit(run, peers, replace(job, topic=f"{job.topic}/again"))
+        return _try_commit(run, peers, job, f"{topic}/again")
     except StorageFullError:
         if peers.rank == 0:  # else its parts would occupy the space that the next report needs
-            _remove("what was stored of it", lambda: _discard(run, job.checkpoint_id))
+            _remove("what was stored of it", lambda: _discard(run, job.staged.checkpoint_id))
         raise
 
 
@@ -151,12 +199,12 @@ def _discard(run: Run, checkpoint_id: str) -> None:
     run.storage.delete([info.key for info in run.storage.list(run.layout.data(checkpoint_id))])
 
 
-def _try_commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
-    parts = peers.exchange(f"{job.topic}/files", _encode_part(lambda: store_part(run, job, peers.rank)))
-    decided = f"{job.topic}/commit"
+def _try_commit(run: Run, peers: Peers, job: CommitJob, topic: str) -> Manifest | None:
+    parts = peers.exchange(f"{topic}/files", _encode_part(lambda: store_part(run, job, peers.rank)))
+    decided = f"{topic}/commit"
     if parts is None:
         data = peers.decision(decided)
-        peers.forget(f"{job.topic}/files")
+        peers.forget(f"{topic}/files")
         _raise_refusal(data)
         return None
     manifest: Manifest | None = None
@@ -173,77 +221,79 @@ def _try_commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
 
 def store_part(run: Run, job: CommitJob, rank: int) -> Part:
     """Store every file of this rank that is not stored yet, and its share of a state."""
-    files = store_files(run, job, rank)
-    if job.brought.state is None:
-        return Part(files, None, job.stall_s, job.elapsed_s())
-
-    def put(path: str, parts: Sequence[memoryview]) -> Transfer:
-        if (known := job.stored.get(path)) is not None:
-            return Transfer(known.bytes, known.digest)
-        moved = run.storage.put_buffers(run.layout.data(job.checkpoint_id, path), parts)
-        job.stored[path] = FileEntry(path, moved.bytes, moved.digest, rank)
-        return moved
-
-    of_state, state = job.brought.state.store(put)
-    return Part([*files, *of_state], state, job.stall_s, job.elapsed_s())
+    staged = job.staged
+    if staged.problem is not None:
+        raise staged.problem
+    files, index = store_files(run, job, rank), None
+    if staged.state is not None:
+        of_state, state = staged.state.store(lambda path, data: _put_buffers(run, job, rank, path, data))
+        files, index = [*files, *of_state], state.fields()
+    return Part(files, index, staged.stall_s, staged.elapsed_s())
 
 
 def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
     """Store the files that this rank owns and that are not stored yet, several at a time, and digest the others."""
-    directory, files = job.brought.directory, job.brought.files
-    if job.brought.problem is not None:
-        raise job.brought.problem
-    if directory is None or not files:
+    staged, directory = job.staged, job.staged.directory
+    if directory is None:
         return []
 
     def store_file(path: str) -> FileEntry:
         if path in job.stored:
             return job.stored[path]
-        if job.agreement.owners.get(path, rank) == rank:
-            moved = run.storage.put_file(run.layout.data(job.checkpoint_id, path), directory / path)
+        if staged.agreement.owners.get(path, rank) == rank:
+            moved = run.storage.put_file(run.layout.data(staged.checkpoint_id, path), directory / path)
         else:
             moved = digest_file(directory / path)
         job.stored[path] = FileEntry(path, moved.bytes, moved.digest, rank)
         return job.stored[path]
 
-    return for_each(files, store_file)
+    return for_each(staged.report.files, store_file)
+
+
+def _put_buffers(run: Run, job: CommitJob, rank: int, path: str, data: Sequence[memoryview]) -> Transfer:
+    if (known := job.stored.get(path)) is not None:
+        return Transfer(known.bytes, known.digest)
+    moved = run.storage.put_buffers(run.layout.data(job.staged.checkpoint_id, path), data)
+    job.stored[path] = FileEntry(path, moved.bytes, moved.digest, rank)
+    return moved
 
 
 def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
     """Write the manifest: from here on the checkpoint exists."""
-    all_stored_s = job.elapsed_s()
-    files = merge_files([*(part.files for part in parts), _store_index(run, job, parts)])
+    staged = job.staged
+    all_stored_s = staged.elapsed_s()
+    files = merge_files([*(part.files for part in parts), _store_index(run, staged.checkpoint_id, parts)])
     manifest = Manifest(
-        id=job.checkpoint_id,
-        step=job.agreement.step,
-        attempt=attempt_of(job.checkpoint_id),
-        metrics=job.metrics,
+        id=staged.checkpoint_id,
+        step=staged.agreement.step,
+        attempt=attempt_of(staged.checkpoint_id),
+        metrics=staged.report.metrics,
         files=files,
         world_size=len(parts),
         parent=job.parent,
         created_at=datetime.now(timezone.utc),
-        metadata=job.agreement.metadata,
-        timings=_timings(job, parts, all_stored_s),
+        metadata=staged.agreement.metadata,
+        timings=_timings(staged, parts, all_stored_s),
     )
     check_fence(run, manifest.attempt)
     run.storage.put_bytes(run.layout.manifest(manifest.id), manifest.encode())  # last: this is the commit
     return manifest
 
 
-def _store_index(run: Run, job: CommitJob, parts: Sequence[Part]) -> list[FileEntry]:
+def _store_index(run: Run, checkpoint_id: str, parts: Sequence[Part]) -> list[FileEntry]:
     if all(part.state is None for part in parts):
         return []
     from prefect_torch.ckpt.state.index_files import store_index  # noqa: PLC0415 - torch, for states only
 
     def put(path: str, buffers: Sequence[memoryview]) -> Transfer:
-        return run.storage.put_buffers(run.layout.data(job.checkpoint_id, path), buffers)
+        return run.storage.put_buffers(run.layout.data(checkpoint_id, path), buffers)
 
     return store_index([part.state for part in parts], put)
 
 
-def _timings(job: CommitJob, parts: Sequence[Part], all_stored_s: float) -> dict[str, float]:
+def _timings(staged: StagedReport, parts: Sequence[Part], all_stored_s: float) -> dict[str, float]:
     """Return the times of the commit; the rank whose report began first waited longest, so each counts by its own clock."""
-    since_then_s = job.elapsed_s() - all_stored_s
+    since_then_s = staged.elapsed_s() - all_stored_s
     durable_s = max(all_stored_s, *(part.stored_s for part in parts)) + since_then_s
     return {"stall_s": max(durable_s if part.stall_s is None else part.stall_s for part in parts), "durable_s": durable_s}
 

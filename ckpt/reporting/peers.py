@@ -111,7 +111,8 @@ class Peers:
 
     def forget(self, topic: str) -> None:
         """Delete this rank's message under `topic`, which every rank has read."""
-        self._key_value.delete(topic if self.rank == 0 else f"{topic}/{self.rank}")
+        if self.world_size > 1:
+            self._key_value.delete(topic if self.rank == 0 else f"{topic}/{self.rank}")
 
     def end(self, end: RankExit) -> None:
         """Announce to all ranks that a rank left; a rank that waits for it raises instead."""

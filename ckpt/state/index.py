@@ -164,27 +164,32 @@ class StateIndex:
         yield from ((name, tensor.path) for name, tensor in self.tensors.items())
         yield from ((name, value.path) for name, value in self.values.items())
 
-    def encode(self) -> bytes:
-        """Return strict JSON."""
+    def fields(self) -> dict[str, Any]:
+        """Return a form that JSON can represent."""
         body: dict[str, Any] = {"format": FORMAT_VERSION, "world_size": self.world_size, "block_bytes": self.block_bytes}
         body["tensors"] = {
             name: {**fields_of(entry), "chunks": [fields_of(chunk) for chunk in entry.chunks]}
             for name, entry in self.tensors.items()
         }
         body["values"] = {name: fields_of(entry) for name, entry in self.values.items()}
-        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        return body
+
+    def encode(self) -> bytes:
+        """Return strict JSON."""
+        return json.dumps(self.fields(), allow_nan=False, separators=(",", ":")).encode()
 
     @classmethod
-    def merged(cls, parts: Sequence[Mapping[str, Any] | None], block_bytes: int) -> "StateIndex":
-        """Return the index of all ranks' parts, in each of which a rank describes its own tensors and values."""
+    def merged(cls, parts: Sequence[Mapping[str, Any] | None]) -> "StateIndex":
+        """Return the index of all ranks, from the `fields` of each rank's own; None for a rank without a state."""
         tensors: dict[str, dict[str, Any]] = {}
         values: dict[str, ValueEntry] = {}
-        for part in parts:
-            for name, told in (part or {}).get("tensors", {}).items():
+        for part in filter(None, parts):
+            for name, told in part["tensors"].items():
                 tensors.setdefault(name, {**told, "chunks": []})["chunks"] += told["chunks"]
-            for name, told in (part or {}).get("values", {}).items():
+            for name, told in part["values"].items():
                 values[name] = decode(ValueEntry, told, name, _TOLD)
         known = {name: decode(TensorEntry, told, name, _TOLD) for name, told in tensors.items()}
+        block_bytes = next(part["block_bytes"] for part in parts if part is not None)
         return cls(len(parts), block_bytes, known, values)
 
     @classmethod

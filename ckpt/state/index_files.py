@@ -19,12 +19,18 @@ from torch.distributed.checkpoint.metadata import (
 
 from .index import DCP_METADATA_FILE, INDEX_FILE, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of
 from .plan import Step
-from .save import BLOCK_BYTES, Put
+from .save import Put
 
 
 def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[FileEntry]:
-    """As rank 0, store the index of all ranks' parts, for us and for torch.distributed.checkpoint; costs two small puts."""
-    index = StateIndex.merged(parts, BLOCK_BYTES)
+    """As rank 0, store the index of all ranks, for us and for torch.distributed.checkpoint; costs two small puts.
+
+    Args:
+        parts: The `StateIndex.fields` of each rank's own index, None for a rank without a state.
+        put: Stores a file.
+
+    """
+    index = StateIndex.merged(parts)
     files = {INDEX_FILE: index.encode(), DCP_METADATA_FILE: dcp_metadata(index)}
     moved = [(path, put(path, [memoryview(data)])) for path, data in files.items()]
     return [FileEntry(path, sent.bytes, sent.digest, 0) for path, sent in moved]

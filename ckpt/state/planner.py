@@ -13,6 +13,35 @@ from .plan import TensorShard, WriteItem, plan_writes
 
 
 @dataclass(frozen=True, slots=True)
+class StateDescription:
+    """One rank's description of its state for rank 0.
+
+    Attributes:
+        values: The digests of its values.
+        tensors: The digests of its unowned tensors.
+        pieces: Its part of each tensor; None where its structure is that of its previous description.
+        parts: A digest of the parts of each module and each optimizer, with `pieces`.
+
+    """
+
+    values: Mapping[str, str]
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    pieces: list[TensorShard] | None = None
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    def fields(self) -> list[Any]:
+        """Return a form that JSON can represent."""
+        pieces = None if self.pieces is None else [piece.encode() for piece in self.pieces]
+        return [self.values, self.tensors, pieces, self.parts]
+
+    @classmethod
+    def of_fields(cls, fields: Sequence[Any]) -> "StateDescription":
+        """Undo `fields`."""
+        values, tensors, pieces, parts = fields
+        return cls(values, tensors, None if pieces is None else [TensorShard.decode(piece) for piece in pieces], parts)
+
+
+@dataclass(frozen=True, slots=True)
 class StateDecision:
     """The decision on which every rank that reported a state acts.
 
@@ -41,46 +70,46 @@ class StatePlanner:
         self._checked: tuple[Any, ...] | None = None
         self.writes: list[list[WriteItem]] = []
 
-    def receive(self, rank: int, told: Mapping[str, Any]) -> None:
-        """Record a rank's description of its state; each of its reports must be received, also one that is refused."""
-        if told["pieces"] is not None:
-            self._pieces[rank] = [TensorShard.decode(fields) for fields in told["pieces"]]
-            self._parts[rank] = told["parts"]
-            self._described += 1
-
-    def decide(self, told: Sequence[Mapping[str, Any] | None]) -> StateDecision:
+    def decide(self, described: Sequence[StateDescription | None]) -> StateDecision:
         """Return the decision for the ranks, with a new plan only where the structure of a rank's state changed.
 
+        It must be called with every description that a rank has sent, also where their report is refused.
+
         Args:
-            told: The description from each rank, None where it reports no state.
+            described: The description of each rank, None where it reports no state.
 
         Raises:
             ReportMismatchError: If the ranks' states do not form one state.
 
         """
-        bringing = [rank for rank, of_rank in enumerate(told) if of_rank is not None]
-        self._check_parts(bringing)
-        self._check_shapes(told, bringing)
-        _, own_tensors = _compare(told, "tensors")
-        values, own_values = _compare(told, "values")
-        wanted = (self._described, tuple(own_tensors), *bringing)
+        states = {rank: of_rank for rank, of_rank in enumerate(described) if of_rank is not None}
+        for rank, of_rank in states.items():
+            if of_rank.pieces is not None:
+                self._pieces[rank], self._parts[rank] = of_rank.pieces, of_rank.parts
+                self._described += 1
+        values = {rank: of_rank.values for rank, of_rank in states.items()}
+        self._check_parts(list(states))
+        self._check_shapes(values)
+        _, own_tensors = _compare({rank: of_rank.tensors for rank, of_rank in states.items()})
+        digests, own_values = _compare(values)
+        wanted = (self._described, tuple(own_tensors), *states)
         if wanted != self._planned_for:
             self.writes = plan_writes(
-                [self._stored_by(rank, set(own_tensors)) if rank in bringing else [] for rank in range(len(told))]
+                [self._stored_by(rank, set(own_tensors)) if rank in states else [] for rank in range(len(described))]
             )
             self._planned_for = wanted
             self._plan += 1
-        writers = {name: min(by_rank) for name, by_rank in values.items() if 0 not in by_rank and name not in own_values}
+        writers = {name: min(by_rank) for name, by_rank in digests.items() if 0 not in by_rank and name not in own_values}
         return StateDecision(self._plan, [*own_tensors, *own_values], writers)
 
     def _stored_by(self, rank: int, own: Collection[str]) -> list[TensorShard]:
         pieces = self._pieces[rank]
         return [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in pieces]
 
-    def _check_parts(self, bringing: Sequence[int]) -> None:
+    def _check_parts(self, ranks: Sequence[int]) -> None:
         """Refuse modules and optimizers with other parts on another rank: each has one name for all ranks."""
         first: dict[str, int] = {}
-        for rank in bringing:
+        for rank in ranks:
             for name, digest in self._parts[rank].items():
                 other = first.setdefault(name, rank)
                 if digest != self._parts[other][name]:
@@ -94,16 +123,16 @@ class StatePlanner:
     def _names_in(self, name: str, rank: int) -> set[str]:
         return {piece.name for piece in self._pieces[rank] if piece.name.startswith(f"{name}.")}
 
-    def _check_shapes(self, told: Sequence[Mapping[str, Any] | None], bringing: Sequence[int]) -> None:
+    def _check_shapes(self, values: Mapping[int, Mapping[str, str]]) -> None:
         """Refuse a name that is a value on one rank and a tensor or a container on another: no index could tell them apart."""
-        values = {rank: tuple((told[rank] or {}).get("values", {})) for rank in bringing}
-        if (checked := (self._described, values)) == self._checked:
+        names = {rank: tuple(of_rank) for rank, of_rank in values.items()}
+        if (checked := (self._described, names)) == self._checked:
             return
         kinds: dict[str, dict[int, str]] = defaultdict(dict)
-        for rank in bringing:
+        for rank, names_of_values in names.items():
             for piece in self._pieces[rank]:
                 kinds[piece.name][rank] = "a tensor"
-            for name in values[rank]:
+            for name in names_of_values:
                 kinds[name][rank] = "a value"
         for name in [name for name in kinds if rank_of(name) is None]:
             above = name
@@ -117,20 +146,19 @@ class StatePlanner:
         self._checked = checked
 
 
-def _compare(told: Sequence[Mapping[str, Any] | None], what: str) -> tuple[dict[str, dict[int, str]], list[str]]:
+def _compare(by_rank: Mapping[int, Mapping[str, str]]) -> tuple[dict[str, dict[int, str]], list[str]]:
     """Return the digests of each name by rank, and the names that are each rank's own.
 
     Values of those names differ, or only some ranks have them: the others must not receive a value that they did not have.
     """
     digests: dict[str, dict[int, str]] = defaultdict(dict)
-    for rank, of_rank in enumerate(told):
-        for name, digest in (of_rank or {}).get(what, {}).items():
+    for rank, of_rank in by_rank.items():
+        for name, digest in of_rank.items():
             digests[name][rank] = digest
-    bringing = sum(of_rank is not None for of_rank in told)
     own = [
         name
-        for name, by_rank in digests.items()
-        if len(set(by_rank.values())) > 1 or (len(by_rank) < bringing and rank_of(name) is None)
+        for name, of_name in digests.items()
+        if len(set(of_name.values())) > 1 or (len(of_name) < len(by_rank) and rank_of(name) is None)
     ]
     return digests, own
 

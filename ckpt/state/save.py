@@ -1,8 +1,10 @@
 """One rank's state in a report: captured when it is reported, staged by one copy, stored in the background."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .flatten import Describer, flatten, is_small, is_unowned
 from .image import StagingBuffer
-from .index import Chunk, ValueEntry, fields_of, rank_name, rank_of, tensors_file, values_file
+from .index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of, tensors_file, values_file
 from .plan import TensorShard, WriteItem
-from .planner import StateDecision
+from .planner import StateDecision, StateDescription
 from .values import Value, capture_value, digest_tensor
 
 BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: a load must read a whole block to verify any byte of it
@@ -27,6 +29,7 @@ class StateSnapshot:
     """A reported state, before its tensors are copied.
 
     Attributes:
+        saver: The rank's memory between reports.
         pieces: This rank's part of each tensor.
         tensors: The same tensors' memory.
         values: The plain values, as they are now.
@@ -35,15 +38,45 @@ class StateSnapshot:
 
     """
 
+    saver: "StateSaver" = field(repr=False)
     pieces: list[TensorShard]
     tensors: list[torch.Tensor]
     values: list[Value]
     digests: dict[str, str]
     parts: dict[str, Sequence[object]]
 
+    def describe(self) -> StateDescription:
+        """Return the description for rank 0, with the structure only where it changed; it must be sent."""
+        values = {value.name: value.digest for value in self.values}
+        if not self.saver.has_changed(self):
+            return StateDescription(values, self.digests)
+        return StateDescription(
+            values, self.digests, self.pieces, {name: _digest_names(parts) for name, parts in self.parts.items()}
+        )
+
+    def stage_early(self) -> None:
+        """Stage by the plan of the previous report, while the ranks agree; `stage` checks whether it is still valid."""
+        with suppress(Exception):  # `stage` tries again and raises it
+            self.saver.stage_early(self)
+
+    def stage(self, decision: StateDecision, writes: Sequence[WriteItem]) -> "StagedState":
+        """Return the rank's share of the state, copied; the tensors may change when this returns.
+
+        Args:
+            decision: Rank 0's decision.
+            writes: What this rank writes, by the plan that `decision` names.
+
+        """
+        rank, own = self.saver.rank, set(decision.own)
+        image = self.saver.stage(self, decision.plan, writes)
+        values = {rank_name(value.name, rank) if value.name in own else value.name: value for value in self.values}
+        kept = {name: value for name, value in values.items() if name != value.name or decision.writers.get(name, 0) == rank}
+        pieces = [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in self.pieces]
+        return StagedState(rank, pieces, writes, image, kept)
+
 
 class StateSaver:
-    """A rank's memory between reports: the plan, and the buffer in which states are staged.
+    """A rank's memory between reports: the structure that rank 0 knows, and the buffer in which states are staged.
 
     Args:
         rank: This rank.
@@ -52,11 +85,12 @@ class StateSaver:
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
         self._describer = Describer()
         self._described: tuple[list[TensorShard], dict[str, Sequence[object]]] | None = None
-        self._writes: list[WriteItem] = []
+        self._plan = 0
+        self._writes: Sequence[WriteItem] = []
         self._image: StagingBuffer | None = None
         self._imaged: list[TensorShard] | None = None
         self._staged: StateSnapshot | None = None
@@ -70,8 +104,8 @@ class StateSaver:
             ValueError: If a part of it cannot be stored, naming the part.
 
         """
-        leaves, parts = flatten(state, self._rank)
-        snapshot = StateSnapshot([], [], [], {}, parts)
+        leaves, parts = flatten(state, self.rank)
+        snapshot = StateSnapshot(self, [], [], [], {}, parts)
         for leaf in leaves:
             loose = not isinstance(leaf.value, torch.Tensor) or is_unowned(leaf)
             if loose and (not isinstance(leaf.value, torch.Tensor) or is_small(leaf.value)):
@@ -84,38 +118,30 @@ class StateSaver:
                 snapshot.tensors.append(described[1])
         return snapshot
 
-    def describe(self, snapshot: StateSnapshot) -> dict[str, Any]:
-        """Return the description of `snapshot` for rank 0, with its structure only where it changed."""
-        told: dict[str, Any] = {"pieces": None, "tensors": snapshot.digests}
-        told["values"] = {value.name: value.digest for value in snapshot.values}
-        if (structure := (snapshot.pieces, snapshot.parts)) != self._described:
-            self._described = structure
-            told["pieces"] = [piece.encode() for piece in snapshot.pieces]
-            told["parts"] = {name: _digest_names(parts) for name, parts in snapshot.parts.items()}
-        return told
+    def has_changed(self, snapshot: StateSnapshot) -> bool:
+        """Return whether the structure differs from the one that was described last, which it then is."""
+        structure = (snapshot.pieces, snapshot.parts)
+        if structure == self._described:
+            return False
+        self._described = structure
+        return True
 
     def stage_early(self, snapshot: StateSnapshot) -> None:
-        """Stage by the plan of the previous report, while the ranks agree; `finalize` checks whether it is still valid."""
+        """Stage by the plan of the previous report if the structure is unchanged."""
         if snapshot.pieces == self._imaged:
-            self._stage(snapshot)
+            self._copy(snapshot)
 
-    def finalize(self, snapshot: StateSnapshot, decision: StateDecision) -> "StagedState":
-        """Return `snapshot` staged by the ranks' decision; the tensors may change when this returns."""
+    def stage(self, snapshot: StateSnapshot, plan: int, writes: Sequence[WriteItem]) -> StagingBuffer:
+        """Return the buffer with what `writes` names of the snapshot, copied unless it was staged early by the same plan."""
+        if plan != self._plan:
+            self._plan, self._writes, self._imaged, self._staged = plan, writes, None, None
         if self._staged is not snapshot:
-            self._stage(snapshot)
+            self._copy(snapshot)
         self._staged = None
-        own, rank = set(decision.own), self._rank
-        values = {rank_name(value.name, rank) if value.name in own else value.name: value for value in snapshot.values}
-        kept = {name: value for name, value in values.items() if name != value.name or decision.writers.get(name, 0) == rank}
-        pieces = [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in snapshot.pieces]
         assert self._image is not None
-        return StagedState(rank, pieces, self._writes, self._image, kept)
+        return self._image
 
-    def apply(self, writes: list[WriteItem]) -> None:
-        """Apply a new plan and discard staged data, which belong to another plan."""
-        self._writes, self._imaged, self._staged = writes, None, None
-
-    def _stage(self, snapshot: StateSnapshot) -> None:
+    def _copy(self, snapshot: StateSnapshot) -> None:
         if snapshot.pieces != self._imaged:
             self._image, self._imaged = self._new_image(snapshot), snapshot.pieces
         assert self._image is not None
@@ -143,11 +169,11 @@ class StagedState:
 
     rank: int
     pieces: list[TensorShard]
-    writes: list[WriteItem]
+    writes: Sequence[WriteItem]
     image: StagingBuffer
     values: dict[str, Value]
 
-    def store(self, put: Put) -> tuple[list[FileEntry], dict[str, Any]]:
+    def store(self, put: Put) -> tuple[list[FileEntry], StateIndex]:
         """Store this rank's files and return them, with their entries for the index."""
         image, writes = self.image, self.writes
         if not image.is_exact:
@@ -161,8 +187,8 @@ class StagedState:
         with ThreadPoolExecutor(2, "prefect-torch-upload") as pool:
             digests = pool.submit(self._digest_blocks)
             moved = list(pool.map(put, files, files.values()))
-            told = {"tensors": self._tell_tensors(digests.result()), "values": self._tell_values(encoded)}
-        return [FileEntry(path, sent.bytes, sent.digest, self.rank) for path, sent in zip(files, moved, strict=True)], told
+            index = StateIndex(1, BLOCK_BYTES, self._tensor_entries(digests.result()), self._value_entries(encoded))
+        return [FileEntry(path, sent.bytes, sent.digest, self.rank) for path, sent in zip(files, moved, strict=True)], index
 
     def _digest_blocks(self) -> list[list[str]]:
         data = self.image.data
@@ -174,24 +200,25 @@ class StagedState:
             for slot in self.image.slots
         ]
 
-    def _tell_tensors(self, digests: Sequence[Sequence[str]]) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+    def _tensor_entries(self, digests: Sequence[Sequence[str]]) -> dict[str, TensorEntry]:
+        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        pieces: dict[str, TensorShard] = {}
         for write, slot, of_chunk in zip(self.writes, self.image.slots, digests, strict=True):
             piece = self.pieces[write.piece]
             box = _box(piece, write)
             chunk = Chunk(*box, tensors_file(self.rank), (slot.start, slot.bytes), slot.raw_start, tuple(of_chunk))
-            entry = told.setdefault(piece.name, {"path": piece.path, "dtype": piece.dtype, "shape": piece.shape, "chunks": []})
-            entry["chunks"].append(fields_of(chunk))
-        return told
+            chunks[piece.name].append(chunk)
+            pieces[piece.name] = piece
+        return {name: TensorEntry(piece.path, piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
 
-    def _tell_values(self, encoded: Mapping[str, bytes]) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+    def _value_entries(self, encoded: Mapping[str, bytes]) -> dict[str, ValueEntry]:
+        entries: dict[str, ValueEntry] = {}
         start = 0
         for name, data in encoded.items():
             value, digest = self.values[name], xxhash.xxh3_128_hexdigest(data)
-            told[name] = fields_of(ValueEntry(value.path, values_file(self.rank), start, len(data), digest, value.tensor))
+            entries[name] = ValueEntry(value.path, values_file(self.rank), start, len(data), digest, value.tensor)
             start += len(data)
-        return told
+        return entries
 
 
 def _digest_names(names: Sequence[object]) -> str:

@@ -13,8 +13,9 @@ from accelerate.utils import DistributedType, gather_object
 from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.framework_folders import CHECKPOINT_NAME, check_world_size, part_of_rank, restored_part
+from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import get_checkpoint, log_metrics, report
-from prefect_torch.ckpt.reporting.arguments import Upload, check_upload
+from prefect_torch.ckpt.reporting.rank_report import check_upload
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 

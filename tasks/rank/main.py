@@ -16,8 +16,7 @@ from typing import Any
 import cloudpickle
 from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.api import start_session
-from prefect_torch.ckpt.reporting.evaluation_session import EvaluationSession
-from prefect_torch.ckpt.reporting.session import RankSession
+from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 
 from .errors import RankFailureKind
@@ -131,7 +130,7 @@ def _join_process_group(spec: RankSpec, backend: str, key_value: TcpKeyValue) ->
         world_size=spec.world_size,
         device_id=device,
     )
-    import prefect_torch.ckpt.reporting.state_reports  # noqa: F401, PLC0415 - torch is imported by now; else the first report would import this
+    import prefect_torch.ckpt.state.save  # noqa: F401, PLC0415 - torch is imported by now; else the first report would import this
 
 
 def _leave_process_group() -> None:

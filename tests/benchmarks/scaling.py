@@ -300,14 +300,13 @@ def polls_per_s(address, world_size):
 def plan_of_state(key_value, world_size):
     """Return how long rank 0 takes to plan who writes what of a model of 300 tensors that all ranks have."""
     import torch
-    from prefect_torch.ckpt.reporting.peers import Peers
-    from prefect_torch.ckpt.reporting.state_reports import StateReports
+    from prefect_torch.ckpt.state.planner import StatePlanner
+    from prefect_torch.ckpt.state.save import StateSaver
 
-    reports = StateReports(Peers(key_value, 0, world_size))
-    held = reports.hold({"model": {str(number): torch.zeros(64, 64) for number in range(300)}, "epoch": 1})
-    told = json.loads(json.dumps(reports.tell(held)))
+    state = {"model": {str(number): torch.zeros(64, 64) for number in range(300)}, "epoch": 1}
+    described = StateSaver(0, world_size).capture(state).describe()
     started = time.perf_counter()
-    reports.decide([told] * world_size, "state", refused=False)
+    StatePlanner().decide([described] * world_size)
     return time.perf_counter() - started
 
 

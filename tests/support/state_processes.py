@@ -68,7 +68,7 @@ def main(job, *place):
             extra["step"] += 1
             session.report({"step": extra["step"]}, state=state)
             if action == "kill" and extra["step"] == 2:
-                session._commits.wait()
+                session.wait_for_commits()
                 dist.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
         session.finish()

@@ -2,40 +2,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import FileEntry, ReportMismatchError
-from prefect_torch.ckpt.reporting.agreement import Agreement, Intent, agree, merge_files
+from prefect_torch.ckpt.reporting.agreement import Agreement, Intent, decide, merge_files
 
 
 def test_without_a_checkpoint_nothing_is_stored():
-    assert agree([Intent(0, 5), Intent(1, 5)], attempt=1) == Agreement(5)
+    assert decide([Intent(0, 5), Intent(1, 5)], attempt=1) == Agreement(5)
 
 
 def test_one_rank_is_enough_for_a_checkpoint():
-    agreement = agree([Intent(0, 5), Intent(1, 5, "sync", ["x"])], attempt=3)
+    agreement = decide([Intent(0, 5), Intent(1, 5, "sync", ["x"])], attempt=3)
     assert agreement.checkpoint_id.startswith("000003-00000005-")
 
 
 def test_different_steps_name_both_ranks():
     with pytest.raises(ReportMismatchError, match="rank 1 reported step 6 but rank 0 reported step 5"):
-        raise agree([Intent(0, 5), Intent(1, 6)], attempt=1).refusal.error()
+        raise decide([Intent(0, 5), Intent(1, 6)], attempt=1).refusal.error()
 
 
 def test_different_ways_to_upload_name_both_ranks():
-    agreement = agree([Intent(0, 1, "sync"), Intent(1, 1, "async")], attempt=1)
+    agreement = decide([Intent(0, 1, "sync"), Intent(1, 1, "async")], attempt=1)
     assert "rank 1 reported with upload='async' but rank 0" in agreement.refusal.message
 
 
 def test_a_shared_name_belongs_to_the_lowest_rank():
     intents = [Intent(0, 1), Intent(1, 1, "sync", ["a", "same"]), Intent(2, 1, "sync", ["same"])]
-    assert agree(intents, attempt=1).owners == {"same": 1}
+    assert decide(intents, attempt=1).owners == {"same": 1}
 
 
 def test_metadata_of_a_lower_rank_counts():
     intents = [Intent(0, 1, "sync", [], {"a": 0}), Intent(1, 1, "sync", [], {"a": 1, "b": 1})]
-    assert agree(intents, attempt=1).metadata == {"a": 0, "b": 1}
+    assert decide(intents, attempt=1).metadata == {"a": 0, "b": 1}
 
 
 def test_agreements_and_intents_travel():
-    refused = agree([Intent(0, 5), Intent(1, 6)], attempt=1)
+    refused = decide([Intent(0, 5), Intent(1, 6)], attempt=1)
     assert Agreement.decode(refused.encode()) == refused
     intent = Intent(1, 2, "async", ["ü/x"], {"a": [1]})
     assert Intent.decode(intent.encode()) == intent
@@ -84,22 +84,22 @@ def test_every_path_is_merged_once_and_belongs_to_the_lowest_rank(paths_by_rank)
 
 @given(st.lists(st.sets(st.sampled_from(["a", "b", "c"])), min_size=1, max_size=4))
 def test_who_stores_a_shared_file_is_who_the_manifest_names(paths_by_rank):
-    agreement = agree([Intent(rank, 1, "sync", sorted(paths)) for rank, paths in enumerate(paths_by_rank)], attempt=1)
+    agreement = decide([Intent(rank, 1, "sync", sorted(paths)) for rank, paths in enumerate(paths_by_rank)], attempt=1)
     merged = merge_files([[entry(path, rank) for path in paths] for rank, paths in enumerate(paths_by_rank)])
     shared = {path for path in "abc" if sum(path in paths for paths in paths_by_rank) > 1}
     assert agreement.owners == {file.path: file.rank for file in merged if file.path in shared}
 
 
 def test_a_mismatch_stores_nothing():
-    refused = agree([Intent(0, 5, "sync", ["a"]), Intent(1, 6, "sync", ["a"])], attempt=1)
+    refused = decide([Intent(0, 5, "sync", ["a"]), Intent(1, 6, "sync", ["a"])], attempt=1)
     assert refused.checkpoint_id is None
     assert refused.owners == {}
 
 
 def test_a_rank_without_a_checkpoint_has_no_say_in_how_to_upload():
-    assert agree([Intent(0, 1), Intent(1, 1, "async"), Intent(2, 1, "async")], attempt=1).upload == "async"
+    assert decide([Intent(0, 1), Intent(1, 1, "async"), Intent(2, 1, "async")], attempt=1).upload == "async"
 
 
 def test_a_decision_travels():
-    decided = agree([Intent(0, 1, "async", ["a"], {"k": [1]}), Intent(1, 1, "async", ["a"])], attempt=1)
+    decided = decide([Intent(0, 1, "async", ["a"], {"k": [1]}), Intent(1, 1, "async", ["a"])], attempt=1)
     assert Agreement.decode(decided.encode()) == decided

@@ -2,9 +2,11 @@ import threading
 
 import pytest
 from prefect_torch.ckpt import CheckpointError, CheckpointStore
+from prefect_torch.ckpt.reporting.agreement import Rounds
+from prefect_torch.ckpt.reporting.background import BackgroundCommits
 from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointRequests
 from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting.overhead import OverheadBudget
+from prefect_torch.ckpt.reporting.overhead import CommitCosts, OverheadBudget
 from prefect_torch.ckpt.reporting.peers import Peers
 from ranks import Attempt, folder
 
@@ -23,31 +25,32 @@ def store(tmp_path):
 
 
 def test_without_a_target_none_is_ever_due():
-    assert not OverheadBudget(None).is_due()
+    assert not OverheadBudget(None, CommitCosts()).is_due()
 
 
 def test_stalls_take_the_share_of_time_that_was_asked_for():
     clock = Clock()
-    pace = OverheadBudget(0.01, clock)
+    costs = CommitCosts()
+    budget = OverheadBudget(0.01, costs, clock)
     stalled_s = 0.0
     while clock.now_s < 2000:
-        if pace.is_due():
-            pace.begin()
+        if budget.is_due():
+            costs.begun_s = clock.now_s
             clock.now_s += 0.3
             stalled_s += 0.3
-            pace.end(0.3)
+            costs.stall_s = 0.3
         clock.now_s += 0.1
     assert 0.009 < stalled_s / 1000 <= 0.0103
 
 
 def test_the_next_waits_for_the_one_under_way_and_a_failed_one_tells_nothing():
     clock = Clock()
-    pace = OverheadBudget(0.5, clock)
-    pace.begin()
+    costs = CommitCosts(num_begun=1, begun_s=clock.now_s)
+    budget = OverheadBudget(0.5, costs, clock)
     clock.now_s += 100
-    assert not pace.is_due()
-    pace.end(None)
-    assert pace.is_due()
+    assert not budget.is_due()
+    costs.num_ended += 1
+    assert budget.is_due()
 
 
 def test_every_rank_gets_the_same_answers_and_they_leave_nothing_behind(store, tmp_path):
@@ -104,15 +107,16 @@ class AskingRank:
         self.clock = Clock()
         self.key_value = MemoryKeyValue()
         self.ends_soon = False
-        self.prompts = CheckpointRequests(
-            Peers(self.key_value, 0, 2), OverheadBudget(None, self.clock), lambda: self.ends_soon, self.clock
-        )
+        peers = Peers(self.key_value, 0, 2)
+        rounds = Rounds(peers, 1, BackgroundCommits())
+        budget = OverheadBudget(None, CommitCosts(), self.clock)
+        self.requests = CheckpointRequests(peers, rounds, budget, lambda: self.ends_soon, self.clock)
 
     def messages_of(self, steps, step_s):
         before = len(self.key_value._values)
         for _ in range(steps):
             self.clock.now_s += step_s
-            self.prompts.should_checkpoint()
+            self.requests.should_checkpoint()
         return len(self.key_value._values) - before
 
 
@@ -128,11 +132,11 @@ def test_the_end_is_seen_within_sixteen_quick_steps_also_when_they_become_slow()
     rank.messages_of(100, 0.0001)
     rank.ends_soon = True
     asked = 0
-    while not rank.prompts.should_checkpoint():
+    while not rank.requests.should_checkpoint():
         asked += 1
         rank.clock.now_s += 10
     assert asked <= 16
-    assert rank.prompts.stop_requested
+    assert rank.requests.stop_requested
 
 
 def test_a_rank_that_asks_after_rank_0_has_left_is_told(store):

@@ -294,7 +294,7 @@ def test_a_full_disk_fails_that_report_only_leaves_nothing_of_it_and_the_checkpo
         with pytest.raises(StorageFullError, match="No space left on device"):  # noqa: PT012 - an async one fails later
             session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"y" * 600_000}), upload=upload)
             session.report({})
-            session._commits.wait()
+            session.wait_for_commits()
             session.report({})
         session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"z" * 300_000}), upload=upload)
 
@@ -449,7 +449,7 @@ def test_a_report_that_one_rank_got_wrong_is_none_on_every_rank_and_the_next_one
 def test_a_background_failure_is_told_though_the_report_that_learns_of_it_is_wrong_itself(store, tmp_path):
     def train(session, rank):
         session.report({}, folder(tmp_path / str(rank), m=str(rank)), upload="async")  # different files of one name
-        session._commits.wait()
+        session.wait_for_commits()
         with pytest.raises(ReportMismatchError, match="rank 0 and rank 1 both reported a file 'm'"):
             session.report({"bad": []})
 
@@ -530,7 +530,7 @@ def test_each_of_several_commits_under_way_that_fail_is_raised_once_on_every_ran
             except ReportMismatchError:
                 told.append(epoch)
         for _ in range(reports):
-            session._commits.wait()
+            session.wait_for_commits()
             try:
                 session.report({})
             except ReportMismatchError:

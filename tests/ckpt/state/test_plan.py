@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import ReportMismatchError
 from prefect_torch.ckpt.state.plan import TensorShard, plan_writes
-from prefect_torch.ckpt.state.planner import StatePlanner
+from prefect_torch.ckpt.state.planner import StateDescription, StatePlanner
 
 
 def piece(name, shape, offsets=None, sizes=None, *, by_first=False, dtype="float32"):
@@ -104,17 +104,14 @@ def test_parts_that_do_not_make_a_whole_are_a_mismatch(parts):
 
 def test_a_plan_is_made_anew_only_when_a_structure_changes():
     planner = StatePlanner()
-    told = {"pieces": [piece("w", (4,)).encode()], "parts": {}, "values": {}}
-    silent = {"pieces": None, "parts": {}, "values": {}}
+    told = StateDescription({}, pieces=[piece("w", (4,))])
+    silent = StateDescription({})
 
     def report(*of_ranks):
-        for rank, of_rank in enumerate(of_ranks):
-            if of_rank is not None:
-                planner.receive(rank, of_rank)
         return planner.decide(of_ranks).plan
 
     assert [report(told, told), report(silent, silent), report(silent, silent)] == [1, 1, 1]
-    assert report(silent, {"pieces": [piece("w", (4,)).encode(), piece("v", (1,)).encode()], "parts": {}, "values": {}}) == 2
+    assert report(silent, StateDescription({}, pieces=[piece("w", (4,)), piece("v", (1,))])) == 2
     assert report(silent, None) == 3
     assert len(planner.writes[1]) == 0
     assert report(silent, silent) == 4
@@ -123,11 +120,9 @@ def test_a_plan_is_made_anew_only_when_a_structure_changes():
 def test_values_are_common_when_all_ranks_that_bring_a_state_have_them_alike():
     planner = StatePlanner()
     told = [
-        {"pieces": [], "parts": {}, "values": {"a": "1", "b": "1"}},
-        {"pieces": [], "parts": {}, "values": {"a": "1", "b": "2", "c": "3"}},
+        StateDescription({"a": "1", "b": "1"}, pieces=[]),
+        StateDescription({"a": "1", "b": "2", "c": "3"}, pieces=[]),
     ]
-    for rank, of_rank in enumerate(told):
-        planner.receive(rank, of_rank)
     decision = planner.decide(told)
     assert (decision.own, decision.writers) == (["b", "c"], {})
     decision = planner.decide([None, told[1]])

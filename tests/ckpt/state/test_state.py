@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -21,9 +22,10 @@ from prefect_torch.ckpt import (
     StateMismatchError,
 )
 from prefect_torch.ckpt.reporting.agreement import Agreement
-from prefect_torch.ckpt.reporting.commit import CommitJob, Part, RankPart, write_manifest
+from prefect_torch.ckpt.reporting.commit import CommitJob, Part, write_manifest
 from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.peers import Peers
+from prefect_torch.ckpt.reporting.rank_report import Report, StagedReport
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.state import image
@@ -347,7 +349,7 @@ def test_a_share_that_cannot_be_staged_fails_the_commit_on_all_ranks(store, monk
 
     def train(session, rank):
         session.report({}, state=make_state(0, rank))
-        session._commits.wait()
+        session.wait_for_commits()
         with pytest.raises(CommitFailedError, match="no pages left"):
             session.report({}, state=make_state(1, rank), upload="sync")
         monkeypatch.setattr(StagingBuffer, "stage", stage)
@@ -510,7 +512,7 @@ def test_a_state_in_another_precision_than_its_parameter_keeps_it(store):
 
 def test_a_rank_whose_report_began_first_counts_by_its_own_clock(store):
     """Rank 0 came a minute later, and its clock says nothing of when rank 1 began."""
-    job = CommitJob("report 0", Agreement(0, new_id(1, 0)), RankPart(), {})
+    job = CommitJob(StagedReport(Report(time.monotonic(), 0, {}), Agreement(0, checkpoint_id=new_id(1, 0))))
     claim_attempt(store, Owner.current(), world_size=2)
     manifest = write_manifest(store, job, [Part(stall_s=0.0), Part(stall_s=50.0, stored_s=60.0)])
     assert (manifest.timings["stall_s"], manifest.timings["durable_s"] >= 60.0) == (50.0, True)

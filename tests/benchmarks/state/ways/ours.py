@@ -4,7 +4,7 @@ import json
 import tempfile
 from contextlib import contextmanager
 
-import prefect_torch.ckpt.reporting.state_reports  # noqa: F401 - as a rank's process does before the training begins
+import prefect_torch.ckpt.state.save  # noqa: F401 - as a rank's process does before the training begins
 from plan import WORLD_SIZE
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext, get_checkpoint, report
 from prefect_torch.ckpt.reporting.api import start_session
@@ -50,9 +50,9 @@ class Ours:
             report({"loss": 1.0}, checkpoint, upload=self._option)
 
     def wait(self):
-        background = self._session._commits._background
+        background = self._session._background
         background.wait()
-        for commit in background._commits:
+        for commit in background.commits:
             commit.done.result()  # raises what the next report would
 
     def forget(self):

@@ -1,0 +1,276 @@
+"""A rank's report: prepared from the user's arguments, then staged, so that the training may change what it reported."""
+
+import logging
+import operator
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from prefect_torch.ckpt.checkpoint import Checkpoint
+from prefect_torch.ckpt.files.folder import adopt_files, check_apart, existing_directory, read_metadata, scan_files
+from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
+from prefect_torch.ckpt.runs.manifest import MAX_STEP
+from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.state.index import is_own_file
+from prefect_torch.ckpt.state.plan import WriteItem
+from prefect_torch.ckpt.storage.scratch import remove_scratch, scratch_folder
+
+from .agreement import Agreement, Intent, Upload
+
+if TYPE_CHECKING:  # they import torch, which only the report of a state needs
+    from prefect_torch.ckpt.state.save import StagedState, StateSaver, StateSnapshot
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportArguments:
+    """The arguments of `reporting.report`, as the user gave them."""
+
+    metrics: Mapping[str, object]
+    checkpoint: Checkpoint | None
+    state: Mapping[str, Any] | None
+    step: SupportsIndex | None
+    progress: float | None
+    upload: Upload | None
+    started_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One rank's report, checked.
+
+    Attributes:
+        started_s: When it began, by this process's monotonic clock.
+        step: Its step.
+        metrics: Its metrics.
+        progress: The share of the training that is done.
+        upload: The upload mode, or None without a checkpoint.
+        directory: The directory of this rank's files, or None.
+        files: Their paths in it.
+        metadata: The user's metadata of this rank's part.
+        snapshot: This rank's state, or None.
+        awaits_commits: Whether it returns only once the background commits so far are durable.
+
+    """
+
+    started_s: float
+    step: int
+    metrics: Metrics
+    progress: float | None = None
+    upload: Upload | None = None
+    directory: Path | None = None
+    files: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    snapshot: "StateSnapshot | None" = None
+    awaits_commits: bool = False
+
+    def intent(self, rank: int, num_requests: int) -> Intent:
+        """Return the description of the report for rank 0; it must be sent."""
+        state = None if self.snapshot is None else self.snapshot.describe()
+        return Intent(rank, self.step, self.upload, list(self.files), dict(self.metadata), state, num_requests=num_requests)
+
+    def stage_early(self) -> None:
+        """Stage the state while the ranks agree, as the plan of the previous report may still be valid."""
+        if self.snapshot is not None:
+            self.snapshot.stage_early()
+
+    def stage(self, agreement: Agreement, writes: list[WriteItem]) -> "StagedReport":
+        """Return the report with its data taken over: of a state the copy, of an asynchronous report also the files.
+
+        An error is kept in the result, since the other ranks already wait for this one's part, and must receive it.
+
+        Args:
+            agreement: The ranks' agreement.
+            writes: What this rank writes of a state.
+
+        """
+        directory, state = self.directory, None
+        is_background = agreement.checkpoint_id is not None and agreement.upload == "async"
+        try:
+            if self.snapshot is not None and agreement.state is not None:
+                state = self.snapshot.stage(agreement.state, writes)
+            if directory is not None and is_background:
+                directory = adopt_files(directory, self.files)
+        except Exception as exc:  # noqa: BLE001 - raised by the commit, on every rank
+            return StagedReport(self, agreement, problem=exc)
+        stall_s = time.monotonic() - self.started_s if is_background else None
+        return StagedReport(self, agreement, directory, state, stall_s=stall_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedReport:
+    """A report on which the ranks agree, and whose data the training can no longer change.
+
+    Attributes:
+        report: The report.
+        agreement: The ranks' agreement on it.
+        directory: The directory of this rank's files, or None; of an asynchronous report a scratch directory.
+        state: This rank's share of a state, or None.
+        problem: The error because of which this rank cannot store its part, or None.
+        stall_s: How long the training waited for an asynchronous report; None where it waits for the commit.
+
+    """
+
+    report: Report
+    agreement: Agreement
+    directory: Path | None = None
+    state: "StagedState | None" = None
+    problem: Exception | None = None
+    stall_s: float | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The id to commit under."""
+        assert self.agreement.checkpoint_id is not None
+        return self.agreement.checkpoint_id
+
+    def elapsed_s(self) -> float:
+        """Return how long ago the report began."""
+        return time.monotonic() - self.report.started_s
+
+    def release(self) -> None:
+        """Delete the files that were taken over."""
+        if self.directory is not None and self.directory != self.report.directory:
+            remove_scratch(self.directory)
+
+
+class ReportPreparation:
+    """The preparation of one rank's reports: whatever is wrong with a report is found here, before anything is stored.
+
+    Args:
+        run: The run.
+        rank: This rank.
+        world_size: The number of ranks.
+        score_attribute: The metric by which checkpoints are sorted, which must be a number.
+
+    """
+
+    def __init__(self, run: Run, rank: int, world_size: int, score_attribute: str | None) -> None:
+        self._run = run
+        self._rank = rank
+        self._world_size = world_size
+        self._score_attribute = score_attribute
+        self._saver: StateSaver | None = None
+
+    def prepare(self, given: ReportArguments, cleanup: ExitStack, *, following: int, newest: int) -> Report:
+        """Return the report with `given` arguments.
+
+        Args:
+            given: The user's arguments.
+            cleanup: Receives what is to be released after the report.
+            following: The step of a report that has none.
+            newest: The step of the newest checkpoint. A report that repeats it stores nothing: that checkpoint stays.
+
+        Raises:
+            ValueError: If an argument is invalid.
+
+        """
+        metrics = clean_metrics(given.metrics)
+        check_score(metrics, self._score_attribute)
+        check_progress(given.progress)
+        upload = check_upload(given.upload, given.checkpoint, given.state)
+        step = check_step(given.step, following=following, newest=None if upload is None else newest)
+        if upload is not None and step == newest:  # the same on every rank, as `newest` is
+            _logger.warning(
+                "rank %d reports step %d, whose checkpoint is stored already: the metrics are recorded, and that checkpoint "
+                "stays; give a higher step to store another",
+                *(self._rank, step),
+            )
+            return Report(given.started_s, step, metrics, given.progress, awaits_commits=upload == "sync")
+        directory = self._directory(given.checkpoint, cleanup)
+        files = () if directory is None else tuple(scan_files(directory))
+        return Report(
+            given.started_s,
+            step,
+            metrics,
+            given.progress,
+            upload,
+            directory,
+            files,
+            {} if directory is None else read_metadata(directory),
+            None if given.state is None else self._capture(given.state, files),
+        )
+
+    def _directory(self, checkpoint: Checkpoint | None, cleanup: ExitStack) -> Path | None:
+        if checkpoint is None:
+            return None
+        if not isinstance(checkpoint, Checkpoint):
+            raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(folder)")  # noqa: TRY004 - one error
+        directory = None if checkpoint.store is not None else existing_directory(checkpoint.path)
+        if directory is not None:
+            check_apart(directory, self._run.storage.local_path(self._run.layout.run))
+        if directory is None or lies_in_checkpoint(directory.resolve()):
+            # A committed checkpoint is never changed: only a copy of it is moved or stored again.
+            directory = cleanup.enter_context(scratch_folder())
+            checkpoint.to_directory(directory)
+        return directory
+
+    def _capture(self, state: Mapping[str, Any], files: tuple[str, ...]) -> "StateSnapshot":
+        for path in filter(is_own_file, files):
+            raise ValueError(
+                f"the folder reported beside a state holds {path!r}, as which the state is stored: rename that file"
+            )
+        if self._saver is None:
+            from prefect_torch.ckpt.state.save import StateSaver  # noqa: PLC0415 - torch, for states only
+
+            self._saver = StateSaver(self._rank, self._world_size)
+        return self._saver.capture(state)
+
+
+def check_step(step: SupportsIndex | None, *, following: int, newest: int | None) -> int:
+    """Return the step of a report.
+
+    Args:
+        step: The user's argument; None counts on.
+        following: The step that comes next.
+        newest: The step of the newest checkpoint, which the step of a new one may repeat but not go below; None for a
+            report without a checkpoint.
+
+    Raises:
+        ValueError: If `step` is invalid.
+
+    """
+    if isinstance(step, bool):
+        raise ValueError("step must be a whole number, not a bool")  # noqa: TRY004 - one error for a bad step
+    try:
+        chosen = following if step is None else operator.index(step)
+    except TypeError as exc:
+        raise ValueError(f"step={step!r}: give a whole number") from exc
+    if not 0 <= chosen <= MAX_STEP:
+        raise ValueError(f"step={chosen}: give a number from 0 to {MAX_STEP}")
+    if newest is not None and chosen < newest:
+        raise ValueError(
+            f"step={chosen} comes before the last checkpoint's step {newest}; "
+            "steps must grow from checkpoint to checkpoint, also after a resume"
+        )
+    return chosen
+
+
+def check_upload(upload: Upload | None, checkpoint: object, state: Mapping[str, Any] | None) -> Upload | None:
+    """Return the upload mode of a report; None where there is nothing to store.
+
+    Raises:
+        ValueError: If `upload` is no such mode.
+
+    """
+    if upload not in (None, "sync", "async"):
+        raise ValueError(f"upload={upload!r}: give 'sync' or 'async'")
+    if checkpoint is None and state is None:
+        return None
+    return upload or ("sync" if state is None else "async")
+
+
+def check_progress(progress: float | None) -> None:
+    """Raise unless `progress` is a share from 0 to 1, or None.
+
+    Raises:
+        ValueError: If it is anything else.
+
+    """
+    if progress is not None and not (isinstance(progress, (int, float)) and 0 <= progress <= 1):
+        raise ValueError(f"progress={progress!r}: give a share of the training from 0 to 1")
