@@ -68,6 +68,15 @@ def test_every_page_is_built_and_can_be_found(site):
     assert [page for page in PAGES if f"- {page}\n" not in navigation] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_code_is_shown_as_one(site, page):
+    """A fence that the site's Markdown does not know is shown as text, and what is in it as prose."""
+    text = re.sub(
+        r"<(pre|code)[ >].*?</\1>", "", (site / page.removesuffix(".md")).with_suffix(".html").read_text(), flags=re.DOTALL
+    )
+    assert "```" not in text
+
+
 def test_links_to_sources_lead_to_pages_of_them(site):
     assert 'href="source/ckpt/reporting/commit.py.html"' in (site / "design.html").read_text()
     assert "def commit" in re.sub("<[^>]+>", "", (site / "source/ckpt/reporting/commit.py.html").read_text())

@@ -57,7 +57,7 @@ def graph() -> dict[str, set[str]]:
 @cache
 def floors() -> list[list[str]]:
     """Return the wings of each floor, the highest first, as the drawing in docs/design.md has them."""
-    drawing = re.search(r"```text floors\n(.*?)```", DRAWN_IN.read_text(), re.DOTALL)
+    drawing = re.search(r"```{ .text #drawn-floors }\n(.*?)```", DRAWN_IN.read_text(), re.DOTALL)
     assert drawing is not None
     return [list(takewhile(_WING.fullmatch, line.split())) for line in drawing[1].splitlines()]
 

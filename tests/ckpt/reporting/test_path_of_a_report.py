@@ -20,7 +20,7 @@ BELOW = ("storage", "errors", "text", "context")  # objects under keys, and the 
 
 def drawn(name):
     """Return the modules of a drawing in docs/design.md, in its order."""
-    (drawing,) = re.findall(rf"^```text {name}\n(.*?)^```", DESIGN.read_text(), re.DOTALL | re.MULTILINE)
+    (drawing,) = re.findall(rf"^```{{ .text #drawn-{name} }}\n(.*?)^```", DESIGN.read_text(), re.DOTALL | re.MULTILINE)
     return [line.split()[0] for line in drawing.splitlines()]
 
 
