@@ -25,8 +25,10 @@ from pydantic.json_schema import SkipJsonSchema
 from .api_outage import outlast_api_outages
 from .arguments import find_named, require_gpus
 from .embedded_server import tie_embedded_server
+from .short_tracebacks import short_tracebacks, shorten_logs
 
 
+@short_tracebacks
 @flow(name="evaluate", task_runner=ONE_THREAD_PER_RANK, persist_result=False)
 def evaluate(
     eval_fn: Annotated[
@@ -108,6 +110,7 @@ def evaluate(
         FileNotFoundError: If there is no such run.
 
     """
+    shorten_logs()
     tie_embedded_server()
     scaling = scaling or ScalingConfig()
     require_gpus(scaling)

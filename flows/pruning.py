@@ -15,7 +15,10 @@ from prefect_torch.tasks.options.settings import configured_storage
 from prefect_torch.tasks.options.storage_choice import StorageChoice
 from pydantic import Field
 
+from .short_tracebacks import short_tracebacks
 
+
+@short_tracebacks
 @flow(name="prune", persist_result=False)
 def prune(
     storage: Annotated[

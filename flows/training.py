@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 from uuid import UUID
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
@@ -25,6 +25,7 @@ from prefect_torch.tasks.options.settings import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import Observers
 from prefect_torch.tasks.training.restarts import Restarts
@@ -38,9 +39,11 @@ from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
 from .monitoring.pages.observer import PageObserver
 from .result import Result
+from .short_tracebacks import short_tracebacks, shorten_logs
 from .terminated_state import record_termination, set_terminated_state
 
 
+@short_tracebacks
 @flow(name="train", task_runner=ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[set_terminated_state])
 def train(
     train_fn: Annotated[
@@ -109,6 +112,7 @@ def train(
         CheckpointError: If the run cannot be resumed.
 
     """
+    shorten_logs()
     tie_embedded_server()
     failure = failure or FailureConfig()
     job = _job(train_fn, config, scaling or ScalingConfig(), run or RunConfig(), checkpoint or CheckpointConfig(), failure,
@@ -118,7 +122,10 @@ def train(
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
         error = state.result(raise_on_failure=False)
-        return isinstance(error, Exception) and restarts.count_failure(counts_against(error))
+        if not isinstance(error, Exception) or not restarts.count_failure(kind := counts_against(error)):
+            return False
+        get_run_logger().warning("%s: %s; the training starts again", restarts.describe_last(kind), first_line(error))
+        return True
 
     led = train_workers.with_options(
         retries=restarts.most_retries,

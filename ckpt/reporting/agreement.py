@@ -241,22 +241,22 @@ def decide(
         if intent.error is not None:
             refused = ReportWithdrawnError(f"rank {intent.rank} could not report, so no rank did: {intent.error}")
             return Agreement(step, refusal=RemoteError.of(refused))
-    bringing = [intent for intent in intents if intent.upload is not None]
-    if (mismatch := _mismatch(intents, bringing)) is not None:
+    storing = [intent for intent in intents if intent.upload is not None]
+    if (mismatch := _mismatch(intents, storing)) is not None:
         return Agreement(step, refusal=RemoteError.of(ReportMismatchError(mismatch)))
     if isinstance(state, ReportMismatchError):
         return Agreement(step, refusal=RemoteError.of(state))
-    if not bringing:
+    if not storing:
         return Agreement(step)
     metadata: dict[str, Any] = {}
-    for intent in reversed(bringing):
+    for intent in reversed(storing):
         metadata.update(intent.metadata)
     return Agreement(
         step,
         topic,
         checkpoint_id=new_id(attempt, step),
-        upload=bringing[0].upload or "sync",
-        owners={path: min(ranks) for path, ranks in _ranks_by_path(bringing).items() if len(ranks) > 1},
+        upload=storing[0].upload or "sync",
+        owners={path: min(ranks) for path, ranks in _ranks_by_path(storing).items() if len(ranks) > 1},
         metadata=metadata,
         state=state,
     )
@@ -286,7 +286,7 @@ def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
     return tuple(merged[path] for path in sorted(merged))
 
 
-def _mismatch(intents: Sequence[Intent], bringing: Sequence[Intent]) -> str | None:
+def _mismatch(intents: Sequence[Intent], storing: Sequence[Intent]) -> str | None:
     first = intents[0]
     for intent in intents:
         if intent.num_requests not in (0, first.num_requests):  # a rank that never calls it waits for no answer
@@ -299,11 +299,11 @@ def _mismatch(intents: Sequence[Intent], bringing: Sequence[Intent]) -> str | No
                 f"rank {intent.rank} reported step {intent.step} but rank {first.rank} reported step {first.step}; "
                 "report the same step on every rank"
             )
-    for intent in bringing:
-        if intent.upload != bringing[0].upload:
+    for intent in storing:
+        if intent.upload != storing[0].upload:
             return (
-                f"rank {intent.rank} reported with upload={intent.upload!r} but rank {bringing[0].rank} with "
-                f"upload={bringing[0].upload!r}; use one way on every rank"
+                f"rank {intent.rank} reported with upload={intent.upload!r} but rank {storing[0].rank} with "
+                f"upload={storing[0].upload!r}; use one way on every rank"
             )
     return None
 

@@ -16,7 +16,7 @@ from prefect.states import Cancelled, Failed
 from prefect_torch.ckpt.reporting.key_value import KeyValue
 from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import of_returncode
+from prefect_torch.tasks.rank.failures import CONSEQUENCES, of_returncode
 from prefect_torch.tasks.rank.oom_kills import count_oom_kills
 from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, connect, heartbeat_key
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
@@ -40,7 +40,15 @@ _STOP_GRACE_S = 3.0
 _STACK_TRACES_S = 1.0  # enough to print them
 
 
-@task(name="train_rank", task_run_name="rank-{spec.rank}", cache_policy=NO_CACHE, persist_result=False)
+@task(
+    name="train_rank",
+    task_run_name="rank-{spec.rank}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    # A task without retries logs the failed state, its data and the traceback of no exception.
+    retries=1,
+    retry_condition_fn=lambda *_: False,
+)
 def train_rank(spec: RankSpec) -> Any:
     """Run one rank to its end and return what its function returned (rank 0; None on the others).
 
@@ -48,7 +56,8 @@ def train_rank(spec: RankSpec) -> Any:
     is over because another rank failed, the process is killed and this task run is cancelled.
 
     Raises:
-        RankFailedError: With the rank's traceback, exit code or signal; the failed state has the same message.
+        RankFailedError: With the rank's traceback, exit code or signal; the failed state has the same message. If another rank
+            caused the failure, the state is Cancelled.
 
     """
     command = [sys.executable, "-u", "-c", _RUN, "prefect_torch.tasks.rank.main"]
@@ -143,10 +152,9 @@ def _death(returncode: int | None) -> str:
 
 def _failed(spec: RankSpec, result: RankResult) -> State[Any]:
     """Return the final state; a raised error would be logged with the traceback of the supervisor."""
-    if result.kind == "peer":
-        return Cancelled(message=result.error)
     error = _error(spec, result)
-    get_run_logger().error("%s", error)
+    if error.kind in CONSEQUENCES:
+        return Cancelled(message=f"stopped: {result.error}", data=error)
     return Failed(message=str(error), data=error)
 
 
@@ -159,6 +167,6 @@ def _error(spec: RankSpec, result: RankResult) -> RankFailedError:
         except Exception:  # noqa: BLE001 - its module cannot be imported here; the text has the traceback
             original = None
     message = f"rank {spec.rank} of {spec.group} failed: {result.error}"
-    if result.traceback:
-        message = f"{message}\n\n{result.traceback}"
-    return RankFailedError(message, spec.rank, result.kind, original if isinstance(original, Exception) else None)
+    return RankFailedError(
+        message, spec.rank, result.kind, original if isinstance(original, Exception) else None, result.traceback
+    )

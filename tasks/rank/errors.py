@@ -9,7 +9,7 @@ RankFailureKind: TypeAlias = FailureKind | Literal["withdrawn", "communication",
 
 
 class RankFailedError(RuntimeError):
-    """A rank's function raised, or its process died; the text carries the rank's own traceback.
+    """A rank's function raised, or its process died; the text is one line.
 
     Attributes:
         rank: Its number; None when all hang.
@@ -17,20 +17,21 @@ class RankFailedError(RuntimeError):
             GPU's memory or the machine's did not suffice. "preemption": the process was terminated (SIGTERM). "final": trying
             again cannot help. "withdrawn", "communication" and "peer": the consequence of another rank's failure.
         original: The exception of the rank, where this process could rebuild it.
+        traceback: The rank's own traceback, of the training function's frames; empty if its process died.
 
     """
 
-    def __init__(self, message: str, rank: int | None, kind: RankFailureKind, original: Exception | None = None) -> None:
+    def __init__(
+        self, message: str, rank: int | None, kind: RankFailureKind, original: Exception | None = None, traceback: str = ""
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.kind: RankFailureKind = kind
         self.original = original
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self).partition(chr(10))[0]!r})"  # Prefect logs it twice, in one line
+        self.traceback = traceback
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (str(self), self.rank, self.kind, self.original)
+        return type(self), (str(self), self.rank, self.kind, self.original, self.traceback)
 
 
 class RestartsUsedUpError(RuntimeError):

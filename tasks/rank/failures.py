@@ -39,6 +39,7 @@ _BUDGETS: dict[RankFailureKind, FailureKind] = {
     "communication": "infrastructure",
     "peer": "infrastructure",
 }
+CONSEQUENCES: tuple[RankFailureKind, ...] = ("withdrawn", "communication", "peer")  # of another rank's failure
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _MOST_SPECIFIC_FIRST: tuple[tuple[type[BaseException], RankFailureKind], ...] = (
     (PeerGoneError, "peer"),

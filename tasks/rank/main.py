@@ -26,6 +26,7 @@ from .guard import STACK_TRACES_SIGNAL
 from .oom_kills import count_oom_kills
 from .rendezvous import TERMINATION_KEY, TcpKeyValue, connect
 from .spec import RankResult, RankSpec
+from .tracebacks import user_traceback
 
 
 def main() -> None:
@@ -197,7 +198,7 @@ def _this_process_only() -> Iterator[None]:
 
 
 def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
-    text = _printable("".join(traceback.format_exception(exc)))
+    text = _printable(user_traceback(exc))
     try:
         pickled = cloudpickle.dumps(exc)
         pickle.loads(pickled)  # noqa: S301 - many exceptions pickle but do not unpickle
@@ -208,7 +209,7 @@ def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
 
 
 def _one_line(exc: BaseException) -> str:
-    return _printable(traceback.format_exception_only(exc)[-1].strip())
+    return _printable(traceback.format_exception_only(exc)[-1].strip().partition("\n")[0])
 
 
 def _printable(text: str) -> str:

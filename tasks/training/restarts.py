@@ -68,6 +68,12 @@ class Restarts:
         self._here[kind] += 1
         return not self._is_used_up(kind)
 
+    def describe_last(self, kind: FailureKind) -> str:
+        """Return which restart of its budget the last failure of `kind` takes."""
+        name, budget = self._budgets[kind]
+        used = self._here[kind] + (0 if self._earlier is None else self._earlier[kind])
+        return f"restart {used}, {name} is unlimited" if budget == UNLIMITED else f"restart {used} of {budget} ({name})"
+
     def refuse_if_used_up(self, store: CheckpointStore) -> None:
         """Raise before an attempt if a budget is used up: the process of the last attempt may have died before it could decide.
 

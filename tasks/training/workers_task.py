@@ -82,7 +82,10 @@ class _Leader:
                 self._record_termination(claimed)
                 raise
             self._record(_failure(claimed, exc))
-            if isinstance(exc, RankFailedError) and exc.original is not None:
+            if not isinstance(exc, RankFailedError):
+                raise
+            get_run_logger().error("%s", "\n".join(filter(None, [str(exc), exc.traceback.rstrip(), self._safe_work()])))
+            if exc.original is not None:
                 raise exc.original from exc
             raise
         self._record(Outcome(claimed.number, "completed", claimed.owner.flow_run_id, return_value=_as_json(value)))
@@ -135,7 +138,8 @@ class _Leader:
 
 def _failure(claimed: Attempt, error: Exception) -> Outcome:
     if isinstance(error, RankFailedError):
-        message, errors = str(error), {} if error.rank is None else {str(error.rank): str(error)}
+        message = "\n\n".join(filter(None, [str(error), error.traceback]))
+        errors = {} if error.rank is None else {str(error.rank): message}
     else:
         message, errors = repr(error), {}
     return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)

@@ -1,0 +1,72 @@
+"""Failures that fit on a screen: what Prefect logs and raises, without frames that say nothing to a user."""
+
+import logging
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from prefect import Flow
+from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_RETRY = "Task run failed with %s: %r - Retry %s/%s"
+_VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in ("train", "evaluate", "prune"))
+
+
+class ShortTracebacks(logging.Filter):
+    """Shortens the records in which Prefect logs an exception that has passed this package; others stay as they are.
+
+    The log of the failed rank has its traceback, so it is not repeated. Of any other exception the frames of the user remain.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is of use, and shorten it."""
+        if record.exc_info and (error := record.exc_info[1]) is not None and is_from_here(error):
+            record.exc_info = None
+            record.exc_text = None if isinstance(error.__cause__ or error, RankFailedError) else _frames(error)
+        if str(record.msg).startswith(_VALIDATION):
+            return False  # the engine's record and the exception say the same, without all parameters
+        if str(record.msg).startswith(_RETRY) and record.args and getattr(record, "task_name", "") == "train_workers":
+            return False  # it counts retries up to a million; the training logs its own budget
+        if getattr(record, "task_name", "") == "train_rank" and str(record.msg).startswith("Finished in state Cancelled"):
+            record.levelno, record.levelname = logging.INFO, "INFO"
+        return True
+
+
+_SHORT_TRACEBACKS = ShortTracebacks()
+
+
+def shorten_logs() -> None:
+    """Attach the filter to Prefect's loggers of flows, flow runs and task runs, once in a process."""
+    for name in ("prefect.flows", "prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_SHORT_TRACEBACKS)  # adding it again has no effect
+
+
+class ShortTracebackFlow(Flow[P, R]):
+    """A flow whose exceptions show its caller's frames, and none of Prefect's or this package's."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Call the flow; see `prefect.Flow`."""
+            shorten_logs()
+            try:
+                return super().__call__(*args, **kwargs)
+            except Exception as exc:  # noqa: BLE001 - raised again
+                shorten(exc)
+                raise exc.with_traceback(None) from exc.__cause__
+
+        def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
+            """Return a copy with other options; see `prefect.Flow`."""
+            return short_tracebacks(super().with_options(**options))
+
+
+def short_tracebacks(flow: Flow[P, R]) -> Flow[P, R]:
+    """Return `flow` as a ShortTracebackFlow; Prefect's decorator stays visible to its tools, which read it as text."""
+    flow.__class__ = ShortTracebackFlow
+    return flow
+
+
+def _frames(error: BaseException) -> str | None:
+    """Return the user's traceback, or None if no frame of it is the user's: Prefect's message has the exception."""
+    return user_traceback(error).rstrip() if is_defect(error) or has_user_frames(error) else None

@@ -1,0 +1,80 @@
+"""Tracebacks as the author of a training function reads them: the frames of the author's code, and no others."""
+
+import sysconfig
+import traceback
+from pathlib import Path
+from traceback import StackSummary, TracebackException, walk_tb
+
+_PACKAGE = str(Path(__file__).parents[2])
+_PREFECT = "/site-packages/prefect/"
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_HIDDEN = (f"{_PACKAGE}/", "<frozen importlib", "<frozen runpy")
+# An exception of this kind that is raised by this package itself is a defect of it, so its frames are needed.
+_DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError, RecursionError)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type of `error` and the first line of its message."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def is_from_here(error: BaseException) -> bool:
+    """Return whether this package is among the callers that `error` has passed."""
+    return any(frame.f_code.co_filename.startswith(_PACKAGE) for frame, _ in walk_tb(error.__traceback__))
+
+
+def has_user_frames(error: BaseException) -> bool:
+    """Return whether `error` has passed a frame of code that is installed neither with Python nor as a package."""
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return any(not _is_hidden(name) and not name.startswith(_INSTALLED) for name in files)
+
+
+def is_defect(error: BaseException) -> bool:
+    """Return whether `error` was raised by this package, and not in order to tell a user of a mistake."""
+    if error.__cause__ is not None and _is_ours(type(error.__cause__).__module__):
+        return False
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return isinstance(error, _DEFECTS) and bool(files) and files[-1].startswith(_PACKAGE)
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback of `error` without the frames of this package, of Prefect and of imports.
+
+    What an error of this package was caused by, in the libraries that it calls, is left out: its message says what to do. If no
+    frame is left, the result is the last line of a traceback alone. A defect of this package has its whole traceback.
+    """
+    if is_defect(error):
+        return "".join(traceback.format_exception(error))
+    described = TracebackException.from_exception(error, compact=True)
+    _shorten(described)
+    return "".join(described.format())
+
+
+def shorten(error: BaseException) -> None:
+    """Drop the frames that `error` has passed, and causes that say nothing to a user; those of a defect stay."""
+    if is_defect(error):
+        return
+    error.__traceback__ = None
+    if _is_ours(type(error).__module__) or error.__cause__ is None or not _is_ours(type(error.__cause__).__module__):
+        error.__cause__ = None
+        error.__suppress_context__ = True
+    else:
+        shorten(error.__cause__)
+
+
+def _shorten(described: TracebackException) -> None:
+    files = [frame.filename for frame in described.stack]
+    described.stack = StackSummary.from_list([frame for frame in described.stack if not _is_hidden(frame.filename)])
+    if _is_ours(described.exc_type.__module__ if described.exc_type else "") or (files and files[-1].startswith(_PACKAGE)):
+        described.__cause__ = described.__context__ = None
+    for cause in (described.__cause__, described.__context__):
+        if cause is not None:
+            _shorten(cause)
+
+
+def _is_hidden(filename: str) -> bool:
+    return filename.startswith(_HIDDEN) or _PREFECT in filename
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "prefect_torch"

@@ -1,0 +1,76 @@
+"""What a person sees of a mistake fits on a screen."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prefect.settings import PREFECT_API_URL
+
+MISTAKES = Path(__file__).parents[1] / "support/mistakes.py"
+HEADING = re.compile(r"^=== (\d+) (.*)$", re.MULTILINE)
+NUMBER = 23
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory, moto):
+    """Make every mistake in one process, and return what it printed by mistake, with the most lines of it."""
+    environment = {
+        **os.environ,
+        "PREFECT_API_URL": PREFECT_API_URL.value(),
+        "COLUMNS": "120",
+        "AWS_ENDPOINT_URL": moto.endpoint,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+    }
+    done = subprocess.run(
+        [sys.executable, str(MISTAKES)],
+        cwd=tmp_path_factory.mktemp("mistakes"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    _, *parts = HEADING.split(done.stdout)
+    return {name: (int(limit), text.strip()) for limit, name, text in zip(*[iter(parts)] * 3, strict=True)}
+
+
+def test_every_mistake_is_made(seen):
+    assert len(seen) == NUMBER
+    assert [name for name, (_, text) in seen.items() if "Error: " not in text.splitlines()[-1] + text] == []
+
+
+def test_what_is_printed_fits_on_a_screen(seen):
+    """A failure of the function takes less than 40 lines, a mistake in arguments, storages or names less than 15."""
+    lines = {name: len(text.splitlines()) for name, (_, text) in seen.items()}
+    too_long = {name: f"{lines[name]} of {limit}\n{text}" for name, (limit, text) in seen.items() if lines[name] >= limit}
+    assert not too_long, "\n".join(f"{name}: {text}" for name, text in too_long.items())
+
+
+def test_the_function_s_traceback_is_printed_once_and_has_only_its_own_frames(seen):
+    _, text = seen["a wrong key on two ranks"]
+    assert text.count('    report({"lr": config["learning_rat"]})') == 1
+    assert "NoneType: None" not in text
+    assert not re.search(r"/prefect_torch/(?!flows/short_tracebacks)\S+\.py", text), text
+    assert "/site-packages/prefect/" not in text
+
+
+@pytest.mark.parametrize("library", ["obstore", "tenacity", "httpx", "anyio", "fsspec"])
+def test_no_library_s_frames_are_printed(seen, library):
+    assert [name for name, (_, text) in seen.items() if f"/site-packages/{library}/" in text] == []
+
+
+def test_a_rank_that_lost_its_peer_is_stopped_not_failed(seen):
+    _, text = seen["one rank raises"]
+    assert re.search(r"INFO +\| Task run 'rank-0' - Finished in state Cancelled\(", text), text
+    assert "Failed('rank 1 of attempt 1 failed: ZeroDivisionError: on rank 1')" in text
+
+
+def test_a_restart_names_its_budget(seen):
+    _, text = seen["a budget of restarts"]
+    assert "restart 1 of 1 (max_failures): RuntimeError: always; the training starts again" in text
+    assert "Retry 1/" not in text
