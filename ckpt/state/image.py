@@ -2,13 +2,15 @@
 
 import ctypes
 import io
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+
+from .device_copies import queued_copies
+from .host_memory import HostMemory
 
 _ALIGNED_BYTES = 64  # torch's alignment of raw data within an archive, kept in the file for reads straight into memory
 _COPY_EACH = vars(torch)["_foreach_copy_"]  # one call instead of one per tensor; torch's optimizers use it, its stubs hide it
@@ -36,12 +38,11 @@ class ChunkLayout:
 class StagingBuffer:
     """A file of chunks, each as torch.save would write it, in memory that is allocated once and reused.
 
-    Costs the file's size in memory, page-locked where `pinned`. Not safe to stage while it is read.
+    Costs the file's size in memory. Not safe to stage while it is read.
 
     Args:
         chunks: The dtype and shape of each chunk.
-        pinned: Whether the chunks come from a GPU.
-        previous: A buffer that is no longer used, whose memory is reused where it suffices.
+        previous: A buffer that is no longer used, whose memory is reused where it suffices, and else given back first.
 
     """
 
@@ -49,7 +50,6 @@ class StagingBuffer:
         self,
         chunks: Sequence[tuple[torch.dtype, tuple[int, ...]]],
         *,
-        pinned: bool = False,
         previous: "StagingBuffer | None" = None,
     ) -> None:
         frames = [_frame(dtype, shape) for dtype, shape in chunks]
@@ -61,27 +61,39 @@ class StagingBuffer:
             raw_bytes = torch.Size(shape).numel() * dtype.itemsize
             start, end = raw_start - len(prefix), raw_start + raw_bytes + len(suffix)
             self.slots.append(ChunkLayout(start, end - start, raw_start, raw_bytes))
-        self.pinned = pinned
-        self._memory = _reused_or_new(previous, end, pinned=pinned)
-        self.data = memory_of(self._memory[:end]) if end else memoryview(b"")
+        self._device: torch.device | None = None
+        self._memory = _reused_or_new(previous, end)
+        memory = self._memory.tensor
+        self.data = memory_of(memory[:end]) if end else memoryview(b"")
         for slot, (prefix, suffix) in zip(self.slots, frames, strict=True):
             self.data[slot.start : slot.raw_start] = prefix
             self.data[slot.start + slot.bytes - len(suffix) : slot.start + slot.bytes] = suffix
         self._views = [
-            self._memory[slot.raw_start : slot.raw_start + slot.raw_bytes].view(dtype).view(shape)
+            memory[slot.raw_start : slot.raw_start + slot.raw_bytes].view(dtype).view(shape)
             for slot, (dtype, shape) in zip(self.slots, chunks, strict=True)
         ]
 
     def stage(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the chunks' values into the buffer; when this returns, the tensors may change."""
-        if not tensors:
-            return
+        """Copy the chunks' values into the buffer; when this returns, the tensors may change.
+
+        The values are those after all work that this thread has queued on the devices' current streams. Writes on other
+        streams must be awaited by these before. Tensors of the CPU are copied while the devices copy theirs.
+        """
         with torch.inference_mode():  # the memory may have been allocated in it, such as by an evaluation that reports
-            devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-            if not devices:
-                _COPY_EACH(self._views, list(tensors))
-            else:
-                self._stage_from_gpu(tensors, devices)
+            if all(tensor.is_cpu for tensor in tensors):
+                _copy_each(self._views, tensors)
+                return
+            pairs = [*zip(self._views, tensors, strict=True)]
+            remote = [pair for pair in pairs if not pair[1].is_cpu]
+            local = [pair for pair in pairs if pair[1].is_cpu]
+            self._device = remote[0][1].device
+            with queued_copies([view for view, _ in remote], [tensor for _, tensor in remote]):
+                _copy_each([view for view, _ in local], [tensor for _, tensor in local])
+
+    def register(self) -> None:
+        """Page-lock the memory if staged tensors were on a GPU; after the first report, in the background of the training."""
+        if self._device is not None:
+            self._memory.register(self._device)
 
     def reserialize(self) -> None:
         """Write each chunk's archive as this torch's own torch.save does: only where `is_exact` is false.
@@ -99,16 +111,6 @@ class StagingBuffer:
                 )
             self.data[slot.start : slot.start + slot.bytes] = archive.getbuffer()
 
-    def _stage_from_gpu(self, tensors: Sequence[torch.Tensor], devices: set[torch.device]) -> None:
-        streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
-        for device, stream in streams.items():
-            stream.wait_stream(torch.cuda.current_stream(device))
-        for view, tensor in zip(self._views, tensors, strict=True):
-            with torch.cuda.stream(streams.get(tensor.device)):
-                view.copy_(tensor, non_blocking=True)
-        for stream in streams.values():
-            stream.synchronize()
-
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor; it keeps the tensor alive."""
@@ -121,19 +123,19 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def _reused_or_new(previous: StagingBuffer | None, size: int, *, pinned: bool) -> torch.Tensor:
-    if previous is not None and previous.pinned == pinned:
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    if targets:
+        _COPY_EACH(targets, list(sources))
+
+
+def _reused_or_new(previous: StagingBuffer | None, size: int) -> HostMemory:
+    if previous is not None:
         memory = previous._memory  # noqa: SLF001 - of the same class, no longer used
-        if memory.numel() >= size:
+        if len(memory.tensor) >= size:
             return memory
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")  # "cpu" here and below, whatever torch's default device is
-    if pinned:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # the first copy is up to six times faster than into small pages
-    return torch.frombuffer(pages, dtype=torch.uint8)
+        previous.data, previous._views = memoryview(b""), []  # noqa: SLF001 - as above
+        memory.release()  # before the new is allocated, or both would be there
+    return HostMemory(size)
 
 
 class _Recorder:

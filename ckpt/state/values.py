@@ -3,13 +3,14 @@
 import io
 import marshal
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
+from .device_copies import brought_to_host, sums_of_words
 from .flatten import Leaf
 from .image import memory_of
 from .plan import Step
@@ -39,19 +40,25 @@ class Value:
     tensor: tuple[str, tuple[int, ...]] | None = None
 
 
-def capture_value(leaf: Leaf) -> Value:
-    """Return `leaf`'s value as it is now.
+def capture_values(leaves: Sequence[Leaf]) -> list[Value]:
+    """Return the values of `leaves` as they are now.
 
-    Costs microseconds for numbers, strings and containers of them, which are encoded later; other values are encoded and read
-    back immediately.
+    Costs microseconds for numbers, strings and containers of them, which are encoded later, and one copy for all tensors of a
+    device; other values are encoded and read back immediately.
 
     Raises:
         ValueError: Naming the leaf, if torch.load(weights_only=True) could not read it.
 
     """
+    remote = [place for place, leaf in enumerate(leaves) if isinstance(leaf.value, torch.Tensor) and not leaf.value.is_cpu]
+    kept = dict(zip(remote, brought_to_host([leaves[place].value for place in remote]), strict=True))
+    return [_capture_value(leaf, kept.get(place)) for place, leaf in enumerate(leaves)]
+
+
+def _capture_value(leaf: Leaf, kept: torch.Tensor | None) -> Value:
     value = leaf.value
     if isinstance(value, torch.Tensor):
-        return _hold_tensor(leaf, value.detach().to("cpu", copy=True).contiguous())
+        return _hold_tensor(leaf, value.detach().to("cpu", copy=True).contiguous() if kept is None else kept)
     if _is_marshalled(value):
         told = marshal.dumps(value, 2)  # without references: equal values are equal bytes
         return Value(leaf.name, leaf.path, _digest(told), lambda: _saved(marshal.loads(told)))  # noqa: S302 - our own bytes
@@ -64,17 +71,33 @@ def read_value(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def digest_tensor(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's dtype, shape and bytes, equal on two ranks if these are; reads the tensor once."""
-    there = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    digest = xxhash.xxh3_64(f"{there.dtype} {tuple(there.shape)}".encode())
-    digest.update(memory_of(there))
+def digest_tensors(leaves: Sequence[Leaf]) -> dict[str, str]:
+    """Return a digest of each leaf's tensor by the leaf's name: of its dtype, shape and bytes.
+
+    Digests are equal on two ranks if these are and both tensors are on CPUs, or both on devices. Each tensor is read once, a
+    device's by the device, and one copy brings the sums of all tensors of a device.
+    """
+    remote = [leaf for leaf in leaves if not leaf.value.is_cpu]
+    sums = brought_to_host([sums_of_words(leaf.value.detach()) for leaf in remote])
+    digests = {leaf.name: _digest_tensor(leaf.value) for leaf in leaves if leaf.value.is_cpu}
+    for leaf, of_leaf in zip(remote, sums, strict=True):
+        digests[leaf.name] = "multilinear:" + _digest_bytes(leaf.value, of_leaf)
+    return digests
+
+
+def _digest_tensor(tensor: torch.Tensor) -> str:
+    return _digest_bytes(tensor, tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _digest_bytes(tensor: torch.Tensor, data: torch.Tensor) -> str:
+    digest = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(memory_of(data))
     return digest.hexdigest()
 
 
 def _hold_tensor(leaf: Leaf, kept: torch.Tensor) -> Value:
     dtype, shape = str(kept.dtype).removeprefix("torch."), tuple(kept.shape)
-    return Value(leaf.name, leaf.path, digest_tensor(kept), lambda: _saved(kept), (dtype, shape))
+    return Value(leaf.name, leaf.path, _digest_tensor(kept), lambda: _saved(kept), (dtype, shape))
 
 
 def _is_marshalled(value: Any) -> bool:

@@ -210,7 +210,7 @@ def test_memory_is_allocated_once_while_the_structure_stays(store, monkeypatch):
 
     def count(self, *args, **kwargs):
         make(self, *args, **kwargs)
-        made.append(self._memory.data_ptr())
+        made.append(self._memory.tensor.data_ptr())
 
     monkeypatch.setattr(StagingBuffer, "__init__", count)
 
