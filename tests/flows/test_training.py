@@ -84,7 +84,7 @@ def test_without_restarts_left_the_last_error_is_raised_and_the_result_stays_rea
             failure=FailureConfig(max_failures=2),
         )
     assert isinstance(caught.value.__cause__, RankFailedError)
-    assert "in come_to_an_end" in str(caught.value.__cause__)  # the rank's own traceback
+    assert "in come_to_an_end" in caught.value.__cause__.traceback  # the rank's own
     result = Result.from_storage(run.storage, "run")
     assert result.attempts == 3
     assert result.metrics == {"epoch": 1, "loss": 0.5}
@@ -219,7 +219,7 @@ def test_the_output_of_a_rank_is_in_its_own_task_runs_log(run):
     wait_for_logs(state.state_details.flow_run_id, rank_0="hello from rank 0", rank_1="hello from rank 1")
 
 
-def test_a_failed_ranks_traceback_is_in_its_states_message(run):
+def test_a_failed_ranks_error_is_its_states_message(run):
     state = train(
         "trainings:train_epochs", epochs(1, how="raise", rank=1, at=0), TWO, run, failure=NO_RESTARTS, return_state=True
     )
@@ -236,7 +236,7 @@ def test_a_failed_ranks_traceback_is_in_its_states_message(run):
             assert time.monotonic() < deadline, states
             time.sleep(0.2)
     assert "boom from the training" in states["rank-1"].message
-    assert "in come_to_an_end" in states["rank-1"].message
+    assert "\n" not in states["rank-1"].message
 
 
 def test_metrics_without_checkpoints_are_kept_and_cost_milliseconds(run):

@@ -219,7 +219,7 @@ def test_memory_is_locked_in_the_background_and_of_exact_size(tmp_path):
             go_on(model)
             session.report({}, state={"model": model})
         session.report({}, state={"model": model, "more": torch.nn.Linear(700, 700, device=gpu.DEVICE)})
-        session._commits.wait()
+        session.wait_for_commits()
 
     image.StagingBuffer.stage, image.StagingBuffer.__init__ = observe, keep
     assert Attempt(store).run(train) == [None]
