@@ -5,16 +5,10 @@ from dataclasses import asdict, dataclass, field
 from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
 from prefect_torch.ckpt.files.node_copy import NodeCopy
-from prefect_torch.ckpt.runs.attempts import (
-    Attempt,
-    claim_attempt,
-    claim_unless_led,
-    newest_attempt,
-    read_outcome,
-    record_resumed_from,
-)
+from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, claim_unless_led, newest_attempt, record_resumed_from
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.tasks.liveness import has_ended
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
@@ -128,7 +122,7 @@ def _refuse_if_alive(store: CheckpointStore, previous: Attempt, flow_run_id: str
     owner = previous.owner
     if flow_run_id is not None and owner.flow_run_id == flow_run_id:
         return  # this flow run's own earlier try
-    if read_outcome(store, previous.number) is not None or owner.is_dead():
+    if not standing_of(store, previous).may_be_alive:
         return
     if owner.flow_run_id is not None and has_ended(owner.flow_run_id):
         return

@@ -7,17 +7,15 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.runs.attempts import newest_attempt
 from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
-from prefect_torch.ckpt.runs.prune_limits import prune_limits
+from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.ckpt.text import show_age, show_bytes
 from prefect_torch.deployments.command_line.parameters import json_option, storage_argument
 from prefect_torch.deployments.command_line.storages import open_existing_storage
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .run_state import STYLES
-from .run_summaries import summarize_runs
+from .run_summaries import STATE_STYLES, summarize_runs
 from .score import policy_of
 from .selection import open_run, read_manifests
 
@@ -67,7 +65,7 @@ def _list_runs(storage: str, as_json: bool) -> None:
                     it.latest_step,
                     it.checkpoints,
                     show_bytes(it.bytes),
-                    (it.state, STYLES.get(it.state, "")),
+                    (it.state, STATE_STYLES.get(it.state, "")),
                 )
                 for it in summaries
             ),
@@ -76,11 +74,11 @@ def _list_runs(storage: str, as_json: bool) -> None:
 
 
 def _list_checkpoints(store: CheckpointStore, as_json: bool) -> None:
-    attempt = newest_attempt(store)
-    policy = policy_of(attempt)
+    standing = read_standing(store)
+    policy = policy_of(None if standing is None else standing.attempt)
     manifests = read_manifests(store)
     pinned = store.pinned()
-    limits = prune_limits(store, attempt)
+    limits = prune_limits(store, standing)
     kept = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to).keep
     if as_json:
         print_json([_describe(it, kept.get(it.id, ()), it.id in pinned) for it in manifests])

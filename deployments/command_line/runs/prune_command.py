@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
-from prefect_torch.ckpt.runs.attempts import Attempt, newest_attempt
+from prefect_torch.ckpt.runs.attempts import Attempt
 from prefect_torch.ckpt.runs.metrics import find_metric
-from prefect_torch.ckpt.runs.prune_limits import prune_limits
 from prefect_torch.ckpt.runs.retention import Order
+from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.deployments.command_line.parameters import (
     json_option,
@@ -71,9 +71,9 @@ def prune(
       drop: a list of id, step, bytes, value
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run)
-    attempt = newest_attempt(store)
-    policy = _policy(store, attempt, PruneOptions(keep, keep_last, every, metric, order))
-    limits = prune_limits(store, attempt)
+    standing = read_standing(store)
+    policy = _policy(store, None if standing is None else standing.attempt, PruneOptions(keep, keep_last, every, metric, order))
+    limits = prune_limits(store, standing)
     manifests = {manifest.id: manifest for manifest in read_manifests(store)}
     decided = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to)
     shown = _describe(decided, manifests, policy.checkpoint_score_attribute)
