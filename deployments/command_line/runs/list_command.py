@@ -1,13 +1,12 @@
 """`ls`: the runs in a storage, or the checkpoints of a run."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.ckpt.text import show_age, show_bytes
@@ -17,7 +16,7 @@ from prefect_torch.deployments.command_line.terminal import note, print_json, pr
 
 from .run_summaries import STATE_STYLES, summarize_runs
 from .score import policy_of
-from .selection import open_run, read_manifests
+from .selection import open_run
 
 _SHOWN_METRICS = 4
 
@@ -45,7 +44,7 @@ def ls(storage: str, run: str | None, as_json: bool) -> None:
     if run is None:
         _list_runs(storage, as_json)
     else:
-        _list_checkpoints(replace(open_run(storage, run), memory=ManifestMemory()), as_json)
+        _list_checkpoints(open_run(storage, run), as_json)
 
 
 def _list_runs(storage: str, as_json: bool) -> None:
@@ -76,7 +75,7 @@ def _list_runs(storage: str, as_json: bool) -> None:
 def _list_checkpoints(store: CheckpointStore, as_json: bool) -> None:
     standing = read_standing(store)
     policy = policy_of(None if standing is None else standing.attempt)
-    manifests = read_manifests(store)
+    manifests = store.list()
     pinned = store.pinned()
     limits = prune_limits(store, standing)
     kept = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to).keep

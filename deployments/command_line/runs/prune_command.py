@@ -22,7 +22,7 @@ from prefect_torch.deployments.command_line.parameters import (
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_count, show_number
 
 from .score import best_first, policy_of, resolve_score
-from .selection import open_run, read_manifests
+from .selection import open_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def prune(
     standing = read_standing(store)
     policy = _policy(store, None if standing is None else standing.attempt, PruneOptions(keep, keep_last, every, metric, order))
     limits = prune_limits(store, standing)
-    manifests = {manifest.id: manifest for manifest in read_manifests(store)}
+    manifests = {manifest.id: manifest for manifest in store.list()}
     decided = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to)
     shown = _describe(decided, manifests, policy.checkpoint_score_attribute)
     if as_json:
@@ -108,7 +108,7 @@ def _policy(store: CheckpointStore, attempt: Attempt | None, options: PruneOptio
     if options.metric is None and options.order is None and own.checkpoint_score_attribute is None:
         return RetentionPolicy(options.keep, keep_last=newest, keep_every_n_steps=options.every)
     score = resolve_score(store, options.metric, options.order)
-    best_first(read_manifests(store), score)  # refuses a metric that no checkpoint has: it would delete arbitrary ones
+    best_first(store.list(), score)  # refuses a metric that no checkpoint has: it would delete arbitrary ones
     awaited_s = own.evaluation_timeout_s if score.metric == own.checkpoint_score_attribute else None
     return RetentionPolicy(options.keep, score.metric, score.order, newest, options.every, awaited_s)
 

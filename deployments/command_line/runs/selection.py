@@ -1,53 +1,29 @@
 """Runs and checkpoints that a command is given as text."""
 
-from prefect_torch.ckpt import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    CheckpointStore,
-    Manifest,
-    UnsupportedFormatError,
-)
-from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from dataclasses import replace
+
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.ckpt.runs.retention import Order
-from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.text import show_some
 from prefect_torch.deployments.command_line.storages import open_existing_storage
-from prefect_torch.deployments.command_line.terminal import note
 
 from .score import best_first, resolve_score
 
 
 def open_run(storage: str, run: str) -> CheckpointStore:
-    """Open an existing run.
+    """Open an existing run; a command reads each of its manifests once.
 
     Raises:
         FileNotFoundError: If there is no such run.
 
     """
-    store = CheckpointStore.open(open_existing_storage(storage), run)
+    store = replace(CheckpointStore.open(open_existing_storage(storage), run), memory=ManifestMemory())
     layout = store.layout
     if not any(next(store.storage.list(prefix), None) for prefix in (layout.attempts, layout.manifests)):
         raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; prefect-torch ls {storage} lists the runs")
     return store
-
-
-def read_manifests(store: CheckpointStore) -> list[Manifest]:
-    """Return every readable manifest, oldest first, by parallel small reads; the others are named on stderr."""
-
-    def read(listed: ListedCheckpoint) -> Manifest | None:
-        try:
-            return store.read(listed)
-        except CheckpointNotFoundError:  # pruned since the listing
-            return None
-        except CheckpointCorruptError as exc:
-            note(f"left out, damaged: {exc}")
-            return None
-        except UnsupportedFormatError as exc:
-            note(f"left out: {exc}")
-            return None
-
-    return [manifest for manifest in read_all(store.listed(), read) if manifest is not None]
 
 
 def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None, order: Order | None = None) -> Manifest:
@@ -64,7 +40,7 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None
         found = store.latest()
     elif text == "best":
         score = resolve_score(store, metric, order)
-        found = next(iter(best_first(read_manifests(store), score)), None)
+        found = next(iter(best_first(store.list(), score)), None)
     else:
         return store.get(_only_id(store, text))
     if found is None:
