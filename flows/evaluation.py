@@ -111,9 +111,7 @@ def evaluate(
     tie_embedded_server()
     scaling = scaling or ScalingConfig()
     require_gpus(scaling)
-    job = EvaluationJob(
-        _pack(eval_fn, config), check_evaluation_name(name), scaling.num_workers, scaling.use_gpu, scaling.backend
-    )
+    job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling)
     chosen = _choose(configured_storage(storage), run, checkpoints, name, poll_s if watch else None)
     with outlast_api_outages():
         return _evaluate_all(job, chosen)

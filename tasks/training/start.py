@@ -32,12 +32,12 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
         return claim_attempt(
             store,
             owner,
-            world_size=job.num_workers,
+            world_size=job.scaling.num_workers,
             lineage=_lineage(previous, job, owner.flow_run_id),
             settings=asdict(job.policy),
         )
 
-    if job.takeover:
+    if job.run_config.takeover:
         return claim_after(newest_attempt(store))
     return claim_unless_led(store, lambda attempt: _refuse_if_alive(store, attempt, owner.flow_run_id), claim_after)
 
@@ -90,7 +90,7 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
 def _lineage(previous: Attempt | None, job: TrainJob, flow_run_id: str | None) -> int | None:
     if previous is None:
         return None
-    is_new_lineage = job.resume == "never" and previous.owner.flow_run_id != flow_run_id
+    is_new_lineage = job.run_config.resume == "never" and previous.owner.flow_run_id != flow_run_id
     return None if is_new_lineage else previous.lineage
 
 
@@ -100,7 +100,7 @@ def _choose(
     manifest = choose_checkpoint(
         store,
         lineage=lineage,
-        verify=job.verify,
+        verify=job.run_config.verify,
         prove=node_copy.verify,
         on_quarantine=lambda checkpoint_id, reason: observers.notify(CheckpointQuarantined(checkpoint_id, reason)),
     )
@@ -109,9 +109,9 @@ def _choose(
     if job.initial_checkpoint is not None:
         initial = job.initial_checkpoint.open()
         assert initial.store is not None
-        node_copy.verify(initial.store, initial.manifest, job.verify)
+        node_copy.verify(initial.store, initial.manifest, job.run_config.verify)
         return job.initial_checkpoint.with_manifest(initial.manifest)
-    if job.resume == "must":
+    if job.run_config.resume == "must":
         raise CheckpointNotFoundError(
             f"run {store.run!r} in {store.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
         )
