@@ -14,8 +14,7 @@ from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
-from prefect_torch.tasks.options.settings import configured_storage
-from prefect_torch.tasks.options.storage_choice import StorageChoice
+from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction, pack_function
 from prefect_torch.tasks.run_logs import library_logs_in_run

@@ -10,8 +10,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
-from prefect_torch.tasks.options.settings import configured_storage
-from prefect_torch.tasks.options.storage_choice import StorageChoice
+from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from pydantic import Field
 
 

@@ -24,7 +24,7 @@ from prefect_torch.tasks import (
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
-from prefect_torch.tasks.options.settings import configured_storage
+from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.function import pack_function

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
-from prefect_torch.ckpt.files.node_copy import NodeCopy
+from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, claim_unless_led, newest_attempt, record_resumed_from
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.resume import choose_checkpoint

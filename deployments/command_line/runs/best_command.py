@@ -6,7 +6,7 @@ from typing import Any
 import click
 from prefect_torch.ckpt.runs.metrics import find_metric
 from prefect_torch.ckpt.text import show_bytes
-from prefect_torch.deployments.command_line.parameters import (
+from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
     order_option,
@@ -15,8 +15,7 @@ from prefect_torch.deployments.command_line.parameters import (
 )
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .score import best_first, resolve_score
-from .selection import open_run
+from .selection import best_first, open_run, resolve_score
 
 
 @click.command

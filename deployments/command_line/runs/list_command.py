@@ -10,13 +10,11 @@ from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.ckpt.text import show_age, show_bytes
-from prefect_torch.deployments.command_line.parameters import json_option, storage_argument
-from prefect_torch.deployments.command_line.storages import open_existing_storage
+from prefect_torch.deployments.command_line.arguments import json_option, open_existing_storage, storage_argument
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
 from .run_summaries import STATE_STYLES, summarize_runs
-from .score import policy_of
-from .selection import open_run
+from .selection import open_run, policy_of
 
 _SHOWN_METRICS = 4
 

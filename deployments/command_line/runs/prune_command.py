@@ -12,7 +12,7 @@ from prefect_torch.ckpt.runs.metrics import find_metric
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.ckpt.text import show_bytes
-from prefect_torch.deployments.command_line.parameters import (
+from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
     order_option,
@@ -21,8 +21,7 @@ from prefect_torch.deployments.command_line.parameters import (
 )
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_count, show_number
 
-from .score import best_first, policy_of, resolve_score
-from .selection import open_run
+from .selection import best_first, open_run, policy_of, resolve_score
 
 
 @dataclass(frozen=True, slots=True)

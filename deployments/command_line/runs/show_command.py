@@ -1,18 +1,19 @@
 """`show`: the details of a run or of a checkpoint."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
-from prefect_torch.ckpt.runs.history import read_history
+from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.layout import stem
-from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 from prefect_torch.ckpt.runs.standing import Standing
 from prefect_torch.ckpt.text import show_bytes
-from prefect_torch.deployments.command_line.parameters import (
+from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
     order_option,
@@ -21,7 +22,6 @@ from prefect_torch.deployments.command_line.parameters import (
 )
 from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_count, show_number
 
-from .metric_summaries import MetricSummary, summarize_metrics
 from .run_summaries import STATE_STYLES
 from .selection import find_checkpoint, open_run
 
@@ -168,3 +168,43 @@ def _facts(checkpoint: dict[str, Any]) -> Iterator[tuple[str, object]]:
     for group in ("metrics", "timings", "metadata"):
         for name, value in flatten_metrics(checkpoint[group]):
             yield f"{group}/{name}", show_number(value)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSummary:
+    """The summary of a metric over all reports.
+
+    Attributes:
+        name: "a/b" for a nested one.
+        reports: The number of reports with it.
+        first: Its first value.
+        last: Its last value.
+        min: The smallest number among its values, without NaN; None if there is no number.
+        max: The largest, as `min`.
+
+    """
+
+    name: str
+    reports: int
+    first: MetricValue
+    last: MetricValue
+    min: float | None
+    max: float | None
+
+    def numbers(self) -> tuple[MetricValue, MetricValue, MetricValue, MetricValue]:
+        """Return the values in the order of a table."""
+        return self.first, self.last, self.min, self.max
+
+
+def summarize_metrics(history: Iterable[MetricRecord]) -> list[MetricSummary]:
+    """Return a summary of every metric, in the order of their first reports."""
+    values: dict[str, list[MetricValue]] = {}
+    for record in history:
+        for name, value in flatten_metrics(record.metrics):
+            values.setdefault(name, []).append(value)
+    return [_summarize(name, reported) for name, reported in values.items()]
+
+
+def _summarize(name: str, reported: list[MetricValue]) -> MetricSummary:
+    numbers = [value for value in reported if isinstance(value, (int, float)) and not math.isnan(value)]
+    return MetricSummary(name, len(reported), reported[0], reported[-1], min(numbers, default=None), max(numbers, default=None))
