@@ -1,17 +1,21 @@
 """The checkpoints of one run, for readers."""
 
 import builtins
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
+from prefect_torch.ckpt.runs.deletion_marks import is_marked
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, encode_evaluation
-from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.layout import stem
+from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.retention import Order, Plan, RetentionPolicy, check_count, sort_by_score
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel
+from prefect_torch.ckpt.text import utc_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +141,28 @@ class CheckpointStore(Run):
             CheckpointCorruptError: If its manifest is damaged.
 
         """
-        from prefect_torch.ckpt.runs.pinning import pin  # noqa: PLC0415 - writing is apart from reading
+        if not is_id(checkpoint_id):
+            raise CheckpointNotFoundError(f"run {self.name!r} in {self.storage.url} has no checkpoint {checkpoint_id[:100]!r}")
+        key = self.layout.pin(checkpoint_id, secrets.token_hex(4))  # of its own: giving way to a prune removes no other pin
+        self.put_json(key, {"pinned_at": utc_now()})
+        try:
+            self._check_stays(checkpoint_id, key)
+        except BaseException:
+            self.storage.delete([key])
+            raise
 
-        pin(self, checkpoint_id)
+    def _check_stays(self, checkpoint_id: str, pin: str) -> None:
+        if is_marked(self, checkpoint_id, witness=pin):
+            raise CheckpointNotFoundError(
+                f"checkpoint {checkpoint_id} of run {self.name!r} in {self.storage.url} is being pruned at this moment: pin "
+                "another one, or this one again if it is still there in a minute"
+            )
+        self.committed(checkpoint_id)  # last: a prune that has removed its mark before has deleted the manifest
 
     def unpin(self, checkpoint_id: str) -> None:
         """Leave `checkpoint_id` to the retention policy again; harmless when it was not pinned."""
-        from prefect_torch.ckpt.runs.pinning import unpin  # noqa: PLC0415 - writing is apart from reading
-
-        unpin(self, checkpoint_id)
+        pins = self.storage.list(self.layout.pins)
+        self.storage.delete([info.key for info in pins if stem(info.key) == checkpoint_id])
 
     def restore(self, checkpoint_id: str) -> Manifest:
         """Restore a quarantined checkpoint to the run and return its manifest; every byte of it is read first.

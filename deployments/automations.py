@@ -12,7 +12,7 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ActionTypes
 from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
-from prefect_torch.flows.concurrency_leases import is_limited, warn_of_lost_lease
+from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
 
 from .job_templates import has_variable

@@ -15,8 +15,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.ckpt.storage.location import is_block_slug
+from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
-from prefect_torch.flows.concurrency_leases import warn_of_lost_lease
 from pydantic import BaseModel
 
 from .automations import make_resumer, resume_by, resume_crashed

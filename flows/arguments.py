@@ -13,7 +13,7 @@ from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.runs.layout import check_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.tasks import ScalingConfig
-from prefect_torch.tasks.options.settings import configured_storage
+from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")

@@ -16,10 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from prefect import get_run_logger
 
-from .server_import import SERVER_MODULE, when_server_is_imported
-
 if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
+import importlib
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import requires, version
+
+from packaging.requirements import Requirement
 
 # Runs a module in the server's process, as "python -m" does, but searches the working directory last: a queue.py there would
 # end the server. The kernel closes the lifeline however the process at its other end died; end-of-file means that no process
@@ -50,6 +55,7 @@ _MAX_RESTARTS = 3  # within the period; whatever ended the server that often wou
 _RESTART_PERIOD_S = 600.0
 _tied: "weakref.WeakSet[subprocess.Popen[Any]]" = weakref.WeakSet()
 _restarting = threading.Lock()  # trainings in threads of one process share one server
+_SERVER_MODULE = "prefect.server.api.server"
 
 
 def tie_embedded_server() -> None:
@@ -117,7 +123,7 @@ def embedded_server_kept_running() -> Iterator[ServerKeeper]:
 
 
 def _embedded_servers() -> "set[SubprocessASGIServer]":
-    module = sys.modules.get(SERVER_MODULE)
+    module = sys.modules.get(_SERVER_MODULE)
     return set() if module is None else set(module.SubprocessASGIServer._instances.values())  # noqa: SLF001 - Prefect offers no other way
 
 
@@ -164,4 +170,49 @@ def _release(watcher: "subprocess.Popen[bytes]") -> None:
     watcher.communicate(b".")
 
 
-when_server_is_imported(_tie_from_the_start)
+def _when_server_is_imported(act: Callable[[ModuleType], None]) -> None:
+    """Call `act` with the module of Prefect's embedded server once it is imported, or immediately if it has been.
+
+    An import here would cost every process a second, and fail where only a remote API is used and the server's libraries are
+    incompatible. Where an embedded server is needed and they are, the import raises an ImportError that says what to install.
+    """
+    if _SERVER_MODULE in sys.modules:
+        act(importlib.import_module(_SERVER_MODULE))  # waits for another thread that imports it
+    else:
+        sys.meta_path.insert(0, _Finder(act))
+
+
+class _Finder(MetaPathFinder):
+    """Finds the server's module as Python does, and calls `act` once the module has been executed."""
+
+    def __init__(self, act: Callable[[ModuleType], None]) -> None:
+        self._act = act
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _SERVER_MODULE else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_act(module: ModuleType) -> None:
+            try:
+                execute(module)
+            except Exception as exc:
+                raise ImportError(_advice(exc)) from exc
+            self._act(module)
+
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]  # of this one loader, which is the module's own
+        return spec
+
+
+def _advice(exc: Exception) -> str:
+    fitting = [Requirement(line) for line in requires("prefect-torch") or () if 'extra == "server"' in line]
+    installed = " and ".join(f"{one.name} {version(one.name)}" for one in fitting)
+    wanted = " ".join(f"'{one.name}{one.specifier}'" for one in fitting)
+    return (
+        f"the server of prefect {version('prefect')}, which a flow starts unless PREFECT_API_URL names another, does not run "
+        f"with {installed} ({type(exc).__name__}: {exc}): pip install {wanted}, or set PREFECT_API_URL"
+    )
+
+
+_when_server_is_imported(_tie_from_the_start)

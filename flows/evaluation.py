@@ -14,8 +14,7 @@ from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
-from prefect_torch.tasks.options.settings import configured_storage
-from prefect_torch.tasks.options.storage_choice import StorageChoice
+from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction, pack_function
 from prefect_torch.tasks.run_logs import library_logs_in_run
@@ -114,9 +113,7 @@ def evaluate(
     tie_embedded_server()
     scaling = scaling or ScalingConfig()
     require_gpus(scaling)
-    job = EvaluationJob(
-        _pack(eval_fn, config), check_evaluation_name(name), scaling.num_workers, scaling.use_gpu, scaling.backend
-    )
+    job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling)
     chosen = _choose(configured_storage(storage), run, checkpoints, name, poll_s if watch else None)
     with outlast_api_outages():
         return _evaluate_all(job, chosen)

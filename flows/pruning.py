@@ -5,14 +5,12 @@ from typing import Annotated
 from prefect import flow, get_run_logger
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import CheckpointStore, Plan, StorageSpec
-from prefect_torch.ckpt.runs.attempts import newest_attempt
 from prefect_torch.ckpt.runs.listing import list_runs
 from prefect_torch.ckpt.runs.manifest import Manifest
-from prefect_torch.ckpt.runs.prune_limits import prune_limits
+from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
-from prefect_torch.tasks.options.settings import configured_storage
-from prefect_torch.tasks.options.storage_choice import StorageChoice
+from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from pydantic import Field
 
 from .short_tracebacks import short_tracebacks
@@ -69,9 +67,9 @@ def _submit(
     spec: StorageSpec, run: str, checkpoint: CheckpointConfig | None, *, dry_run: bool
 ) -> PrefectFuture[Plan[Manifest]]:
     store = CheckpointStore.open(spec, run)
-    attempt = newest_attempt(store)
-    if attempt is None:
+    standing = read_standing(store)
+    if standing is None:
         raise FileNotFoundError(f"there is no run {run!r} in {spec.url}")
-    policy = attempt.policy if checkpoint is None else checkpoint.policy()
-    limits = prune_limits(store, attempt)
+    policy = standing.attempt.policy if checkpoint is None else checkpoint.policy()
+    limits = prune_limits(store, standing)
     return prune_checkpoints.submit(spec, run, policy, limits.in_use, up_to=limits.up_to, dry_run=dry_run)

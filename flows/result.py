@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointStore
-from prefect_torch.ckpt.runs.attempts import newest_attempt, read_outcome
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, sort_by_score
+from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.ckpt.storage.opening import StorageLike
 
 if TYPE_CHECKING:
@@ -106,10 +106,10 @@ class Result:
 
         """
         store = CheckpointStore.open(storage, run)
-        attempt = newest_attempt(store)
-        if attempt is None:
+        standing = read_standing(store)
+        if standing is None:
             raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}")
-        outcome = read_outcome(store, attempt.number)
+        attempt, outcome = standing.attempt, standing.outcome
         history = read_history(store)
         manifests = store.list()
         policy = attempt.policy
@@ -123,7 +123,7 @@ class Result:
             attempts=attempt.number,
             error=None if outcome is None or outcome.error is None else TrainingFailedError(outcome.error),
             errors={} if outcome is None else {int(rank): text for rank, text in outcome.errors.items()},
-            completed=outcome is not None and outcome.ending == "completed",
+            completed=standing.is_completed,
             resumed_from=attempt.resumed_from,
             return_value=None if outcome is None else outcome.return_value,
         )

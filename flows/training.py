@@ -7,10 +7,13 @@ from uuid import UUID
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.flows import Flow
+from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run
+from prefect.states import Cancelled, Crashed
 from prefect_torch.ckpt import Checkpoint, StorageSpec
-from prefect_torch.ckpt.reporting.session import ReportSettings
+from prefect_torch.ckpt.runs.attempts import Outcome
 from prefect_torch.tasks import (
     CheckpointConfig,
     FailureConfig,
@@ -21,7 +24,7 @@ from prefect_torch.tasks import (
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
-from prefect_torch.tasks.options.settings import configured_storage
+from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.function import pack_function
@@ -40,11 +43,35 @@ from .monitoring.events.observer import EventObserver
 from .monitoring.pages.observer import PageObserver
 from .result import Result
 from .short_tracebacks import short_tracebacks, shorten_logs
-from .terminated_state import record_termination, set_terminated_state
+
+_outcomes: dict[str, Outcome] = {}  # by flow run, from the flow's body to its hook in the same process
+
+
+def _record_termination(outcome: Outcome | None) -> None:
+    """Record the outcome of a terminated attempt while the exception passes through the flow's body; costs no request."""
+    if outcome is not None and outcome.flow_run_id is not None:
+        _outcomes[outcome.flow_run_id] = outcome
+
+
+def _set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Give a crashed flow run's state the message that `_record_termination` recorded.
+
+    A cancellation that does not come through Prefect's API, such as a stopped container's, becomes Cancelled here, so that no
+    automation runs the flow again.
+    """
+    outcome = _outcomes.pop(str(flow_run.id), None)
+    if outcome is None or outcome.error is None:
+        return
+    final: State[Any] = Crashed(message=f"{state.message} {outcome.error}")
+    if outcome.ending == "cancelled":
+        final = Cancelled(message=outcome.error)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run.id, final, force=True)
+    flow_run_logger(flow_run, flow).warning("%s", outcome.error)
 
 
 @short_tracebacks
-@flow(name="train", task_runner=ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[set_terminated_state])
+@flow(name="train", task_runner=ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[_set_terminated_state])
 def train(
     train_fn: Annotated[
         str | SkipJsonSchema[Callable[..., Any]],
@@ -118,7 +145,7 @@ def train(
     job = _job(train_fn, config, scaling or ScalingConfig(), run or RunConfig(), checkpoint or CheckpointConfig(), failure,
                resume_from)  # fmt: skip
     flow_run_id = flow_run.id
-    restarts = Restarts(job, flow_run_id, is_rerun=flow_run.run_count > 1)
+    restarts = Restarts(failure, flow_run_id, is_rerun=flow_run.run_count > 1)
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
         error = state.result(raise_on_failure=False)
@@ -133,14 +160,14 @@ def train(
         retry_jitter_factor=failure.retry_jitter_factor or 0.0,
         retry_condition_fn=is_worth_another_attempt,
     )
-    termination = Termination(job.grace_s)
+    termination = Termination(failure.grace_s)
     with termination.limit_retries():
         observers = Observers([*console_progress(job.run), PageObserver(job), EventObserver(job)])
         try:
             with outlast_api_outages():
                 return_value = led(job, observers, termination, restarts)
         except TERMINATIONS:
-            record_termination(termination.outcome)
+            _record_termination(termination.outcome)
             raise
         finally:
             observers.close()
@@ -162,21 +189,11 @@ def _job(
         function=pack_function(train_fn, config),
         storage=storage,
         run=run.name or _name_of_flow_run(),
-        num_workers=scaling.num_workers,
-        use_gpu=scaling.use_gpu,
-        backend=scaling.backend,
-        policy=checkpoint.policy(),
-        resume=run.resume,
-        verify=run.verify,
-        takeover=run.takeover,
         initial_checkpoint=None if resume_from is None else _initial_checkpoint(resume_from, storage),
-        max_failures=failure.max_failures,
-        max_infrastructure_failures=failure.max_infrastructure_failures,
-        max_preemptions=failure.max_preemptions,
-        max_out_of_memory_failures=failure.max_out_of_memory_failures,
-        reports=ReportSettings(checkpoint.max_in_flight, checkpoint.target_overhead, checkpoint.checkpoint_score_attribute),
-        grace_s=failure.grace_s,
-        hang_timeout_s=failure.hang_timeout_s,
+        scaling=scaling,
+        run_config=run,
+        checkpoint=checkpoint,
+        failure=failure,
     )
 
 

@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.tasks.gang.gang import meet
 from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.options.config import ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.function import PackedFunction
@@ -28,17 +29,13 @@ class EvaluationJob:
     Attributes:
         function: The function that every rank runs.
         name: The name of the evaluation.
-        num_workers: How many ranks.
-        use_gpu: Whether each has a GPU.
-        backend: The backend of the process group; None for nccl with GPUs and gloo without.
+        scaling: The ranks and their devices.
 
     """
 
     function: PackedFunction
     name: str
-    num_workers: int
-    use_gpu: bool
-    backend: str | None
+    scaling: ScalingConfig
 
 
 @task(
@@ -114,16 +111,16 @@ def _log_skipped(checkpoint: CheckpointRef) -> None:
 def _specs(job: EvaluationJob, checkpoint: CheckpointRef, rendezvous: Address) -> list[RankSpec]:
     return on_one_machine(
         RankSpec(
-            world_size=job.num_workers,
-            local_world_size=job.num_workers,
+            world_size=job.scaling.num_workers,
+            local_world_size=job.scaling.num_workers,
             rendezvous=rendezvous,
             storage=checkpoint.storage,
             run=checkpoint.run,
             attempt=attempt_of(checkpoint.checkpoint_id),
             restored=checkpoint,
             function=job.function,
-            use_gpu=job.use_gpu,
-            backend=job.backend,
+            use_gpu=job.scaling.use_gpu,
+            backend=job.scaling.backend,
             evaluates=True,
         )
     )

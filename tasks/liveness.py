@@ -8,7 +8,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import newest_attempt, read_outcome
+from prefect_torch.ckpt.runs.standing import read_standing
 
 _QUICKLY_S = 5.0
 
@@ -18,18 +18,15 @@ def is_being_trained(store: CheckpointStore) -> bool:
 
     A flow run on another machine that Prefect does not know is over once the outcome of its newest attempt is recorded.
     """
-    attempt = newest_attempt(store)
-    if attempt is None:
+    standing = read_standing(store)
+    if standing is None or standing.is_completed or standing.is_process_gone:
         return False
-    outcome = read_outcome(store, attempt.number)
-    if attempt.owner.is_dead() or (outcome is not None and outcome.ending == "completed"):
-        return False
-    flow_run_id = attempt.owner.flow_run_id
+    flow_run_id = standing.attempt.owner.flow_run_id
     try:
         ended = None if flow_run_id is None else has_ended(flow_run_id)
     except httpx.HTTPError:  # Prefect's API is unavailable; the training goes on meanwhile
         return True
-    return outcome is None if ended is None else not ended
+    return standing.may_be_alive if ended is None else not ended
 
 
 def has_ended(flow_run_id: str) -> bool | None:

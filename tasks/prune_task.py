@@ -9,7 +9,7 @@ from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.ckpt.runs.pruning import collect_garbage
-from prefect_torch.tasks.options.settings import configured_storage
+from prefect_torch.tasks.options.storage import configured_storage
 
 from .run_logs import library_logs_in_run
 

@@ -1,19 +1,25 @@
-"""Downloads of checkpoint files to a local directory, verified during the transfer."""
+"""Downloads of checkpoint files to this machine, verified during the transfer, and kept for all readers on it."""
 
+import logging
 import shutil
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from prefect_torch.ckpt.errors import CheckpointError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.verification import check_entry, missing, verify
+from prefect_torch.ckpt.runs.verification import VerifyLevel, check_entry, missing, verify
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.folder_readers import reading
 from prefect_torch.ckpt.storage.keys import check_key, temporary_name
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
+
+_ROOM = 2  # times the checkpoint's size must be free: the training needs space, too, and TMPDIR may be memory
+_logger = logging.getLogger(__name__)
 
 
 def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target: Path) -> None:
@@ -147,3 +153,39 @@ def copy_folder(source: Path, target: Path, paths: Iterable[str] | None) -> None
         place = target / path
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source / path, place)
+
+
+class NodeCopy:
+    """Keeps the files it has verified among the node's downloads until it is released."""
+
+    def __init__(self) -> None:
+        self._kept = ExitStack()
+
+    def verify(self, run: Run, manifest: Manifest, level: VerifyLevel) -> None:
+        """Verify as `CheckpointStore.verify` does; files read from a bucket for it are kept, if there is room.
+
+        Raises:
+            CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
+            CheckpointNotFoundError: If the checkpoint is being pruned.
+
+        """
+        is_in_place = run.storage.local_path(run.layout.data(manifest.id)) is not None
+        if level != "digest" or is_in_place or not _has_room(manifest.total_bytes):
+            verify(run, manifest, level)
+            return
+        verify(run, manifest, "size")
+        try:
+            self._kept.enter_context(cached_files(run, manifest, manifest.files))
+        except CheckpointError:
+            raise
+        except OSError as exc:  # an error of this machine's disk, which a verification does not need
+            _logger.warning("checkpoint %s is not kept on this node, so each reader reads it again: %s", manifest.id, exc)
+            verify(run, manifest, level)
+
+    def release(self) -> None:
+        """Release the files as soon as no other process on this node reads them; do nothing if there are none."""
+        self._kept.close()
+
+
+def _has_room(num_bytes: int) -> bool:
+    return shutil.disk_usage(tempfile.gettempdir()).free >= _ROOM * num_bytes

@@ -65,7 +65,7 @@ class Owner:
         """The machine's name."""
         return self.host.partition("/")[0]
 
-    def is_dead(self) -> bool | None:
+    def is_process_gone(self) -> bool | None:
         """Return whether the process is gone; None if its pid is meaningless here: on another machine, in another container."""
         here = _host()
         if self.host not in (here, here.rpartition("/")[0]):

@@ -33,15 +33,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run in its storage; a checkpoint exists if and only if its manifest does.
-
-    Attributes:
-        storage: The storage that holds the run.
-        layout: The run's keys.
-        spec: How another process opens the storage.
-        memory: Manifests that a listing need not read again; None reads every one each time.
-
-    """
+    """A run in its storage, as the modules of this package read it; `CheckpointStore` is what users see of it."""
 
     storage: Storage
     layout: Layout

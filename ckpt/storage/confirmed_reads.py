@@ -29,7 +29,8 @@ def confirm_damage(storage: Storage, read: Callable[[Storage], T]) -> T:
         return read(storage)
     except CheckpointCorruptError as exc:
         first = exc
-    _logger.warning("%s; reading once more, by a new connection", first)
     result = read(storage.reopened())
-    _logger.warning("the second read was good: what is stored is whole, but a connection or a memory here flips bits")
+    _logger.warning(
+        "%s; but a second read was good: what is stored is whole, and a connection or a memory here flips bits", first
+    )
     return result

@@ -14,9 +14,9 @@ import fsspec
 import xxhash
 from prefect_torch.ckpt.errors import StorageError
 
-from .connections import Connections
 from .digest import copy_and_digest, digest_stream, write_all
 from .fsspec_files import (
+    Connections,
     can_replace,
     create,
     find_files,

@@ -1,8 +1,9 @@
 """File operations that fsspec leaves to each filesystem: judged by a filesystem's behaviour, never by its name."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
@@ -16,6 +17,11 @@ FileSystem: TypeAlias = Any  # fsspec ships no types
 _PIECE_BYTES = 2**15  # the most that an SFTP server transfers in one request
 _REQUESTS_ON_THE_WAY = 64
 _MANY_OTHERS = 10  # more processes do not create or remove the directories of one put
+T = TypeVar("T")
+
+_AT_MOST = 4  # a server refuses too many connections (sshd's MaxStartups is 10), and every rank of a node opens its own
+# Errors that a server returns on a working connection.
+_ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 
 
 def can_replace(fs: FileSystem, folder: str) -> bool:
@@ -181,3 +187,35 @@ def _opened_new(fs: FileSystem, path: str) -> Any:
         with suppress(FileNotFoundError):
             return fs.open(path, "wb")
     return fs.open(path, "wb")
+
+
+class Connections(Generic[T]):
+    """Lends connections: no two threads share one, and one that failed is never lent again.
+
+    Libraries for SFTP and FTP hold one connection, on which two threads would receive each other's answers. A connection is
+    opened when first needed, at most four at a time; the thread that needs a fifth waits.
+
+    Args:
+        connect: Opens a connection.
+
+    """
+
+    def __init__(self, connect: Callable[[], T]) -> None:
+        self._connect = connect
+        self._slots = threading.BoundedSemaphore(_AT_MOST)
+        self._idle: list[T] = []
+
+    @contextmanager
+    def lent(self) -> Iterator[T]:
+        """Lend a connection until the block ends."""
+        with self._slots:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._connect()
+            try:
+                yield connection
+            except _ANSWERS:
+                self._idle.append(connection)
+                raise
+            self._idle.append(connection)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointError, StorageError
+from prefect_torch.ckpt.storage.object_store.listing import ServerOrder
 
-from .object_store_listing import ServerOrder
 from .protocol import RetryPolicy, Storage
 from .retry import ClockSkewError
 

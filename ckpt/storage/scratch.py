@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import xxhash
 
-from .host import is_local, kernel_id
-
 _PREFIX = ".prefect-torch-scratch-"
 _held: dict[Path, int] = {}  # the descriptor by which this process holds each, until it ends
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS = Path("/proc/self/mountinfo")
+# Other filesystems may be served by another machine, to which a lock of this one may be unknown (nolock, localflock, FUSE).
+_OF_ONE_KERNEL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
 def make_scratch(parent: Path | None = None) -> Path:
@@ -68,7 +71,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _own_mark() -> str:
-    return xxhash.xxh3_64_hexdigest(kernel_id().encode())
+    return xxhash.xxh3_64_hexdigest(_kernel_id().encode())
 
 
 def _hold(folder: Path) -> int:
@@ -76,3 +79,24 @@ def _hold(folder: Path) -> int:
     with suppress(OSError):  # without locks no process sweeps either
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
+
+
+def _kernel_id() -> str:
+    """Return an id of the running kernel that differs from every other boot's; outside of Linux the machine's name.
+
+    Containers of one machine share it, and its file locks.
+    """
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+
+
+def is_local(folder: Path) -> bool:
+    """Return whether `folder` is on a filesystem of this kernel alone, which no other machine sees; False if unknown."""
+    if not _MOUNTS.exists():
+        return False
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in _MOUNTS.read_text().splitlines():  # proc_pid_mountinfo(5): the third field, and the first after " - "
+        place, _, mounted = line.partition(" - ")
+        if place.split()[2] == number:
+            return mounted.split()[0] in _OF_ONE_KERNEL
+    return False

@@ -1,5 +1,6 @@
 """The callback that reports a Trainer's checkpoints, and the path to resume from."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +17,10 @@ from prefect_torch.ckpt.framework_folders import CHECKPOINT_NAME, check_world_si
 from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import get_checkpoint, log_metrics, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from safetensors import safe_open
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-from .weights import load_renamed_weights
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 _LOAD_BY_THEMSELVES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -223,3 +224,26 @@ def _check_arguments(args: TrainingArguments, context: TrainContext) -> None:
     for rank, folder in enumerate(folders):
         if folder != folders[0]:
             raise ValueError(f"rank 0 writes to {folders[0]} but rank {rank} to {folder}; give all ranks the same output_dir")
+
+
+def load_renamed_weights(model: object, folder: Path) -> None:
+    """Load the weights that `save_pretrained` stored in `folder` under other names than the `model` has for them.
+
+    `save_pretrained` renames them for older versions, and `from_pretrained` translates them back.
+    `Trainer.train(resume_from_checkpoint=)` does not: it warns, and continues with those weights as they were initialised
+    (https://github.com/huggingface/transformers/issues/43701). Costs the model once more in memory, and nothing where all
+    names are the same.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    if not _stored_names(folder) <= model.state_dict().keys():
+        model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+
+
+def _stored_names(folder: Path) -> set[str]:
+    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).exists():
+        return set(json.loads(index.read_text())["weight_map"])
+    if not (weights := folder / SAFE_WEIGHTS_NAME).exists():  # adapters, or a format of a strategy that loads it itself
+        return set()
+    with safe_open(weights, framework="np") as file:
+        return set(file.keys())

@@ -1,14 +1,15 @@
 """The program: its commands, loaded on demand, and the messages and exit codes of its errors."""
 
 import importlib
+import logging
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import click
 from prefect_torch.ckpt.errors import CheckpointError
 
-from .terminal import INTERRUPTED, abandon_output, plain
+from .terminal import INTERRUPTED, abandon_output, note, plain
 
 NAME = "prefect-torch"
 _MODULES = {
@@ -18,9 +19,9 @@ _MODULES = {
     "diff": "runs.diff_command",
     "verify": "runs.verify_command",
     "pull": "runs.pull_command",
-    "pin": "runs.pin_commands",
-    "unpin": "runs.pin_commands",
-    "restore": "runs.restore_command",
+    "pin": "runs.keep_commands",
+    "unpin": "runs.keep_commands",
+    "restore": "runs.keep_commands",
     "prune": "runs.prune_command",
     "doctor": "doctor.doctor_command",
     "migrate-check": "ray.migrate_check_command",
@@ -81,7 +82,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
     """
     try:
-        outcome = prefect_torch.main(arguments, prog_name=NAME, standalone_mode=False)
+        with _warnings_on_stderr():
+            outcome = prefect_torch.main(arguments, prog_name=NAME, standalone_mode=False)
     except click.ClickException as exc:
         usage = f"; see {exc.ctx.command_path} --help" if isinstance(exc, click.UsageError) and exc.ctx else ""
         return _fail(f"{exc.format_message().rstrip('.')}{usage}", exc.exit_code)
@@ -100,6 +102,24 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without some characters
     sys.exit(run())
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
+@contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Print the package's warnings, such as checkpoints that are left out, each in one line without control characters."""
+    logger, notes = logging.getLogger("prefect_torch"), _Notes(logging.WARNING)
+    logger.addHandler(notes)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = True
+        logger.removeHandler(notes)
 
 
 def _fail(message: str, exit_code: int) -> int:

@@ -8,7 +8,7 @@ from prefect_torch.ckpt.runs.layout import check_run_name
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from .run_form import show_what_may_be_empty
-from .storage_choice import StorageChoice
+from .storage import StorageChoice
 
 Budget = Annotated[int, Field(ge=-1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

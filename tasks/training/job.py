@@ -1,59 +1,42 @@
 """The definition of a training, the same for all of its attempts."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageSpec
-from prefect_torch.ckpt.reporting.session import ReportSettings
-from prefect_torch.ckpt.runs.verification import VerifyLevel
+from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
 
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """The training that `train_workers` leads.
+    """The training that `train_workers` leads: what the user configured, and what was found from it.
 
     Attributes:
         function: The function that every rank runs.
-        storage: The storage of the run.
-        run: The run's name.
-        num_workers: How many ranks.
-        use_gpu: Whether each has a GPU.
-        backend: The backend of the process group; None for nccl with GPUs and gloo without.
-        policy: Which checkpoints are kept.
-        resume: Whether to continue the run's latest checkpoint.
-        verify: How a checkpoint is verified before the training resumes from it.
-        takeover: Whether to take the run from an owner that is alive.
+        storage: The storage of the run, with its retry policy.
+        run: The run's name: the configured one, or one made from the flow run.
         initial_checkpoint: A checkpoint of another run to start from while this run has none.
-        max_failures: Restarts after exceptions of the function; -1 for unlimited.
-        max_infrastructure_failures: Restarts after lost processes, storage or network; -1 for unlimited.
-        max_preemptions: Restarts after processes were terminated; -1 for unlimited.
-        reports: The settings of reports.
-        grace_s: How long ranks may still commit once termination is requested.
-        hang_timeout_s: The longest time without a report; None for unlimited.
-        max_out_of_memory_failures: Restarts after memory ran out; -1 for unlimited.
+        scaling: The ranks and their devices.
+        run_config: How the run starts.
+        checkpoint: Which checkpoints are kept, and how they are stored.
+        failure: How often the training is restarted, and when it counts as failed.
 
     """
 
     function: PackedFunction
     storage: StorageSpec
     run: str
-    num_workers: int
-    use_gpu: bool
-    backend: str | None
-    policy: RetentionPolicy
-    resume: Literal["auto", "never", "must"]
-    verify: VerifyLevel
-    takeover: bool
     initial_checkpoint: CheckpointRef | None
-    max_failures: int
-    max_infrastructure_failures: int
-    max_preemptions: int
-    reports: ReportSettings
-    grace_s: float
-    hang_timeout_s: float | None
-    max_out_of_memory_failures: int = 0
+    scaling: ScalingConfig
+    run_config: RunConfig
+    checkpoint: CheckpointConfig
+    failure: FailureConfig
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        """Which checkpoints are kept."""
+        return self.checkpoint.policy()
 
     def open_store(self) -> CheckpointStore:
         """Return the store of the run."""

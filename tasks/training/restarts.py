@@ -7,9 +7,8 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import FailureKind, Owner, list_attempts, read_outcomes
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.tasks.liveness import find_end_before_rerun
+from prefect_torch.tasks.options.config import FailureConfig
 from prefect_torch.tasks.rank.errors import RestartsUsedUpError
-
-from .job import TrainJob
 
 UNLIMITED = -1
 _MOST_RETRIES = 1_000_000  # for Prefect, which knows no "unlimited"
@@ -29,18 +28,18 @@ class Restarts:
     processes are read from storage when an attempt begins.
 
     Args:
-        job: The training.
+        budgets: How many failures of each kind are allowed.
         flow_run_id: The Prefect flow run, or None outside one.
         is_rerun: Whether the flow run has run before.
 
     """
 
-    def __init__(self, job: TrainJob, flow_run_id: str | None, *, is_rerun: bool = False) -> None:
+    def __init__(self, budgets: FailureConfig, flow_run_id: str | None, *, is_rerun: bool = False) -> None:
         self._budgets: dict[FailureKind, tuple[str, int]] = {
-            "user": ("max_failures", job.max_failures),
-            "infrastructure": ("max_infrastructure_failures", job.max_infrastructure_failures),
-            "out_of_memory": ("max_out_of_memory_failures", job.max_out_of_memory_failures),
-            "preemption": ("max_preemptions", job.max_preemptions),
+            "user": ("max_failures", budgets.max_failures),
+            "infrastructure": ("max_infrastructure_failures", budgets.max_infrastructure_failures),
+            "out_of_memory": ("max_out_of_memory_failures", budgets.max_out_of_memory_failures),
+            "preemption": ("max_preemptions", budgets.max_preemptions),
             "final": ("no restarts for that", 0),
         }
         self._flow_run_id = flow_run_id

@@ -45,6 +45,7 @@ class RetentionSchedule:
         memory: ManifestMemory,
     ) -> None:
         self._job = job
+        self._policy = job.policy
         self._attempt = attempt
         self._observers = observers
         self._candidates: list[Committed] = list(known)
@@ -59,11 +60,11 @@ class RetentionSchedule:
 
     def committed(self, checkpoint: Committed) -> None:
         """Take a new checkpoint into account."""
-        if self._job.policy.num_to_keep is not None:
+        if self._policy.num_to_keep is not None:
             self._candidates.append(checkpoint)
             self._changed = True
-        if self._job.policy.evaluation_timeout_s is None:  # with a timeout, its score may be attached later
-            self._warn_of_missing_score(checkpoint, self._job.policy)
+        if self._policy.evaluation_timeout_s is None:  # with a timeout, its score may be attached later
+            self._warn_of_missing_score(checkpoint, self._policy)
 
     def prune_due(self, recorded: str | None) -> None:
         """Submit a prune if there is a checkpoint to delete and none is running; returns immediately.
@@ -85,7 +86,7 @@ class RetentionSchedule:
             self._running = prune_checkpoints.submit(
                 self._job.storage,
                 self._job.run,
-                self._job.policy,
+                self._policy,
                 self._in_use,
                 up_to=recorded,
                 attempt=self._attempt,
@@ -95,7 +96,7 @@ class RetentionSchedule:
             self._running.add_done_callback(self._finished)
 
     def _may_drop(self, recorded: str) -> bool:
-        policy = self._job.policy
+        policy = self._policy
         if policy.evaluation_timeout_s is None:
             decided = plan(self._candidates, policy, in_use=self._in_use, up_to=recorded)
             self._forget_settled(decided)

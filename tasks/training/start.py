@@ -4,17 +4,11 @@ from dataclasses import asdict, dataclass, field
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
-from prefect_torch.ckpt.files.node_copy import NodeCopy
-from prefect_torch.ckpt.runs.attempts import (
-    Attempt,
-    claim_attempt,
-    claim_unless_led,
-    newest_attempt,
-    read_outcome,
-    record_resumed_from,
-)
+from prefect_torch.ckpt.files.download import NodeCopy
+from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, claim_unless_led, newest_attempt, record_resumed_from
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.tasks.liveness import has_ended
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
@@ -38,12 +32,12 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
         return claim_attempt(
             store,
             owner,
-            world_size=job.num_workers,
+            world_size=job.scaling.num_workers,
             lineage=_lineage(previous, job, owner.flow_run_id),
             settings=asdict(job.policy),
         )
 
-    if job.takeover:
+    if job.run_config.takeover:
         return claim_after(newest_attempt(store))
     return claim_unless_led(store, lambda attempt: _refuse_if_alive(store, attempt, owner.flow_run_id), claim_after)
 
@@ -96,7 +90,7 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
 def _lineage(previous: Attempt | None, job: TrainJob, flow_run_id: str | None) -> int | None:
     if previous is None:
         return None
-    is_new_lineage = job.resume == "never" and previous.owner.flow_run_id != flow_run_id
+    is_new_lineage = job.run_config.resume == "never" and previous.owner.flow_run_id != flow_run_id
     return None if is_new_lineage else previous.lineage
 
 
@@ -106,7 +100,7 @@ def _choose(
     manifest = choose_checkpoint(
         store,
         lineage=lineage,
-        verify=job.verify,
+        verify=job.run_config.verify,
         prove=node_copy.verify,
         on_quarantine=lambda checkpoint_id, reason: observers.notify(CheckpointQuarantined(checkpoint_id, reason)),
     )
@@ -115,9 +109,9 @@ def _choose(
     if job.initial_checkpoint is not None:
         initial = job.initial_checkpoint.open()
         assert initial.store is not None
-        node_copy.verify(initial.store, initial.manifest, job.verify)
+        node_copy.verify(initial.store, initial.manifest, job.run_config.verify)
         return job.initial_checkpoint.with_manifest(initial.manifest)
-    if job.resume == "must":
+    if job.run_config.resume == "must":
         raise CheckpointNotFoundError(
             f"run {store.run!r} in {store.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
         )
@@ -128,7 +122,7 @@ def _refuse_if_alive(store: CheckpointStore, previous: Attempt, flow_run_id: str
     owner = previous.owner
     if flow_run_id is not None and owner.flow_run_id == flow_run_id:
         return  # this flow run's own earlier try
-    if read_outcome(store, previous.number) is not None or owner.is_dead():
+    if not standing_of(store, previous).may_be_alive:
         return
     if owner.flow_run_id is not None and has_ended(owner.flow_run_id):
         return

@@ -7,6 +7,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt.reporting.session import ReportSettings
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, write_outcome
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
@@ -96,7 +97,7 @@ class _Leader:
         recorder = self._recorder = RunRecorder(self._store, job, attempt, start.own, self._observers)
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         termination.raise_if_requested()
-        gang, key_value = meet(lambda address: _specs(job, attempt, restored, address), job.hang_timeout_s)
+        gang, key_value = meet(lambda address: _specs(job, attempt, restored, address), job.failure.hang_timeout_s)
         try:
             return gang.run(key_value, recorder, termination)
         finally:
@@ -146,19 +147,20 @@ def _failure(claimed: Attempt, error: Exception) -> Outcome:
 
 
 def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvous: Address) -> list[RankSpec]:
+    scaling, checkpoint = job.scaling, job.checkpoint
     return on_one_machine(
         RankSpec(
-            world_size=job.num_workers,
-            local_world_size=job.num_workers,
+            world_size=scaling.num_workers,
+            local_world_size=scaling.num_workers,
             rendezvous=rendezvous,
             storage=job.storage,
             run=job.run,
             attempt=attempt,
             restored=restored,
             function=job.function,
-            use_gpu=job.use_gpu,
-            backend=job.backend,
-            reports=job.reports,
+            use_gpu=scaling.use_gpu,
+            backend=scaling.backend,
+            reports=ReportSettings(checkpoint.max_in_flight, checkpoint.target_overhead, checkpoint.checkpoint_score_attribute),
             flush_s=_FLUSH_S,
         )
     )

@@ -78,7 +78,11 @@ def resume(kind, options):
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     with ExitStack() as kept:
         if kind == "torch.load":
-            plain = module("storage.object_store", "obstore_storage").ObstoreStorage("s3://bucket", options)._store
+            plain = (
+                module("storage.object_store.backend", "storage.object_store", "obstore_storage")
+                .ObstoreStorage("s3://bucket", options)
+                ._store
+            )
             for info in store.storage.list("folder/checkpoints/"):
                 data = io.BytesIO(memoryview(obstore.get(plain, info.key).bytes()))
                 checked += float(torch.load(data, weights_only=True)["w"][-1])

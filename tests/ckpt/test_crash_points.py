@@ -1,6 +1,7 @@
 """Crash at every storage operation of everything that writes; the next start finds the run whole."""
 
 import pytest
+import torch
 from crash_points import crash_points, open_run
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CommitFailedError, RetentionPolicy, StorageError
@@ -21,56 +22,93 @@ def storage(tmp_path):
     return LocalStorage(tmp_path / "store")
 
 
-def report(store, tmp_path, scores, world_size=1, upload="sync"):
-    """Report a checkpoint per score and return the ranks' errors; each rank's file tells its score."""
+class Files:
+    """Each rank reports a file that tells its score."""
+
+    LEAST_OPERATIONS = 8  # of two reports by two ranks
+
+    def reported(self, tmp_path, score, rank):
+        return {"checkpoint": folder(tmp_path / f"r{rank}", **{f"m{rank}": str(score)})}
+
+    def check(self, checkpoint, score, world_size):
+        assert read_files(checkpoint) == {f"m{rank}": str(score).encode() for rank in range(world_size)}
+
+
+class State:
+    """All ranks report tensors and values that tell the score, and a value of their own."""
+
+    LEAST_OPERATIONS = 14
+
+    def reported(self, tmp_path, score, rank):
+        return {"state": self._state(score, rank)}
+
+    def check(self, checkpoint, score, world_size):
+        for rank in range(world_size):
+            state, expected = self._state(0, 9), self._state(score, rank)
+            checkpoint.load_state(state, rank=rank, world_size=world_size)
+            assert (state["score"], state["rank"]) == (score, rank)
+            assert all(torch.equal(state[name], expected[name]) for name in ("w", "small"))
+
+    def _state(self, score, rank):
+        return {"w": torch.full((700, 500), float(score)), "small": torch.tensor(score), "score": score, "rank": rank}
+
+
+FILES = Files()
+CONTENTS = pytest.mark.parametrize("content", [FILES, State()], ids=["files", "state"])
+UPLOADS = pytest.mark.parametrize("upload", ["sync", "async"])
+
+
+def report(store, tmp_path, scores, world_size=1, upload="sync", content=FILES):
+    """Report a checkpoint per score and return the ranks' errors."""
 
     def train(session, rank):
         for score in scores:
-            session.report({"score": score}, folder(tmp_path / f"r{rank}", **{f"m{rank}": str(score)}), upload=upload)
+            session.report({"score": score}, **content.reported(tmp_path, score, rank), upload=upload)
 
     return Attempt(store, world_size).run(train)
 
 
-def check_whole(store, world_size=1):
+def check_whole(store, world_size=1, content=FILES):
     """Every listed checkpoint has all its bytes, and they are its own."""
     manifests = store.list()
     for manifest in manifests:
         store.verify(manifest)
-        files = read_files(store.checkpoint(manifest))
-        assert files == {f"m{rank}": str(manifest.metrics["score"]).encode() for rank in range(world_size)}
+        content.check(store.checkpoint(manifest), manifest.metrics["score"], world_size)
     return manifests
 
 
-@pytest.mark.parametrize("upload", ["sync", "async"])
-def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoint(tmp_path, upload):
+@CONTENTS
+@UPLOADS
+def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoint(tmp_path, upload, content):
     def prepare(number, after):
         storage = LocalStorage(tmp_path / f"store-{number}-{after}")
-        report(open_run(storage), tmp_path, [1])
+        report(open_run(storage), tmp_path, [1], content=content)
         return storage
 
     def run(faulty):
         store = open_run(faulty)
         session = Attempt(store).session()
-        session.report({"score": 2}, folder(tmp_path / "c", m0="2"), upload=upload)
+        session.report({"score": 2}, **content.reported(tmp_path, 2, 0), upload=upload)
         session.finish()
 
     fired = 0
     for faulty in crash_points(prepare, run):
         fired += faulty.fired
         store = open_run(faulty.inner)
-        before = [manifest.metrics["score"] for manifest in check_whole(store)]
+        before = [manifest.metrics["score"] for manifest in check_whole(store, content=content)]
         assert before in ([1], [1, 2])
         assert store.latest().metrics["score"] == before[-1]
-        assert report(store, tmp_path, [3]) == [None]  # the next attempt goes on
-        assert [manifest.metrics["score"] for manifest in check_whole(store)] == [*before, 3]
+        assert report(store, tmp_path, [3], content=content) == [None]  # the next attempt goes on
+        assert [manifest.metrics["score"] for manifest in check_whole(store, content=content)] == [*before, 3]
         collect_garbage(store, grace_s=0, keep_quarantined_days=0)  # a torn manifest is set aside
         data = {info.key.split("/")[2] for info in faulty.inner.list("run/checkpoints/")}
-        assert data == {manifest.id for manifest in check_whole(store)}
+        assert data == {manifest.id for manifest in check_whole(store, content=content)}
     assert fired > 10
 
 
-@pytest.mark.parametrize("upload", ["sync", "async"])
-def test_an_error_at_any_operation_of_two_ranks_is_raised_on_both_and_loses_nothing(tmp_path, upload):
+@CONTENTS
+@UPLOADS
+def test_an_error_at_any_operation_of_two_ranks_is_raised_on_both_and_loses_nothing(tmp_path, upload, content):
     fired = 0
     for number in range(1, 100):
         faulty = FaultyStorage(LocalStorage(tmp_path / f"{upload}-{number}"), error=StorageError("no answer"))
@@ -80,7 +118,7 @@ def test_an_error_at_any_operation_of_two_ranks_is_raised_on_both_and_loses_noth
 
         def train(session, rank):
             for score in (1, 2):
-                session.report({"score": score}, folder(tmp_path / f"r{rank}", **{f"m{rank}": str(score)}), upload=upload)
+                session.report({"score": score}, **content.reported(tmp_path, score, rank), upload=upload)
 
         errors = attempt.run(train)
         faulty.crash_at = None
@@ -89,11 +127,11 @@ def test_an_error_at_any_operation_of_two_ranks_is_raised_on_both_and_loses_noth
             break
         fired += 1
         assert all(isinstance(error, CommitFailedError) for error in errors), errors
-        kept = [manifest.metrics["score"] for manifest in check_whole(store, 2)]
+        kept = [manifest.metrics["score"] for manifest in check_whole(store, 2, content)]
         assert kept in ([], [1], [2])
-        assert report(store, tmp_path, [3], world_size=2) == [None, None]
-        assert [manifest.metrics["score"] for manifest in check_whole(store, 2)] == [*kept, 3]
-    assert fired >= 8
+        assert report(store, tmp_path, [3], 2, content=content) == [None, None]
+        assert [manifest.metrics["score"] for manifest in check_whole(store, 2, content)] == [*kept, 3]
+    assert fired >= content.LEAST_OPERATIONS
 
 
 PASSING = [StorageError("503 SlowDown"), ConnectionResetError("reset"), CredentialsExpiredError("ExpiredToken")]

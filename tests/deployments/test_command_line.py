@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -199,6 +200,21 @@ def test_why_checkpoints_are_listed_as_kept_is_why_a_prune_keeps_them(local, as_
     assert "in use" in listed[restored]
 
 
+def test_a_prune_reads_each_manifest_once(local, command, monkeypatch):
+    store = train(local)
+    manifests = [store.layout.manifest(checkpoint_id) for checkpoint_id in store.ids()]
+    reads, get_bytes = Counter(), LocalStorage.get_bytes
+
+    def count(self, key):
+        reads[key] += 1
+        return get_bytes(self, key)
+
+    monkeypatch.setattr(LocalStorage, "get_bytes", count)
+    code, out, _ = command("prune", local, "run", "--keep", "1", "--metric", "loss", "--order", "min", "--yes")
+    assert (code, len(list(store.ids()))) == (0, 2), out
+    assert {key: reads[key] for key in manifests} == dict.fromkeys(manifests, 1)
+
+
 def test_a_damaged_manifest_is_left_out_and_told(local, command):
     store = train(local)
     first = next(store.ids())
@@ -206,7 +222,7 @@ def test_a_damaged_manifest_is_left_out_and_told(local, command):
     code, out, err = command("ls", local, "run")
     assert code == 0
     assert first not in out
-    assert re.fullmatch(rf"left out, damaged: .*{first}\.json is not a manifest: .*\n", err)
+    assert re.fullmatch(rf"checkpoint {first} of run 'run' is left out: .*{first}\.json is not a manifest: .*\n", err)
 
 
 def test_a_run_is_shown(storage, command, as_json):

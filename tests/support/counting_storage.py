@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
+from wrapped_storage import WrappedStorage
+
 PAGE = 1000  # objects in one answer to a listing, and in one request to delete
 
 
-class CountingStorage:
+class CountingStorage(WrappedStorage):
     """Passes everything on to `inner`; a listing and a deletion count as a request for each thousand objects.
 
     Args:
@@ -20,20 +22,10 @@ class CountingStorage:
     """
 
     def __init__(self, inner: Any, latency_s: float = 0.0):
-        self.inner = inner
+        super().__init__(inner)
         self.latency_s = latency_s
         self.requests: Counter[str] = Counter()
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    def local_path(self, key: str) -> Any:
-        return self.inner.local_path(key)
-
-    def reopened(self) -> "CountingStorage":
-        return self
 
     def taken(self) -> Counter[str]:
         """Return the requests since the last call."""
@@ -64,13 +56,6 @@ class CountingStorage:
         if self.latency_s:
             time.sleep(self.latency_s)
 
-    def _pass_on(self, verb: str, *args: Any) -> Any:
+    def _do(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         self._request(verb)
-        return getattr(self.inner, verb)(*args)
-
-
-for _verb in (
-    *("put_file", "put_buffers", "put_bytes", "get_file", "digest", "get_range", "get_bytes"),
-    *("folders", "size", "remove_interrupted"),
-):
-    setattr(CountingStorage, _verb, lambda self, *args, _verb=_verb: self._pass_on(_verb, *args))
+        return super()._do(verb, *args, **kwargs)

@@ -5,17 +5,14 @@ import time
 from collections import Counter
 from typing import Any
 
-VERBS = (
-    *("put_file", "put_buffers", "get_file", "digest", "get_range", "put_bytes", "get_bytes"),
-    *("list", "folders", "size", "delete", "remove_interrupted"),
-)
+from wrapped_storage import WrappedStorage
 
 
 class Crash(BaseException):
     """The process is gone: nothing in the code under test may catch it."""
 
 
-class FaultyStorage:
+class FaultyStorage(WrappedStorage):
     """Passes everything on to `inner`, except operation number `crash_at`.
 
     Args:
@@ -38,7 +35,7 @@ class FaultyStorage:
         torn: bool = False,
         delay_s: float = 0.0,
     ):
-        self.inner = inner
+        super().__init__(inner)
         self.crash_at = crash_at
         self.after = after
         self.error = error or Crash()
@@ -47,16 +44,6 @@ class FaultyStorage:
         self.operations: list[tuple[str, str]] = []
         self.fired = 0
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    def local_path(self, key: str) -> Any:
-        return self.inner.local_path(key)
-
-    def reopened(self) -> "FaultyStorage":
-        return self
 
     def counts(self) -> Counter[str]:
         return Counter(verb for verb, _ in self.operations)
@@ -80,7 +67,3 @@ class FaultyStorage:
         if fires:
             raise self.error
         return result
-
-
-for _verb in VERBS:
-    setattr(FaultyStorage, _verb, lambda self, *args, _verb=_verb, **kwargs: self._do(_verb, *args, **kwargs))

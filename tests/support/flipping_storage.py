@@ -5,29 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from faulty_storage import VERBS
+from wrapped_storage import WrappedStorage
 
 READS = ("get_file", "digest", "get_range", "get_bytes")
 
 
-class FlippingStorage:
+class FlippingStorage(WrappedStorage):
     """Passes everything on to `inner`; read number `flip_at` (counted from 1; None for every one) comes with a bit flipped.
 
     What is opened anew flips nothing, and counts for the first: `reopened_times`, `fired`.
     """
 
     def __init__(self, inner: Any, flip_at: int | None, first: "FlippingStorage | None" = None):
-        self.inner = inner
+        super().__init__(inner)
         self.flip_at = flip_at
         self.first = first or self
         self.reads = 0
         self.fired = 0
         self.reopened_times = 0
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
 
     def local_path(self, key: str) -> None:
         """Not in place: a local folder is read through the verbs, too."""
@@ -37,7 +33,7 @@ class FlippingStorage:
         return FlippingStorage(self.inner, flip_at=0, first=self.first)
 
     def _do(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self.inner, verb)(*args, **kwargs)
+        result = super()._do(verb, *args, **kwargs)
         with self._lock:
             self.reads += verb in READS
             flips = verb in READS and self.flip_at in (None, self.reads)
@@ -56,7 +52,3 @@ class FlippingStorage:
             data = path.read_bytes()
             path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
         return replace(result, digest=f"{int(result.digest, 16) ^ 1:032x}")
-
-
-for _verb in VERBS:
-    setattr(FlippingStorage, _verb, lambda self, *args, _verb=_verb, **kwargs: self._do(_verb, *args, **kwargs))

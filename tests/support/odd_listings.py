@@ -6,29 +6,11 @@ from itertools import islice
 from typing import Any, Literal
 
 from prefect_torch.ckpt.storage.protocol import ObjectInfo
-
-VERBS = (
-    *("put_file", "put_buffers", "put_bytes", "get_file", "get_range", "get_bytes", "digest"),
-    *("folders", "size", "delete", "remove_interrupted", "local_path"),
-)
+from wrapped_storage import WrappedStorage
 
 
-class OddListings:
-    """Passes everything on to `inner`, but lists as a subclass tells.
-
-    Args:
-        inner: The storage that does the work.
-
-    """
-
-    def __init__(self, inner: Any):
-        self.inner = inner
-        self.url = inner.url
-        for verb in VERBS:
-            setattr(self, verb, getattr(inner, verb))
-
-    def reopened(self) -> "OddListings":
-        return self
+class OddListings(WrappedStorage):
+    """Passes everything on to `inner`, but lists as a subclass tells."""
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         return iter(self.changed(list(self.inner.list(prefix))))

@@ -7,15 +7,13 @@ from typing import TypeAlias
 
 import click
 from prefect_torch.ckpt.storage.probe import ListingOrder, StorageUnfitError, probe_storage
-from prefect_torch.deployments.command_line.parameters import json_option
-from prefect_torch.deployments.command_line.storages import open_named_storage
+from prefect_torch.deployments.command_line.arguments import json_option, open_named_storage
 from prefect_torch.deployments.command_line.terminal import console, plain, print_json
 from rich.text import Text
 
 from .findings import Finding
-from .machine_checks import SHARED_MEMORY, check_open_files, check_shared_memory
+from .machine_checks import SHARED_MEMORY, check_backends, check_loopback, check_open_files, check_shared_memory, check_torch
 from .software_checks import FASTAPI, SQLALCHEMY, check_api, check_prefect, check_python, check_server_library
-from .torch_checks import check_backends, check_loopback, check_torch
 
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 _ORDERS: dict[ListingOrder, str] = {

@@ -100,7 +100,7 @@ def check_api() -> Iterator[Finding]:
 
 
 def _check_deployments(client: "SyncPrefectClient") -> Iterator[Finding]:
-    from prefect_torch.flows import concurrency_leases as limits  # noqa: PLC0415 - seconds, for doctor only
+    from prefect_torch.deployments import concurrency_leases as limits  # noqa: PLC0415 - seconds, for doctor only
 
     limited = sorted(limits.limited_deployments(client))
     if not limited or not limits.keeps_leases_in_memory(client):

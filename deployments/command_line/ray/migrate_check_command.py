@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
-from prefect_torch.deployments.command_line.parameters import json_option
+from prefect_torch.deployments.command_line.arguments import json_option
 from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_count
 
 from .equivalents import Equivalents

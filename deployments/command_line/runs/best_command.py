@@ -6,7 +6,7 @@ from typing import Any
 import click
 from prefect_torch.ckpt.runs.metrics import find_metric
 from prefect_torch.ckpt.text import show_bytes
-from prefect_torch.deployments.command_line.parameters import (
+from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
     order_option,
@@ -15,8 +15,7 @@ from prefect_torch.deployments.command_line.parameters import (
 )
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .score import best_first, resolve_score
-from .selection import open_run, read_manifests
+from .selection import best_first, open_run, resolve_score
 
 
 @click.command
@@ -40,7 +39,7 @@ def best(storage: str, run: str, metric: str | None, order: Any, count: int, as_
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run)
     score = resolve_score(store, metric, order)
-    chosen = [(it, find_metric(it.metrics, score.metric)) for it in best_first(read_manifests(store), score)[:count]]
+    chosen = [(it, find_metric(it.metrics, score.metric)) for it in best_first(store.list(), score)[:count]]
     if as_json:
         print_json(
             [

@@ -7,7 +7,7 @@ import click
 from prefect_torch.ckpt import Manifest
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.text import show_bytes
-from prefect_torch.deployments.command_line.parameters import (
+from prefect_torch.deployments.command_line.arguments import (
     checkpoint_argument,
     json_option,
     metric_option,

@@ -1,25 +1,20 @@
 """`ls`: the runs in a storage, or the checkpoints of a run."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.runs.attempts import newest_attempt
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
-from prefect_torch.ckpt.runs.prune_limits import prune_limits
+from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.ckpt.text import show_age, show_bytes
-from prefect_torch.deployments.command_line.parameters import json_option, storage_argument
-from prefect_torch.deployments.command_line.storages import open_existing_storage
+from prefect_torch.deployments.command_line.arguments import json_option, open_existing_storage, storage_argument
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .run_state import STYLES
-from .run_summaries import summarize_runs
-from .score import policy_of
-from .selection import open_run, read_manifests
+from .run_summaries import STATE_STYLES, summarize_runs
+from .selection import open_run, policy_of
 
 _SHOWN_METRICS = 4
 
@@ -47,7 +42,7 @@ def ls(storage: str, run: str | None, as_json: bool) -> None:
     if run is None:
         _list_runs(storage, as_json)
     else:
-        _list_checkpoints(replace(open_run(storage, run), memory=ManifestMemory()), as_json)
+        _list_checkpoints(open_run(storage, run), as_json)
 
 
 def _list_runs(storage: str, as_json: bool) -> None:
@@ -67,7 +62,7 @@ def _list_runs(storage: str, as_json: bool) -> None:
                     it.latest_step,
                     it.checkpoints,
                     show_bytes(it.bytes),
-                    (it.state, STYLES.get(it.state, "")),
+                    (it.state, STATE_STYLES.get(it.state, "")),
                 )
                 for it in summaries
             ),
@@ -76,11 +71,11 @@ def _list_runs(storage: str, as_json: bool) -> None:
 
 
 def _list_checkpoints(store: CheckpointStore, as_json: bool) -> None:
-    attempt = newest_attempt(store)
-    policy = policy_of(attempt)
-    manifests = read_manifests(store)
+    standing = read_standing(store)
+    policy = policy_of(None if standing is None else standing.attempt)
+    manifests = store.list()
     pinned = store.pinned()
-    limits = prune_limits(store, attempt)
+    limits = prune_limits(store, standing)
     kept = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to).keep
     if as_json:
         print_json([_describe(it, kept.get(it.id, ()), it.id in pinned) for it in manifests])

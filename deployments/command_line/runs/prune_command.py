@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
-from prefect_torch.ckpt.runs.attempts import Attempt, newest_attempt
+from prefect_torch.ckpt.runs.attempts import Attempt
 from prefect_torch.ckpt.runs.metrics import find_metric
-from prefect_torch.ckpt.runs.prune_limits import prune_limits
 from prefect_torch.ckpt.runs.retention import Order
+from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.ckpt.text import show_bytes
-from prefect_torch.deployments.command_line.parameters import (
+from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
     order_option,
@@ -21,8 +21,7 @@ from prefect_torch.deployments.command_line.parameters import (
 )
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_count, show_number
 
-from .score import best_first, policy_of, resolve_score
-from .selection import open_run, read_manifests
+from .selection import best_first, open_run, policy_of, resolve_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,10 @@ def prune(
       drop: a list of id, step, bytes, value
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run)
-    attempt = newest_attempt(store)
-    policy = _policy(store, attempt, PruneOptions(keep, keep_last, every, metric, order))
-    limits = prune_limits(store, attempt)
-    manifests = {manifest.id: manifest for manifest in read_manifests(store)}
+    standing = read_standing(store)
+    policy = _policy(store, None if standing is None else standing.attempt, PruneOptions(keep, keep_last, every, metric, order))
+    limits = prune_limits(store, standing)
+    manifests = {manifest.id: manifest for manifest in store.list()}
     decided = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to)
     shown = _describe(decided, manifests, policy.checkpoint_score_attribute)
     if as_json:
@@ -108,7 +107,7 @@ def _policy(store: CheckpointStore, attempt: Attempt | None, options: PruneOptio
     if options.metric is None and options.order is None and own.checkpoint_score_attribute is None:
         return RetentionPolicy(options.keep, keep_last=newest, keep_every_n_steps=options.every)
     score = resolve_score(store, options.metric, options.order)
-    best_first(read_manifests(store), score)  # refuses a metric that no checkpoint has: it would delete arbitrary ones
+    best_first(store.list(), score)  # refuses a metric that no checkpoint has: it would delete arbitrary ones
     awaited_s = own.evaluation_timeout_s if score.metric == own.checkpoint_score_attribute else None
     return RetentionPolicy(options.keep, score.metric, score.order, newest, options.every, awaited_s)
 

@@ -12,7 +12,7 @@ import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.files.selection import choose_files
 from prefect_torch.ckpt.text import show_bytes
-from prefect_torch.deployments.command_line.parameters import metric_option, order_option, run_argument, storage_argument
+from prefect_torch.deployments.command_line.arguments import metric_option, order_option, run_argument, storage_argument
 from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say, show_count
 
 from .progress import progress_bar

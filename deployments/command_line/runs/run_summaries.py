@@ -9,9 +9,10 @@ from prefect_torch.ckpt.runs.evaluations import manifest_id
 from prefect_torch.ckpt.runs.layout import Layout, attempt_number, stem
 from prefect_torch.ckpt.runs.listing import list_runs
 from prefect_torch.ckpt.runs.manifest import step_of
+from prefect_torch.ckpt.runs.standing import Standing, State, standing_of
 from prefect_torch.deployments.command_line.terminal import note
 
-from .run_state import State, ending_of, state_of
+STATE_STYLES = {"completed": "green", "failed": "red", "lost": "red", "preempted": "yellow", "cancelled": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +92,4 @@ class _Seen:
         if claim is None:
             return "unknown"
         ended = stem(self.layout.outcome(claim.number)) in self.outcomes
-        return state_of(claim.owner, ending_of(store, claim.number) if ended else None)
+        return (standing_of(store, claim) if ended else Standing(claim, None)).state

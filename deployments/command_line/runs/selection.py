@@ -1,53 +1,30 @@
-"""Runs and checkpoints that a command is given as text."""
+"""Runs, checkpoints and scores that a command is given as text."""
 
-from prefect_torch.ckpt import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    CheckpointStore,
-    Manifest,
-    UnsupportedFormatError,
-)
-from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from dataclasses import dataclass, replace
+
+import click
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest
+from prefect_torch.ckpt.runs.attempts import Attempt, newest_attempt
 from prefect_torch.ckpt.runs.manifest import is_id
-from prefect_torch.ckpt.runs.retention import Order
-from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
+from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_score
 from prefect_torch.ckpt.text import show_some
-from prefect_torch.deployments.command_line.storages import open_existing_storage
-from prefect_torch.deployments.command_line.terminal import note
-
-from .score import best_first, resolve_score
+from prefect_torch.deployments.command_line.arguments import open_existing_storage
 
 
 def open_run(storage: str, run: str) -> CheckpointStore:
-    """Open an existing run.
+    """Open an existing run; a command reads each of its manifests once.
 
     Raises:
         FileNotFoundError: If there is no such run.
 
     """
-    store = CheckpointStore.open(open_existing_storage(storage), run)
+    store = replace(CheckpointStore.open(open_existing_storage(storage), run), memory=ManifestMemory())
     layout = store.layout
     if not any(next(store.storage.list(prefix), None) for prefix in (layout.attempts, layout.manifests)):
         raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; prefect-torch ls {storage} lists the runs")
     return store
-
-
-def read_manifests(store: CheckpointStore) -> list[Manifest]:
-    """Return every readable manifest, oldest first, by parallel small reads; the others are named on stderr."""
-
-    def read(listed: ListedCheckpoint) -> Manifest | None:
-        try:
-            return store.read(listed)
-        except CheckpointNotFoundError:  # pruned since the listing
-            return None
-        except CheckpointCorruptError as exc:
-            note(f"left out, damaged: {exc}")
-            return None
-        except UnsupportedFormatError as exc:
-            note(f"left out: {exc}")
-            return None
-
-    return [manifest for manifest in read_all(store.listed(), read) if manifest is not None]
 
 
 def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None, order: Order | None = None) -> Manifest:
@@ -64,7 +41,7 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None
         found = store.latest()
     elif text == "best":
         score = resolve_score(store, metric, order)
-        found = next(iter(best_first(read_manifests(store), score)), None)
+        found = next(iter(best_first(store.list(), score)), None)
     else:
         return store.get(_only_id(store, text))
     if found is None:
@@ -82,3 +59,48 @@ def _only_id(store: CheckpointStore, beginning: str) -> str:
     if len(matching) > 1:
         raise ValueError(f"the ids of {len(matching)} checkpoints begin with {beginning!r}: {show_some(matching)}")
     return matching[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A metric and whether a low or a high value is better."""
+
+    metric: str
+    order: Order
+
+
+def resolve_score(store: CheckpointStore, metric: str | None, order: Order | None) -> Score:
+    """Return the score of the options; what they leave out is taken from the run's own training.
+
+    Raises:
+        click.UsageError: If neither defines it.
+
+    """
+    own = policy_of(newest_attempt(store))
+    if metric is None:
+        metric = own.checkpoint_score_attribute
+        if metric is None:
+            raise click.UsageError("give --metric: the training of this run has no checkpoint_score_attribute")
+    if order is None:
+        if metric != own.checkpoint_score_attribute:
+            raise click.UsageError(f"give --order min or --order max: it is unknown whether a low or a high {metric} is better")
+        order = own.checkpoint_score_order
+    return Score(metric, order)
+
+
+def policy_of(attempt: Attempt | None) -> RetentionPolicy:
+    """Return the retention policy of a training's newest attempt, or one that keeps everything without an attempt."""
+    return RetentionPolicy() if attempt is None else attempt.policy
+
+
+def best_first(manifests: list[Manifest], score: Score) -> list[Manifest]:
+    """Return `manifests` best first.
+
+    Raises:
+        ValueError: If none of one or more manifests has the metric.
+
+    """
+    if manifests and all(find_metric(manifest.metrics, score.metric) is None for manifest in manifests):
+        names = sorted({name for manifest in manifests for name, _ in flatten_metrics(manifest.metrics)})
+        raise ValueError(f"no checkpoint has the metric {score.metric!r}; they have {', '.join(names) or 'none'}")
+    return sort_by_score(manifests, score.metric, score.order)

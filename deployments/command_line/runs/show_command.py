@@ -1,17 +1,19 @@
 """`show`: the details of a run or of a checkpoint."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, list_attempts, read_outcomes
-from prefect_torch.ckpt.runs.history import read_history
+from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.layout import stem
-from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
+from prefect_torch.ckpt.runs.standing import Standing
 from prefect_torch.ckpt.text import show_bytes
-from prefect_torch.deployments.command_line.parameters import (
+from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
     order_option,
@@ -20,8 +22,7 @@ from prefect_torch.deployments.command_line.parameters import (
 )
 from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_count, show_number
 
-from .metric_summaries import MetricSummary, summarize_metrics
-from .run_state import STYLES, state_of
+from .run_summaries import STATE_STYLES
 from .selection import find_checkpoint, open_run
 
 
@@ -70,7 +71,7 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
     return {
         "name": store.run,
         "path": store.path,
-        "attempts": [_describe_attempt(attempt, outcomes.get(attempt.number)) for attempt in list_attempts(store)],
+        "attempts": [_describe_attempt(Standing(attempt, outcomes.get(attempt.number))) for attempt in list_attempts(store)],
         "reports": len(history),
         "first_report_at": history[0].reported_at if history else None,
         "last_report_at": history[-1].reported_at if history else None,
@@ -79,10 +80,11 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
     }
 
 
-def _describe_attempt(attempt: Attempt, outcome: Outcome | None) -> dict[str, Any]:
+def _describe_attempt(standing: Standing) -> dict[str, Any]:
+    attempt, outcome = standing.attempt, standing.outcome
     return {
         "number": attempt.number,
-        "state": state_of(attempt.owner, None if outcome is None else outcome.ending),
+        "state": standing.state,
         "kind": None if outcome is None else outcome.kind,
         "error": None if outcome is None else outcome.error,
         "errors": {} if outcome is None else outcome.errors,
@@ -132,7 +134,7 @@ def _print_run(run: dict[str, Any]) -> None:
 
 def _attempt_row(attempt: dict[str, Any]) -> Iterator[object]:
     yield attempt["number"]
-    yield attempt["state"], STYLES.get(attempt["state"], "")
+    yield attempt["state"], STATE_STYLES.get(attempt["state"], "")
     yield attempt["world_size"]
     flow_run = f"flow run {attempt['flow_run_id']}, " if attempt["flow_run_id"] else ""
     yield f"{flow_run}process {attempt['pid']} on {attempt['host']}"
@@ -166,3 +168,43 @@ def _facts(checkpoint: dict[str, Any]) -> Iterator[tuple[str, object]]:
     for group in ("metrics", "timings", "metadata"):
         for name, value in flatten_metrics(checkpoint[group]):
             yield f"{group}/{name}", show_number(value)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSummary:
+    """The summary of a metric over all reports.
+
+    Attributes:
+        name: "a/b" for a nested one.
+        reports: The number of reports with it.
+        first: Its first value.
+        last: Its last value.
+        min: The smallest number among its values, without NaN; None if there is no number.
+        max: The largest, as `min`.
+
+    """
+
+    name: str
+    reports: int
+    first: MetricValue
+    last: MetricValue
+    min: float | None
+    max: float | None
+
+    def numbers(self) -> tuple[MetricValue, MetricValue, MetricValue, MetricValue]:
+        """Return the values in the order of a table."""
+        return self.first, self.last, self.min, self.max
+
+
+def summarize_metrics(history: Iterable[MetricRecord]) -> list[MetricSummary]:
+    """Return a summary of every metric, in the order of their first reports."""
+    values: dict[str, list[MetricValue]] = {}
+    for record in history:
+        for name, value in flatten_metrics(record.metrics):
+            values.setdefault(name, []).append(value)
+    return [_summarize(name, reported) for name, reported in values.items()]
+
+
+def _summarize(name: str, reported: list[MetricValue]) -> MetricSummary:
+    numbers = [value for value in reported if isinstance(value, (int, float)) and not math.isnan(value)]
+    return MetricSummary(name, len(reported), reported[0], reported[-1], min(numbers, default=None), max(numbers, default=None))

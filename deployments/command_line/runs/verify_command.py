@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, UnsupportedFormatError
-from prefect_torch.deployments.command_line.parameters import (
+from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
     order_option,

@@ -15,10 +15,10 @@ from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import TrainingEvent
 
 from .attempt_log import AttemptLog
-from .checkpoint_table import MAX_ROWS, checkpoint_rows
 from .live_artifact import LiveArtifact, PublishBackoff, artifact_key
 from .rank_logs import RankLogs, page_url
 from .run_view import RunView
+from .stored_checkpoints import MAX_ROWS, checkpoint_rows
 from .summary import SummaryContext, write_summary
 
 _REQUEST_S = 15.0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.files.node_copy import NodeCopy
+from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
@@ -105,7 +105,7 @@ def test_a_copy_that_was_changed_is_read_from_where_it_was_committed(bucket, nod
 def test_where_nothing_can_be_kept_it_is_verified_all_the_same(bucket, node, tmp_path, monkeypatch, why):
     manifest = report(bucket, tmp_path, "folder")
     if why == "no room":
-        monkeypatch.setattr("prefect_torch.ckpt.files.node_copy._ROOM", 2**60)
+        monkeypatch.setattr("prefect_torch.ckpt.files.download._ROOM", 2**60)
     elif why == "nobody's folder":
         monkeypatch.setattr("prefect_torch.ckpt.files.cache._cache_root", lambda: Path("/proc/nothing"))
     copy = NodeCopy()

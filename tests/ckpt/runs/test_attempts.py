@@ -65,15 +65,15 @@ def test_a_new_lineage_begins_only_where_it_is_not_given(store):
 
 
 def test_this_process_is_alive_and_an_ended_one_is_dead():
-    assert Owner.current().is_dead() is False
+    assert Owner.current().is_process_gone() is False
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         owner = replace(Owner.current(), pid=child.pid, started=0)
-        assert owner.is_dead() is True  # a reused pid is another process
-    assert replace(Owner.current(), pid=child.pid).is_dead() is True
+        assert owner.is_process_gone() is True  # a reused pid is another process
+    assert replace(Owner.current(), pid=child.pid).is_process_gone() is True
 
 
 def test_a_process_of_another_machine_may_be_alive():
-    assert replace(Owner.current(), host="elsewhere/boot", pid=os.getpid()).is_dead() is None
+    assert replace(Owner.current(), host="elsewhere/boot", pid=os.getpid()).is_process_gone() is None
 
 
 UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc"]
@@ -95,8 +95,8 @@ def test_a_process_of_another_container_with_our_name_and_boot_may_be_alive():
         there, here = Owner(**json.loads(container.stdout.readline())), Owner.current()
         assert there.machine == here.machine
         assert there.host != here.host
-        assert there.is_dead() is None
-        assert here.is_dead() is False
+        assert there.is_process_gone() is None
+        assert here.is_process_gone() is False
         container.communicate("\n")
 
 
@@ -106,8 +106,8 @@ def test_an_owner_that_version_0_1_wrote_is_judged_by_its_machine():
     if owner.host.count("/") < 2:
         pytest.skip("no pid namespaces outside of Linux")
     before = replace(owner, host=owner.host.rpartition("/")[0])
-    assert before.is_dead() is False
-    assert replace(before, started=0).is_dead() is True
+    assert before.is_process_gone() is False
+    assert replace(before, started=0).is_process_gone() is True
 
 
 def test_of_simultaneous_starts_one_claims_and_all_others_are_refused(store):

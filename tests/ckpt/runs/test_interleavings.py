@@ -7,7 +7,6 @@ from functools import partial
 from itertools import islice
 
 import xxhash
-from faulty_storage import VERBS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_storage import MemoryStorage
@@ -28,6 +27,7 @@ from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
 from ranks import Attempt, folder
+from wrapped_storage import WrappedStorage
 
 POLICY = RetentionPolicy(num_to_keep=1)
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
@@ -77,29 +77,22 @@ class Turns:
             self._lock.notify_all()
 
 
-class OneAtATime:
+class OneAtATime(WrappedStorage):
     """A leader's own view of the storage."""
 
     def __init__(self, inner, turns, name):
-        self.inner, self.turns, self.name = inner, turns, name
-        self.url = inner.url
+        super().__init__(inner)
+        self.turns, self.name = turns, name
         self.has_claimed = False
 
     def local_path(self, key):
         return None
 
-    def reopened(self):
-        return self
-
     def _do(self, verb, *args, **kwargs):
         self.turns.take(self.name)
         self.has_claimed |= verb == "put_bytes" and args[0].startswith("run/attempts/")
-        result = getattr(self.inner, verb)(*args, **kwargs)
+        result = super()._do(verb, *args, **kwargs)
         return iter(list(result)) if verb == "list" else result
-
-
-for _verb in VERBS:
-    setattr(OneAtATime, _verb, lambda self, *args, _verb=_verb, **kwargs: self._do(_verb, *args, **kwargs))
 
 
 class Leader:

@@ -22,8 +22,8 @@ from prefect_torch.ckpt.runs.listing import list_runs
 from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
-from prefect_torch.ckpt.storage.object_store import ObstoreStorage
-from prefect_torch.ckpt.storage.object_store_listing import BucketListing
+from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
+from prefect_torch.ckpt.storage.object_store.listing import BucketListing
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.deployments.command_line.runs.run_summaries import summarize_runs

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from prefect_torch.ckpt.storage.ranged_reads import RANGE_BYTES, read_in_order
+from prefect_torch.ckpt.storage.object_store.ranged_reads import RANGE_BYTES, read_in_order
 
 
 def read_from(data):

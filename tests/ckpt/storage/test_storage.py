@@ -17,10 +17,11 @@ import pytest
 from fsspec.implementations import memory
 from obstore.store import LocalStore
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError
-from prefect_torch.ckpt.storage import object_store, object_store_config
 from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
 from prefect_torch.ckpt.storage.local import LocalStorage
-from prefect_torch.ckpt.storage.object_store import ObstoreStorage
+from prefect_torch.ckpt.storage.object_store import backend as object_store
+from prefect_torch.ckpt.storage.object_store import config as object_store_config
+from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
 from prefect_torch.ckpt.storage.retry import RetryingStorage, RetryPolicy, classify
 from ranks import Attempt, folder, read_files

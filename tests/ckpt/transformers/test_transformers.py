@@ -11,7 +11,7 @@ from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
-from prefect_torch.ckpt.transformers.weights import load_renamed_weights
+from prefect_torch.ckpt.transformers.callback import load_renamed_weights
 from ranks import Attempt, as_rank, folder, in_training, read_files
 from transformers import GPT2Config, GPT2LMHeadModel, ViTForImageClassification
 from transformers_models import Before, make_model, make_trainer, weights

@@ -17,7 +17,7 @@ from prefect.settings import (
     temporary_settings,
 )
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.deployments.command_line.doctor import machine_checks, software_checks, torch_checks
+from prefect_torch.deployments.command_line.doctor import machine_checks, software_checks
 from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
 from servers import free_port
 
@@ -131,7 +131,7 @@ def test_no_api_and_none_allowed_is_wrong():
 def test_a_torch_with_gpus_and_without_nccl_is_wrong(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
-    (finding,) = torch_checks.check_backends()
+    (finding,) = machine_checks.check_backends()
     assert (finding.status, finding.found) == ("wrong", "gloo; nccl is missing")
 
 
@@ -143,7 +143,7 @@ def test_gpus_are_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: Properties)
-    _, finding = torch_checks.check_torch()
+    _, finding = machine_checks.check_torch()
     assert finding.found.startswith("2: H200 (139.0 GiB), H200 (139.0 GiB); CUDA ")
 
 

@@ -1,7 +1,7 @@
 import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
-from prefect_torch.tasks.options.settings import configured_storage
+from prefect_torch.tasks.options.storage import configured_storage
 
 
 @pytest.fixture

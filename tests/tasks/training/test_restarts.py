@@ -11,13 +11,12 @@ from prefect_torch.ckpt import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointStore,
-    RetentionPolicy,
     RunBusyError,
     StorageError,
 )
-from prefect_torch.ckpt.reporting.session import ReportSettings
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
 from prefect_torch.ckpt.runs.manifest import new_id
+from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.errors import RankFailedError, RestartsUsedUpError
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.function import pack_function
@@ -37,18 +36,11 @@ def job(store, **budgets):
         function=pack_function("json:loads", None),
         storage=store.spec,
         run=store.run,
-        num_workers=1,
-        use_gpu=False,
-        backend=None,
-        policy=RetentionPolicy(),
-        resume="auto",
-        verify="digest",
-        takeover=True,
         initial_checkpoint=None,
-        reports=ReportSettings(),
-        grace_s=0,
-        hang_timeout_s=None,
-        **{"max_failures": 0, "max_infrastructure_failures": 0, "max_preemptions": 0, **budgets},
+        scaling=ScalingConfig(),
+        run_config=RunConfig(takeover=True),
+        checkpoint=CheckpointConfig(),
+        failure=FailureConfig(**{"max_failures": 0, "max_infrastructure_failures": 0, "max_preemptions": 0, **budgets}),
     )
 
 
@@ -63,28 +55,28 @@ UNLIMITED = dict.fromkeys(BUDGETS.values(), -1)
 
 @pytest.mark.parametrize("kind", BUDGETS)
 def test_each_kind_of_failure_has_a_budget_of_its_own(store, kind):
-    restarts = Restarts(job(store, **{BUDGETS[kind]: 2}), "mine")
+    restarts = Restarts(job(store, **{BUDGETS[kind]: 2}).failure, "mine")
     for other in BUDGETS:
         if other != kind:
             assert not restarts.count_failure(other)
     assert [restarts.count_failure(kind) for _ in range(3)] == [True, True, False]
-    unlimited = Restarts(job(store, **{BUDGETS[kind]: -1}), "mine")
+    unlimited = Restarts(job(store, **{BUDGETS[kind]: -1}).failure, "mine")
     assert all(unlimited.count_failure(kind) for _ in range(9))
 
 
 def test_what_is_final_is_never_tried_again(store):
-    assert not Restarts(job(store, **UNLIMITED), "mine").count_failure("final")
+    assert not Restarts(job(store, **UNLIMITED).failure, "mine").count_failure("final")
 
 
 def test_prefect_is_allowed_as_many_retries_as_all_budgets_together(store):
-    assert Restarts(job(store, max_failures=2, max_out_of_memory_failures=1), "mine").most_retries == 3
-    assert Restarts(job(store, max_failures=2, max_preemptions=-1), "mine").most_retries > 10**5
+    assert Restarts(job(store, max_failures=2, max_out_of_memory_failures=1).failure, "mine").most_retries == 3
+    assert Restarts(job(store, max_failures=2, max_preemptions=-1).failure, "mine").most_retries > 10**5
 
 
 def test_a_claim_that_fails_counts_though_no_attempt_tells_of_it(store):
     gone = FaultyStorage(store.storage, crash_at=1, error=StorageError("no answer"))
     away = CheckpointStore(gone, store.layout, store.spec)
-    restarts = Restarts(job(store, max_infrastructure_failures=1), "mine")
+    restarts = Restarts(job(store, max_infrastructure_failures=1).failure, "mine")
     allowed = []
     for _ in range(2):
         gone.operations.clear()
@@ -118,7 +110,7 @@ def earlier_attempt(store, kind, *, flow_run_id="mine", budget=None, commits=Fal
 def test_a_flow_run_that_is_started_again_goes_on_with_what_is_left_of_its_budgets(store, kind):
     earlier_attempt(store, kind)
     earlier_attempt(store, kind, flow_run_id="another")
-    restarts = Restarts(job(store, **{BUDGETS[kind]: 2}), "mine", is_rerun=True)
+    restarts = Restarts(job(store, **{BUDGETS[kind]: 2}).failure, "mine", is_rerun=True)
     claim(store, job(store), restarts)
     assert [restarts.count_failure(kind) for _ in range(2)] == [True, False]
 
@@ -137,24 +129,24 @@ def test_a_flow_run_whose_budget_is_used_up_is_refused_until_somebody_runs_it_ag
         earlier_attempt(store, kind, commits=commits)
     limited = job(store, **dict.fromkeys(BUDGETS.values(), 2))
     with pytest.raises(RestartsUsedUpError, match=counts_as):
-        claim(store, limited, Restarts(limited, "mine", is_rerun=True))
-    claim(store, limited, Restarts(limited, "a new one"))
+        claim(store, limited, Restarts(limited.failure, "mine", is_rerun=True))
+    claim(store, limited, Restarts(limited.failure, "a new one"))
     unlimited = job(store, **UNLIMITED)
-    claim(store, unlimited, Restarts(unlimited, "mine", is_rerun=True))
+    claim(store, unlimited, Restarts(unlimited.failure, "mine", is_rerun=True))
     rerun[0] = "failed-state"
-    by_a_person = Restarts(limited, "mine", is_rerun=True)
+    by_a_person = Restarts(limited.failure, "mine", is_rerun=True)
     assert claim(store, limited, by_a_person).owner.budget == "failed-state"
     for _ in range(3):
         earlier_attempt(store, kind, commits=commits, budget="failed-state")
     with pytest.raises(RestartsUsedUpError, match=counts_as):
-        claim(store, limited, Restarts(limited, "mine", is_rerun=True))
+        claim(store, limited, Restarts(limited.failure, "mine", is_rerun=True))
 
 
 def test_an_attempt_of_this_process_is_counted_once(store, rerun):
     """Such as one whose claim was stored though its answer was lost, and which has no outcome."""
     assert rerun == [None]
     claim_attempt(store, Owner.current("mine"), world_size=1)
-    restarts = Restarts(job(store, max_infrastructure_failures=1), "mine", is_rerun=True)
+    restarts = Restarts(job(store, max_infrastructure_failures=1).failure, "mine", is_rerun=True)
     assert restarts.count_failure("infrastructure")
     claim(store, job(store), restarts)
     assert not restarts.count_failure("infrastructure")

@@ -1,7 +1,6 @@
 """The rows of the table of checkpoints; no server."""
 
-from prefect_torch.flows.monitoring.pages.checkpoint_table import MAX_ROWS, checkpoint_rows
-from prefect_torch.flows.monitoring.pages.stored_checkpoints import StoredCheckpoint
+from prefect_torch.flows.monitoring.pages.stored_checkpoints import MAX_ROWS, StoredCheckpoint, checkpoint_rows
 from run_stories import checkpoint_id
 
 

@@ -7,9 +7,8 @@ from datetime import datetime, timezone
 
 import obstore.exceptions
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.storage.retry import ClockSkewError, CredentialsExpiredError, classify
 from prefect_torch.ckpt.text import show_age
-
-from .retry import ClockSkewError, CredentialsExpiredError, classify
 
 _PASSING = {408, 409, 425, 429}  # HTTP statuses of a temporary condition, not of the request
 _METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials

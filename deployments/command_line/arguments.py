@@ -1,14 +1,21 @@
-"""Storages that a command is given as text."""
+"""Arguments and options of several commands, and the storages that they name."""
 
 from dataclasses import replace
 from pathlib import Path
 
+import click
 from prefect_torch.ckpt import Storage, StorageError
 from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 
 _RETRY = RetryPolicy(deadline_s=20.0)  # a person waits at a terminal; a training retries for two minutes
+storage_argument = click.argument("storage", metavar="STORAGE")
+run_argument = click.argument("run", metavar="RUN")
+checkpoint_argument = click.argument("checkpoint", metavar="ID")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON with the keys named above.")
+metric_option = click.option("--metric", metavar="NAME", help='The metric to sort by; "a/b" for a nested one.')
+order_option = click.option("--order", type=click.Choice(["min", "max"]), help="Whether a low or a high value is better.")
 
 
 def open_existing_storage(text: str) -> Storage:

@@ -1,9 +1,9 @@
-"""`pin` and `unpin`: exempt a checkpoint from retention policies."""
+"""`pin`, `unpin`, `restore`: exempt a checkpoint from retention policies, or return it from quarantine."""
 
 from typing import Any
 
 import click
-from prefect_torch.deployments.command_line.parameters import (
+from prefect_torch.deployments.command_line.arguments import (
     checkpoint_argument,
     metric_option,
     order_option,
@@ -44,3 +44,17 @@ def unpin(storage: str, run: str, checkpoint: str, metric: str | None, order: An
     manifest = find_checkpoint(store, checkpoint, metric, order)
     store.unpin(manifest.id)
     say(f"{manifest.id} is not pinned")
+
+
+@click.command
+@storage_argument
+@run_argument
+@click.argument("checkpoint", metavar="ID")
+def restore(storage: str, run: str, checkpoint: str) -> None:
+    """Return a checkpoint from quarantine to its run.
+
+    ID is the whole id, as listed by show. Every byte is verified first. A damaged checkpoint stays in quarantine, and the
+    command exits with 1 and names the damage. A policy may delete the checkpoint like any other, so pin it to keep it.
+    """
+    manifest = open_run(storage, run).restore(checkpoint)
+    say(f"{manifest.id} is whole, and in run {run} again")

@@ -11,15 +11,14 @@ import obstore.exceptions
 import xxhash
 from obstore.store import S3Store
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.storage.digest import split, write_all
+from prefect_torch.ckpt.storage.keys import check_key
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Transfer
 
-from .digest import split, write_all
-from .keys import check_key
-from .object_store_config import open_object_store, promises_key_order
-from .object_store_errors import first_reason, translate
-from .object_store_listing import LISTED_AT_ONCE, BucketListing
-from .protocol import ObjectInfo, Transfer
-from .ranged_reads import read_in_order
-from .unsaid_range import read_unsaid_range
+from .config import open_object_store, promises_key_order
+from .errors import first_reason, translate
+from .listing import LISTED_AT_ONCE, BucketListing
+from .ranged_reads import read_in_order, read_unsaid_range
 
 T = TypeVar("T")
 

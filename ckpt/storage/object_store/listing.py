@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from .protocol import ObjectInfo
+from prefect_torch.ckpt.storage.protocol import ObjectInfo
 
 LISTED_AT_ONCE = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import obstore.exceptions
 import obstore.store
 
-from .object_store_errors import first_reason
+from .errors import first_reason
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -1,0 +1,90 @@
+"""The state of a run: its newest attempt, how that ended, whether its process is gone; and what a prune must therefore keep."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from .attempts import Attempt, Ending, Outcome, newest_attempt, read_outcome
+from .history import newest_recorded
+from .run import Run
+
+State: TypeAlias = Ending | Literal["running", "lost", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The state of an attempt as its records and its machine show it; only Prefect knows more of its flow run.
+
+    Attributes:
+        attempt: The attempt.
+        outcome: Its recorded outcome; None while it runs, or if its leader was killed.
+
+    """
+
+    attempt: Attempt
+    outcome: Outcome | None
+
+    @property
+    def is_process_gone(self) -> bool | None:
+        """Whether the leader's process is gone; None if it is on another machine or in another container."""
+        return self.attempt.owner.is_process_gone()
+
+    @property
+    def state(self) -> State:
+        """The recorded ending, else "running", "lost" (its process is gone) or "unknown" (its process is elsewhere)."""
+        if self.outcome is not None:
+            return self.outcome.ending
+        is_gone = self.is_process_gone
+        return "unknown" if is_gone is None else "lost" if is_gone else "running"
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the attempt completed."""
+        return self.outcome is not None and self.outcome.ending == "completed"
+
+    @property
+    def may_be_alive(self) -> bool:
+        """Whether the attempt may be under way, for all that its records and its machine show."""
+        return self.state in ("running", "unknown")
+
+
+def read_standing(run: Run) -> Standing | None:
+    """Return the standing of the newest attempt, or None before the first; a listing and two small reads.
+
+    Raises:
+        UnsupportedFormatError: If a newer version made the attempt.
+
+    """
+    attempt = newest_attempt(run)
+    return None if attempt is None else standing_of(run, attempt)
+
+
+def standing_of(run: Run, attempt: Attempt) -> Standing:
+    """Return the standing of `attempt`; one small read."""
+    return Standing(attempt, read_outcome(run, attempt.number))
+
+
+@dataclass(frozen=True, slots=True)
+class PruneLimits:
+    """Checkpoints that may not be deleted, whatever a policy decides.
+
+    Attributes:
+        in_use: The ids that ranks restore.
+        up_to: The newest checkpoint whose report is in the metric history: of a newer one, the manifest is the only record.
+            None for no such limit.
+
+    """
+
+    in_use: tuple[str, ...] = ()
+    up_to: str | None = None
+
+
+def prune_limits(run: Run, standing: Standing | None) -> PruneLimits:
+    """Return the limits of a prune by a process other than the leader of the newest attempt; a leader knows its own.
+
+    An attempt without an outcome is running, or its leader was killed, and then the next leader stores the reports that it left
+    unstored. Costs nothing with an outcome; without one, a listing and a read of the metric history.
+    """
+    if standing is None or standing.outcome is not None:
+        return PruneLimits()
+    restored = standing.attempt.restored_id
+    return PruneLimits(() if restored is None else (restored,), newest_recorded(run))

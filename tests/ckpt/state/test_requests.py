@@ -1,0 +1,76 @@
+"""What a state asks of the storage: how often, and what follows when it fails or lies."""
+
+import pytest
+import torch
+from crash_points import open_run
+from faulty_storage import FaultyStorage
+from prefect_torch.ckpt import CheckpointCorruptError, StorageError
+from prefect_torch.ckpt.storage.local import LocalStorage
+from ranks import Attempt
+
+
+def state_of(score, rank=0):
+    return {"w": torch.full((700, 500), float(score)), "small": torch.tensor(score), "score": score, "rank": rank}
+
+
+def report(store, score):
+    Attempt(store).run(lambda session, _: session.report({"score": score}, state=state_of(score)))
+
+
+def test_an_error_at_any_operation_of_a_load_is_raised_and_a_second_try_succeeds(tmp_path):
+    storage = LocalStorage(tmp_path / "store")
+    report(open_run(storage), 1)
+    for number in range(1, 100):
+        faulty = FaultyStorage(storage, number, error=StorageError("no answer"))
+        checkpoint = open_run(faulty).checkpoint(open_run(storage).latest())
+        state = state_of(0)
+        try:
+            checkpoint.load_state(state)
+        except StorageError:
+            checkpoint.load_state(state)
+        assert torch.equal(state["w"], state_of(1)["w"])
+        if not faulty.fired:
+            break
+    assert number > 3
+
+
+def test_a_report_costs_two_files_a_rank_and_three_small_ones(tmp_path):
+    faulty = FaultyStorage(LocalStorage(tmp_path / "store"))
+    attempt = Attempt(open_run(faulty), 2)
+    faulty.operations.clear()
+
+    def train(session, rank):
+        for score in range(10):
+            session.report({"score": score}, state=state_of(score, rank))
+
+    assert attempt.run(train) == [None, None]
+    # each rank's tensors and values, the index and torch's metadata; the manifest; the fence
+    assert faulty.counts() == {"put_buffers": 60, "put_bytes": 10, "list": 10}
+
+
+def test_a_load_reads_neighbours_together_and_only_what_it_needs(tmp_path):
+    storage = LocalStorage(tmp_path / "store")
+    many = {
+        "small": {str(number): torch.full((200, 100), float(number)) for number in range(40)},
+        "large": torch.ones(3000, 1000),
+    }
+    Attempt(open_run(storage)).run(lambda session, _: session.report({}, state=many))
+    faulty = FaultyStorage(storage)
+    store = open_run(faulty)
+    target = {"small": {str(number): torch.zeros(200, 100) for number in range(40)}}
+    store.checkpoint(open_run(storage).latest()).load_state(target)
+    assert all(torch.equal(target["small"][name], many["small"][name]) for name in many["small"])
+    assert faulty.counts() == {"size": 1, "get_bytes": 1, "get_range": 1}
+
+
+def test_a_file_that_ends_early_or_differs_is_corrupt_however_it_is_read(tmp_path):
+    storage = LocalStorage(tmp_path / "store")
+    report(open_run(storage), 1)
+    store = open_run(storage)
+    path = storage.local_path(store.layout.data(store.latest().id, "__0_0.distcp"))
+    data = path.read_bytes()
+    for damaged in (data[:-3000], bytes([*data[:9000], data[9000] ^ 1]) + data[9001:]):
+        path.write_bytes(damaged)
+        for target in (torch.zeros(700, 500), torch.zeros(500, 700).t()):
+            with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp (ends|differs)"):
+                store.checkpoint(store.latest()).load_state({"w": target})
