@@ -32,7 +32,7 @@ from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from .api_outage import outlast_api_outages
-from .arguments import count_call_in_task, find_named, name_run, require_gpus
+from .arguments import count_call_in_task, find_named, name_run, seat_for
 from .embedded_server import tie_embedded_server
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
@@ -107,11 +107,13 @@ def train(
         ValueError: If an argument is invalid; nothing was started.
         RunBusyError: If another flow run that is alive trains this run.
         CheckpointError: If the run cannot be resumed.
+        GpusBusyError: If others use the GPUs that the ranks need, longer than `wait_for_gpus_s`.
 
     """
     tie_embedded_server()
-    failure = failure or FailureConfig()
-    job = _job(train_fn, config, scaling or ScalingConfig(), run or RunConfig(), checkpoint or CheckpointConfig(), failure,
+    scaling, failure = scaling or ScalingConfig(), failure or FailureConfig()
+    seat = seat_for(scaling)
+    job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure,
                resume_from)  # fmt: skip
     flow_run_id = flow_run.id
     restarts = Restarts(job, flow_run_id, is_rerun=flow_run.run_count > 1)
@@ -131,11 +133,12 @@ def train(
         observers = Observers([*console_progress(job.run), PageObserver(job), EventObserver(job)])
         try:
             with outlast_api_outages():
-                return_value = led(job, observers, termination, restarts)
+                return_value = led(job, observers, termination, restarts, seat)
         except TERMINATIONS:
             record_termination(termination.outcome)
             raise
         finally:
+            seat.release()
             observers.close()
     return replace(Result.from_storage(job.storage, job.run), return_value=return_value)
 
@@ -149,7 +152,6 @@ def _job(
     failure: FailureConfig,
     resume_from: str | Checkpoint | None,
 ) -> TrainJob:
-    require_gpus(scaling)
     storage = configured_storage(run.storage, run.storage_deadline_s)
     return TrainJob(
         function=pack_function(train_fn, config),
@@ -170,6 +172,7 @@ def _job(
         reports=ReportSettings(checkpoint.max_in_flight, checkpoint.target_overhead, checkpoint.checkpoint_score_attribute),
         grace_s=failure.grace_s,
         hang_timeout_s=failure.hang_timeout_s,
+        timeout_s=scaling.timeout_s,
     )
 
 

@@ -33,6 +33,7 @@ class TrainJob:
         grace_s: How long ranks may still commit once termination is requested.
         hang_timeout_s: The longest time without a report; None for unlimited.
         max_out_of_memory_failures: Restarts after memory ran out; -1 for unlimited.
+        timeout_s: How long ranks wait for each other in a collective, and when they form a group; None for torch's own limits.
 
     """
 
@@ -54,6 +55,7 @@ class TrainJob:
     grace_s: float
     hang_timeout_s: float | None
     max_out_of_memory_failures: int = 0
+    timeout_s: float | None = None
 
     def open_store(self) -> CheckpointStore:
         """Return the store of the run."""
