@@ -36,7 +36,8 @@ def other(tmp_path):
     """Another flow's process, which trains on one GPU until a file appears; yields it and that file."""
     running, until = tmp_path / "running", tmp_path / "until"
     config = json.dumps({"running": str(running), "until": str(until)})
-    command = [sys.executable, str(SUPPORT / "run_gpu_training.py"), str(tmp_path / "store"), "other", config, "{}"]
+    arguments = [str(tmp_path / "other"), "gpu_trainings:tell_gpu", config, "{}", "{}"]
+    command = [sys.executable, str(SUPPORT / "run_on_gpus.py"), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not running.exists():
@@ -62,8 +63,7 @@ def test_trainings_and_evaluations_of_one_machine_never_share_a_gpu(other, run, 
         train("gpu_trainings:tell_gpu", {}, BOTH, run)
     told = train("gpu_trainings:tell_gpu", {"fail": True}, ONE, run, failure=FailureConfig(max_failures=1)).return_value
     assert [rank["visible"] for rank in told["ranks"]] == ["1"]
-    storage = str(tmp_path / "store")
-    (evaluated,) = evaluate("gpu_trainings:evaluate_on_gpu", storage, "other", scaling=ONE).values()
+    (evaluated,) = evaluate("gpu_trainings:evaluate_on_gpu", str(tmp_path / "other"), "run", scaling=ONE).values()
     assert evaluated == {"gpu": "1"}
     until.touch()
     assert json.loads(process.communicate(timeout=60)[0].splitlines()[-1])["ranks"][0]["visible"] == "0"
