@@ -7,13 +7,17 @@ BIN := .venv/bin
 # Prefect gives its embedded server 20 s, which a busy laptop may exceed.
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 
-.PHONY: demo test lint docs ray-pages screenshots bench chaos soak install s3rver
+.PHONY: demo test gpu lint docs ray-pages screenshots bench chaos soak install s3rver
 
 demo: install
 	$(BIN)/python examples/digits.py
 
 test: install s3rver
 	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+
+# What needs GPUs, on a machine that has some: writes gpu-results.json, with versions, devices, outcomes and figures.
+gpu: install
+	$(BIN)/python -m pytest tests/gpu --timeout=900
 
 lint: install
 	$(BIN)/ruff check .

@@ -9,10 +9,12 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import TaskRunContext
+from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.runs.layout import check_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.tasks import ScalingConfig
+from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
@@ -21,18 +23,17 @@ _DIGITS = 12  # of a digest, enough for a million runs below one flow run
 _calls: Counter[tuple[UUID, int]] = Counter()  # by task run and try
 
 
-def require_gpus(scaling: ScalingConfig) -> None:
-    """Raise ValueError unless this machine has a GPU for each rank that needs one."""
-    if not scaling.use_gpu:
-        return
-    import torch  # noqa: PLC0415 - only ranks on GPUs need it in the flow's process
+def seat_for(scaling: ScalingConfig) -> GpuSeat:
+    """Return the GPUs that ranks need, which are yet to be taken.
 
-    available = torch.cuda.device_count()
-    if available < scaling.num_workers:
-        raise ValueError(
-            f"num_workers={scaling.num_workers} with use_gpu=True needs as many GPUs, and this machine has {available}; "
-            "lower num_workers or give use_gpu=False"
-        )
+    Raises:
+        ValueError: If this machine has fewer GPUs than ranks.
+
+    """
+    owner = f"flow run {flow_run.name}"
+    seat = GpuSeat(scaling.num_workers if scaling.use_gpu else 0, scaling.wait_for_gpus_s, owner)
+    seat.check()
+    return seat
 
 
 def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) -> CheckpointRef:

@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
 from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.gpus import GpusBusyError, GpuSeat
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
@@ -22,7 +23,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from .api_outage import outlast_api_outages
-from .arguments import find_named, require_gpus
+from .arguments import find_named, seat_for
 from .embedded_server import tie_embedded_server
 from .short_tracebacks import short_tracebacks, shorten_logs
 
@@ -107,16 +108,17 @@ def evaluate(
             RankFailedError of a process that died.
         ValueError: If an argument is invalid, or the training itself reported a metric called `name`.
         FileNotFoundError: If there is no such run.
+        GpusBusyError: If others use the GPUs that the ranks need, longer than `wait_for_gpus_s`.
 
     """
     shorten_logs()
     tie_embedded_server()
     scaling = scaling or ScalingConfig()
-    require_gpus(scaling)
+    seat = seat_for(scaling)
     job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling)
     chosen = _choose(configured_storage(storage), run, checkpoints, name, poll_s if watch else None)
     with outlast_api_outages():
-        return _evaluate_all(job, chosen)
+        return _evaluate_all(job, seat, chosen)
 
 
 def _pack(eval_fn: str | Callable[..., Any], config: dict[str, Any] | None) -> PackedFunction:
@@ -169,12 +171,12 @@ def _unevaluated(store: CheckpointStore, name: str, seen: set[str]) -> list[Chec
     ]
 
 
-def _evaluate_all(job: EvaluationJob, checkpoints: Iterable[CheckpointRef]) -> dict[str, Metrics]:
+def _evaluate_all(job: EvaluationJob, seat: GpuSeat, checkpoints: Iterable[CheckpointRef]) -> dict[str, Metrics]:
     evaluated: dict[str, Metrics] = {}
     failure: Exception | None = None
     for checkpoint in checkpoints:
         try:
-            metrics = evaluate_checkpoint(job, checkpoint)
+            metrics = evaluate_checkpoint(job, checkpoint, seat)
         except Exception as exc:
             if _is_final(exc):
                 raise
@@ -190,5 +192,7 @@ def _evaluate_all(job: EvaluationJob, checkpoints: Iterable[CheckpointRef]) -> d
 
 def _is_final(error: Exception) -> bool:
     """Return whether every other checkpoint would fail in the same way, as with a function that cannot be imported."""
+    if isinstance(error, GpusBusyError):
+        return True
     failed = error if isinstance(error, RankFailedError) else error.__cause__
     return isinstance(failed, RankFailedError) and failed.kind == "final"

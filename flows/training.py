@@ -36,7 +36,7 @@ from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from .api_outage import outlast_api_outages
-from .arguments import count_call_in_task, find_named, name_run, require_gpus
+from .arguments import count_call_in_task, find_named, name_run, seat_for
 from .embedded_server import tie_embedded_server
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
@@ -137,12 +137,14 @@ def train(
         ValueError: If an argument is invalid; nothing was started.
         RunBusyError: If another flow run that is alive trains this run.
         CheckpointError: If the run cannot be resumed.
+        GpusBusyError: If others use the GPUs that the ranks need, longer than `wait_for_gpus_s`.
 
     """
     shorten_logs()
     tie_embedded_server()
-    failure = failure or FailureConfig()
-    job = _job(train_fn, config, scaling or ScalingConfig(), run or RunConfig(), checkpoint or CheckpointConfig(), failure,
+    scaling, failure = scaling or ScalingConfig(), failure or FailureConfig()
+    seat = seat_for(scaling)
+    job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure,
                resume_from)  # fmt: skip
     flow_run_id = flow_run.id
     restarts = Restarts(failure, flow_run_id, is_rerun=flow_run.run_count > 1)
@@ -165,11 +167,12 @@ def train(
         observers = Observers([*console_progress(job.run), PageObserver(job), EventObserver(job)])
         try:
             with outlast_api_outages():
-                return_value = led(job, observers, termination, restarts)
+                return_value = led(job, observers, termination, restarts, seat)
         except TERMINATIONS:
             _record_termination(termination.outcome)
             raise
         finally:
+            seat.release()
             observers.close()
     return replace(Result.from_storage(job.storage, job.run), return_value=return_value)
 
@@ -183,7 +186,6 @@ def _job(
     failure: FailureConfig,
     resume_from: str | Checkpoint | None,
 ) -> TrainJob:
-    require_gpus(scaling)
     storage = configured_storage(run.storage, run.storage_deadline_s)
     return TrainJob(
         function=pack_function(train_fn, config),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -11,6 +12,7 @@ from prefect_torch.ckpt.runs.evaluations import check_free
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.tasks.gang.gang import meet
+from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.config import ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -44,7 +46,7 @@ class EvaluationJob:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef) -> Metrics | None:
+def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat | None = None) -> Metrics | None:
     """Return the metrics of `checkpoint`, which are attached to it when this returns; None if it was pruned meanwhile.
 
     Claims no attempt of the run, so it may run during its training. No rank's process outlives this call, however it ends.
@@ -52,20 +54,23 @@ def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef) -> Metric
     Args:
         job: The evaluation.
         checkpoint: The checkpoint.
+        seat: The GPUs of the ranks, which are taken for the time of this call; None if they have none.
 
     Raises:
         Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
         RankFailedError: If a rank died, or its exception cannot be rebuilt here.
         ValueError: If the training itself reported a metric with the evaluation's name.
         CheckpointError: If the checkpoint's manifest is damaged, or the storage fails.
+        GpusBusyError: If others use the GPUs that the ranks need, longer than the evaluation waits for them.
 
     """
+    seat = seat or GpuSeat(0, None, job.name)
     store = CheckpointStore.open(checkpoint.storage, checkpoint.run)
     try:
         with library_logs_in_run():
             check_free(store.committed(checkpoint.checkpoint_id), job.name)  # fails before hours of work
             termination = Termination(grace_s=0.0)
-            metrics = termination.outlast(partial(_run, job, checkpoint, termination))
+            metrics = termination.outlast(partial(_run, job, checkpoint, termination, seat))
             store.attach_metrics(checkpoint.checkpoint_id, metrics, job.name)
     except RankFailedError as exc:
         if _is_pruned(store, checkpoint.checkpoint_id):
@@ -81,17 +86,25 @@ def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef) -> Metric
     return metrics
 
 
-def _run(job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination) -> Metrics:
-    # Without it, Prefect marks the task runs of ranks as rolled back as soon as this one fails.
-    with transaction(commit_mode=CommitMode.EAGER):
-        gang, key_value = meet(lambda address: _specs(job, checkpoint, address), hang_timeout_s=None)
-        try:
-            metrics = gang.run(key_value, None, termination)
-        finally:
-            gang.stop(key_value, "the evaluation is over")
+def _run(job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination, seat: GpuSeat) -> Metrics:
+    try:
+        seat.take(termination.raise_if_requested)
+        metrics = _run_ranks(job, checkpoint, termination, seat)
+    finally:
+        seat.release()
     if metrics is None:
         raise ValueError(f"{job.function.name} ended without metrics on rank 0: return a dict of them")
     return dict(metrics)
+
+
+def _run_ranks(job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination, seat: GpuSeat) -> Any:
+    # Without it, Prefect marks the task runs of ranks as rolled back as soon as this one fails.
+    with transaction(commit_mode=CommitMode.EAGER):
+        gang, key_value = meet(lambda address: _specs(job, checkpoint, seat, address), hang_timeout_s=None)
+        try:
+            return gang.run(key_value, None, termination)
+        finally:
+            gang.stop(key_value, "the evaluation is over")
 
 
 def _is_pruned(store: CheckpointStore, checkpoint_id: str) -> bool:
@@ -108,7 +121,7 @@ def _log_skipped(checkpoint: CheckpointRef) -> None:
     )
 
 
-def _specs(job: EvaluationJob, checkpoint: CheckpointRef, rendezvous: Address) -> list[RankSpec]:
+def _specs(job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat, rendezvous: Address) -> list[RankSpec]:
     return on_one_machine(
         RankSpec(
             world_size=job.scaling.num_workers,
@@ -121,6 +134,9 @@ def _specs(job: EvaluationJob, checkpoint: CheckpointRef, rendezvous: Address) -
             function=job.function,
             use_gpu=job.scaling.use_gpu,
             backend=job.scaling.backend,
+            timeout_s=job.scaling.timeout_s,
+            visible_gpus=seat.environment,
+            gpu_locks=seat.locks,
             evaluates=True,
         )
     )

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -95,11 +96,22 @@ class _OnExistingRanks(_Parallel):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this machine's ranks, of the type of the Trainer's accelerator."""
+        """The devices of this machine's ranks, of the type of the Trainer's accelerator.
+
+        Raises:
+            ValueError: If the ranks have no device of that type, as with accelerator="auto" on a machine that has a GPU.
+
+        """
         count = get_context().local_world_size
         if not self._parallel_devices or self._parallel_devices[0].type == "cpu":
             return [torch.device("cpu")] * count
-        return [torch.device(self._parallel_devices[0].type, index) for index in range(count)]
+        kind = self._parallel_devices[0].type
+        if dist.is_initialized() and getattr(dist.group.WORLD, "bound_device_id", None) is None:
+            raise ValueError(
+                f"the Trainer takes a device of the type {kind}, but the training's ranks have none: give the Trainer "
+                "accelerator='cpu', or the training ScalingConfig(use_gpu=True)"
+            )
+        return [torch.device(kind, index) for index in range(count)]
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:

@@ -108,9 +108,10 @@ class RankSession:
 
     def log_metrics(self, metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
         """Record metrics without a report; see `reporting.log_metrics`."""
-        cleaned = clean_metrics(metrics)
+        is_recorded = self.context.world_rank == 0
+        cleaned = clean_metrics(metrics, read=is_recorded)
         step = check_step(step, following=self._last_step + 1, newest=None)
-        if self.context.world_rank == 0:
+        if is_recorded:
             record = MetricRecord(self.context.attempt, step, cleaned, None, utc_now(), is_logged=True)
             self._events.send(ReportEvent(record))
 

@@ -14,11 +14,13 @@ _NON_FINITE = "__float__"
 _NON_FINITE_TEXTS = ("nan", "inf", "-inf")
 
 
-def clean_metrics(metrics: Mapping[str, object]) -> Metrics:
+def clean_metrics(metrics: Mapping[str, object], *, read: bool = True) -> Metrics:
     """Return `metrics` with numpy scalars and 0-d tensors as Python numbers, detached from the caller's objects.
 
     Args:
         metrics: Numbers, bools, strings, None, NaN, infinities and nested dicts of them, under string keys.
+        read: Whether the values of 0-d tensors count: reading one of a GPU waits for the computations before it. Else they are
+            checked, and None.
 
     Raises:
         ValueError: For anything else (arrays, tensors with a shape, lists, objects), naming the metric.
@@ -26,10 +28,10 @@ def clean_metrics(metrics: Mapping[str, object]) -> Metrics:
     """
     if not isinstance(metrics, Mapping):
         raise ValueError(f"metrics must be a dict, not {type(metrics).__name__}")  # noqa: TRY004 - one error for bad metrics
-    return _clean_mapping(metrics, "", _MAX_DEPTH)
+    return _clean_mapping(metrics, "", _MAX_DEPTH, read=read)
 
 
-def _clean_mapping(metrics: Mapping[str, object], path: str, depth: int) -> Metrics:
+def _clean_mapping(metrics: Mapping[str, object], path: str, depth: int, *, read: bool) -> Metrics:
     if depth == 0:
         raise ValueError(f"metric {path!r} is nested more than {_MAX_DEPTH} levels deep (does a dict contain itself?)")
     cleaned: Metrics = {}
@@ -40,15 +42,20 @@ def _clean_mapping(metrics: Mapping[str, object], path: str, depth: int) -> Metr
             raise ValueError(f"the metric name {_NON_FINITE!r} is reserved")
         plain = str.__str__(name)  # str() of an enum is its name, not its text
         full = f"{path}/{plain}" if path else plain
-        cleaned[plain] = _clean_mapping(value, full, depth - 1) if isinstance(value, Mapping) else _clean_value(value, full)
+        if isinstance(value, Mapping):
+            cleaned[plain] = _clean_mapping(value, full, depth - 1, read=read)
+        else:
+            cleaned[plain] = _clean_value(value, full, read=read)
     return cleaned
 
 
-def _clean_value(value: object, name: str) -> MetricValue:
+def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
     if value is None or type(value) in (bool, int, float, str):
         return value  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`
     to_item = getattr(value, "item", None)
     if to_item is not None and getattr(value, "ndim", None) == 0:  # numpy scalars, 0-d arrays and tensors
+        if not read:
+            return None
         try:
             item = to_item()
         except Exception as exc:  # for example a tensor on the meta device

@@ -37,10 +37,11 @@ class RankProcess:
         command: The program and its arguments; the number of its result pipe is appended as the last one.
         environment: Its whole environment.
         stdin: The bytes that it reads before the end of file.
+        held: Descriptors that the guard keeps open until the process and its descendants are gone, such as those of locks.
 
     """
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], stdin: bytes) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str], stdin: bytes, held: Sequence[int] = ()) -> None:
         lifeline, self._lifeline = os.pipe()
         self._status, status = os.pipe()
         self._result, result = os.pipe()
@@ -52,7 +53,7 @@ class RankProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[lifeline, status, result],
+                pass_fds=[lifeline, status, result, *held],  # the guard passes only the last of the three on
                 start_new_session=True,  # the supervisor passes on Ctrl-C at a terminal
             )
         finally:

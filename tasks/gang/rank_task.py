@@ -16,11 +16,12 @@ from prefect.states import Cancelled, Failed
 from prefect_torch.ckpt.reporting.key_value import KeyValue
 from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import CONSEQUENCES, of_returncode
+from prefect_torch.tasks.rank.failures import CONSEQUENCES, hint_at_death, of_returncode
 from prefect_torch.tasks.rank.oom_kills import count_oom_kills
 from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, connect, heartbeat_key
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
+from .flight_recorder import FlightRecorder
 from .process import ProcessExit, RankProcess
 from .watch import HEARTBEAT_S
 
@@ -38,6 +39,7 @@ _SECRETS_OF_PREFECT = {
 }
 _STOP_GRACE_S = 3.0
 _STACK_TRACES_S = 1.0  # enough to print them
+_RECORD_S = 5.0  # NCCL's thread looks at its pipe every second
 
 
 @task(
@@ -62,13 +64,17 @@ def train_rank(spec: RankSpec) -> Any:
     """
     command = [sys.executable, "-u", "-c", _RUN, "prefect_torch.tasks.rank.main"]
     oom_kills = count_oom_kills()
-    process = RankProcess(command, _environment(spec), cloudpickle.dumps(spec))
+    recorder = FlightRecorder(spec.rank) if spec.records_collectives else None
+    environment = {**_environment(spec), **({} if recorder is None else recorder.environment)}
+    process = RankProcess(command, environment, cloudpickle.dumps(spec), spec.gpu_locks[spec.local_rank : spec.local_rank + 1])
     try:
         key_value = connect(spec.rendezvous)
-        stopped = _supervise(process, key_value, spec.rank)
+        stopped = _supervise(process, key_value, spec.rank, recorder)
     finally:
         process.kill()
         process_exit = process.reap()
+        if recorder is not None and (record := recorder.close()) is not None:
+            get_run_logger().warning("the rank's last collectives are in %s: read that of all ranks with torchfrtrace", record)
     if stopped is not None:
         return Cancelled(message=stopped)
     result = rank_result(process_exit, oom_kills, count_oom_kills())
@@ -94,7 +100,7 @@ def _load_value(pickled: bytes) -> Any:
         return None
 
 
-def _supervise(process: RankProcess, key_value: KeyValue, rank: int) -> str | None:
+def _supervise(process: RankProcess, key_value: KeyValue, rank: int, recorder: FlightRecorder | None) -> str | None:
     """Log lines until the process has exited; return why it was stopped, or None if it exited by itself."""
     logger = get_run_logger()
     reason: str | None = None
@@ -111,7 +117,8 @@ def _supervise(process: RankProcess, key_value: KeyValue, rank: int) -> str | No
             terminate_at_s = now_s
             if key_value.check(STACK_TRACES_KEY):
                 process.write_stack_traces()
-                terminate_at_s += _STACK_TRACES_S
+                is_recording = recorder is not None and recorder.request()
+                terminate_at_s += _RECORD_S if is_recording else _STACK_TRACES_S
         if now_s >= terminate_at_s:
             process.terminate()
             terminate_at_s, kill_at_s = math.inf, now_s + _STOP_GRACE_S
@@ -132,12 +139,9 @@ def rank_result(process_exit: ProcessExit, oom_kills_before: int | None, oom_kil
     if process_exit.message:
         result: RankResult = pickle.loads(process_exit.message)  # noqa: S301 - from our own process
         return result
-    kind = of_returncode(process_exit.returncode, oom_killed=(oom_kills or 0) > (oom_kills_before or 0))
-    hint = ""
-    if kind == "out_of_memory":
-        hint = "; the kernel has killed for lack of memory meanwhile, so the machine, or its container, has too little"
-    elif process_exit.returncode == -signal.SIGKILL and oom_kills is None:
-        hint = "; if nobody sent it, the machine ran out of memory"
+    oom_killed = None if oom_kills is None else oom_kills > (oom_kills_before or 0)
+    kind = of_returncode(process_exit.returncode, oom_killed=bool(oom_killed))
+    hint = hint_at_death(process_exit.returncode, oom_killed=oom_killed)
     return RankResult(kind=kind, error=f"{_death(process_exit.returncode)}{hint}")
 
 

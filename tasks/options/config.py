@@ -35,6 +35,20 @@ class ScalingConfig(_Config):
         title="Backend",
         description="How the ranks exchange tensors. When nothing is chosen, nccl with GPUs and gloo without.",
     )
+    timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e9,
+        title="Timeout (seconds)",
+        description="How long a rank waits for the others in a collective, and when they form a group. torch's own limits when "
+        "empty: nccl 10 minutes, gloo 30.",
+    )
+    wait_for_gpus_s: Seconds | None = Field(
+        default=None,
+        title="Wait for GPUs (seconds)",
+        description="How long to wait while other trainings use the GPUs of the machine. 0: fail immediately. Without limit "
+        "when empty.",
+    )
 
 
 class RunConfig(_Config):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,15 +14,15 @@ def on_device(batches: Iterator[Any], device: torch.device | None, *, may_look_a
     Args:
         batches: The batches of a loader.
         device: With a GPU, batches are copied on a separate stream, concurrently with the computation if the loader has
-            `pin_memory=True`.
+            `pin_memory=True`; such memory must then not be written again before the next batch but one is taken.
         may_look_ahead: Whether the next batch may be taken from `batches` before the current one is yielded.
 
     """
     if device is None or device.type == "cpu":
         return batches
-    if device.type != "cuda" or not may_look_ahead:
+    if not may_look_ahead or not hasattr(getattr(torch, device.type, None), "Stream"):
         return (moved(batch, device) for batch in batches)
-    copies = _SideStream(device)
+    copies = _SideStream(device, _stream(device))
     return one_ahead(batches, copies.begin, copies.hand_over)
 
 
@@ -48,22 +49,29 @@ def one_ahead(
         yield current
 
 
+@cache
+def _stream(device: torch.device) -> Any:
+    """Return the stream for copies to `device`, one for all epochs: the allocator keeps a pool of memory for each stream."""
+    return torch.get_device_module(device).Stream(device)
+
+
 class _SideStream:
     """Copies batches to a GPU on a separate stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: Any) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch types its constructor in part
+        self._module = torch.get_device_module(device)
+        self._stream = stream
 
     def begin(self, batch: Any) -> Any:
         # The copy may get the memory of an earlier batch that is freed but still in use, so it waits for all kernels that were
         # launched before. record_stream alone is not enough: it reaches only the tensors that `_record` finds.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
             return moved(batch, self._device)
 
     def hand_over(self, batch: Any) -> None:
-        current = torch.cuda.current_stream(self._device)
+        current = self._module.current_stream(self._device)
         current.wait_stream(self._stream)
         _record(batch, current)
 
@@ -72,9 +80,8 @@ def moved(batch: Any, device: torch.device) -> Any:
     """Return `batch` with its tensors on `device`; values that are no tensor or container and have no `to` are kept."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)  # in the background where the loader pins memory
-    to: Callable[..., Any] | None = getattr(batch, "to", None)  # a packed sequence, a tokenizer's batch
-    if callable(to):
-        return to(device)
+    if callable(getattr(batch, "to", None)):  # a packed sequence, a tokenizer's batch
+        return _moved_by_itself(batch, device)
     if isinstance(batch, MutableMapping):
         changed = copy.copy(batch)
         changed.update({key: moved(value, device) for key, value in batch.items()})
@@ -86,10 +93,17 @@ def moved(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _record(batch: Any, stream: "torch.cuda.Stream") -> None:
+def _moved_by_itself(batch: Any, device: torch.device) -> Any:
+    try:
+        return batch.to(device, non_blocking=True)  # else it waits for the computation on the batch before
+    except TypeError:  # it takes no such argument
+        return batch.to(device)
+
+
+def _record(batch: Any, stream: Any) -> None:
     """Prevent the memory of `batch` from being allocated again before `stream` is done with it."""
     if isinstance(batch, torch.Tensor):
-        if batch.is_cuda:
+        if batch.device.type != "cpu":
             batch.record_stream(stream)
     elif isinstance(batch, Mapping):
         for value in batch.values():

@@ -28,9 +28,10 @@ def prepare_model(
     A single rank gets the bare model, whatever the other arguments. A model that is parallel already is only moved.
 
     With "fsdp2", each item of the outermost ModuleLists and Sequentials is sharded on its own, then the rest of the model, so
-    that one item at a time is in memory as a whole. An item that shares a parameter with another module belongs to the rest. A
-    model in which `fully_shard` was called on any part is sharded in those parts and the rest only: do so where a loop calls
-    other methods of an item than its forward.
+    that one item at a time is on the device as a whole. An item that shares a parameter with another module belongs to the
+    rest. A model in which `fully_shard` was called on any part is sharded in those parts and the rest only: do so where a loop
+    calls other methods of an item than its forward. A model on the meta device stays there: call its `to_empty` and then
+    initialize it or load a checkpoint.
 
     Args:
         model: The module; it is moved in place, and sharded in place by "fsdp2".
@@ -46,12 +47,16 @@ def prepare_model(
 
     """
     _check_strategy(parallel_strategy)
-    if move_to_device is not False:
-        model = model.to(get_device() if move_to_device is True else move_to_device)
-    if parallel_strategy is None or _is_parallel(model) or get_rank_and_size()[1] == 1:
-        return model
+    device = None if move_to_device is False else get_device() if move_to_device is True else torch.device(move_to_device)
     arguments = dict(parallel_strategy_kwargs or {})
-    return _replicated(model, arguments) if parallel_strategy == "ddp" else _sharded(model, arguments)
+    if parallel_strategy is None or _is_parallel(model) or get_rank_and_size()[1] == 1:
+        return model if parallel_strategy == "fsdp2" and _is_meta(model) else _moved(model, device)
+    if parallel_strategy == "ddp":
+        return _replicated(_moved(model, device), arguments)
+    mesh = arguments.get("mesh")
+    if device is not None and device.type != (get_device().type if mesh is None else mesh.device_type):
+        model = model.to(device)
+    return _sharded(model, device, arguments)
 
 
 def _check_strategy(strategy: str | None) -> None:
@@ -66,6 +71,14 @@ def _is_parallel(model: nn.Module) -> bool:
     return isinstance(inner, (DistributedDataParallel, FSDPModule, FullyShardedDataParallel))
 
 
+def _is_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _moved(model: nn.Module, device: torch.device | None) -> nn.Module:
+    return model if device is None else model.to(device)
+
+
 def _replicated(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
     if _has_shards(model):
         raise ValueError(
@@ -77,7 +90,8 @@ def _replicated(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
     return DistributedDataParallel(model, **arguments)
 
 
-def _sharded(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+def _sharded(model: nn.Module, device: torch.device | None, arguments: dict[str, Any]) -> nn.Module:
+    """Shard `model`; each part is moved when it is sharded, since the whole may fit on no device."""
     is_begun = any(isinstance(module, FSDPModule) for module in model.modules())
     if "mesh" not in arguments:  # the default of fully_shard takes a GPU wherever there is one
         if _has_shards(model) and not is_begun:
@@ -90,6 +104,9 @@ def _sharded(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
         for block in list(_blocks(model)):
             fully_shard(block, **arguments)
     fully_shard(model, **arguments)
+    for tensor in (*model.parameters(), *model.buffers()):  # such as `ignored_params`; offloaded shards stay where they are
+        if device is not None and not isinstance(tensor, DTensor) and tensor.device.type not in ("meta", device.type):
+            tensor.data = tensor.to(device)
     return model
 
 

@@ -59,22 +59,39 @@ _OF_TORCH: dict[str, RankFailureKind] = {
     "torch.cuda.OutOfMemoryError": "out_of_memory",
     "torch.distributed.DistError": "communication",
 }
+# Errors of a CUDA runtime call, by the code that torch.AcceleratorError has, and by the text that a RuntimeError of older
+# versions begins with (driver_types.h). A device-side assertion (710) and an illegal access (700) are the function's.
+_OF_CUDA: dict[int, tuple[str, RankFailureKind]] = {
+    2: ("out of memory", "out_of_memory"),
+    46: ("CUDA-capable device(s) is/are busy or unavailable", "infrastructure"),
+    100: ("no CUDA-capable device is detected", "infrastructure"),
+    214: ("uncorrectable ECC error encountered", "infrastructure"),
+    220: ("uncorrectable NVLink error detected during the execution", "infrastructure"),
+    226: ("Invalid access of peer GPU memory over nvlink or a hardware error", "infrastructure"),
+    802: ("system not yet initialized", "infrastructure"),
+}
+_CUDA_ERROR = "CUDA error: "
 _OF_PREFECT = "httpx.HTTPError"
 # Gloo throws a plain RuntimeError whose text begins with the location in its source. It may be raised anywhere: in a
 # collective, in work.wait() of the user, in the backward pass of DDP.
 _THROWN_BY_GLOO = re.compile(r"\[\S*\bgloo/\S+\.(?:cc|h):\d+\] ")
 
 
-def of_exception(error: BaseException, *, in_function: bool = True, oom_killed: bool = False) -> RankFailureKind:
+def of_exception(
+    error: BaseException, *, in_function: bool = True, oom_killed: bool = False, is_gpu_shared: bool = False
+) -> RankFailureKind:
     """Return the kind of a rank's failure by an exception.
 
     Args:
         error: The exception.
         in_function: Whether the user's function was running. Before it, what would be "user" is "infrastructure".
         oom_killed: Whether the kernel has killed a process for lack of memory meanwhile, such as a data loader's worker.
+        is_gpu_shared: Whether others hold memory of the GPU; what is lacking then says nothing about the function.
 
     """
     kind = _of_error(error, oom_killed=oom_killed)
+    if kind == "out_of_memory" and is_gpu_shared and not isinstance(error, MemoryError):
+        return "infrastructure"
     return "infrastructure" if kind == "user" and not in_function else kind
 
 
@@ -89,6 +106,25 @@ def of_returncode(returncode: int | None, *, oom_killed: bool) -> RankFailureKin
     if returncode == -signal.SIGTERM:
         return "preemption"
     return "out_of_memory" if oom_killed and returncode in (None, -signal.SIGKILL) else "infrastructure"
+
+
+def hint_at_death(returncode: int | None, *, oom_killed: bool | None) -> str:
+    """Return what probably ended a process that left no result, to be appended to its exit status; "" if that is unknown.
+
+    Args:
+        returncode: The exit code, negative for the signal that killed it; None when even its guard was killed.
+        oom_killed: Whether the kernel has killed a process for lack of memory while it ran; None if unknown.
+
+    """
+    if of_returncode(returncode, oom_killed=bool(oom_killed)) == "out_of_memory":
+        return "; the kernel has killed for lack of memory meanwhile, so the machine, or its container, has too little"
+    if returncode == -signal.SIGKILL and oom_killed is None:
+        return "; if nobody sent it, the machine ran out of memory"
+    if returncode == -signal.SIGABRT:
+        return "; the lines above say why, such as NCCL's, which aborts a process whose collective timed out"
+    if returncode == -signal.SIGBUS:
+        return "; probably /dev/shm, or a disk with a mapped file, is full"
+    return ""
 
 
 def counts_against(error: BaseException) -> FailureKind:
@@ -124,6 +160,10 @@ def _of_error(error: BaseException, *, oom_killed: bool) -> RankFailureKind:
     for name in _type_names(error):
         if name in _OF_TORCH:
             return _OF_TORCH[name]
+    if type(error) is RuntimeError or "torch.AcceleratorError" in _type_names(error):
+        for code, (text, kind) in _OF_CUDA.items():
+            if getattr(error, "error_code", None) == code or str(error).startswith(f"{_CUDA_ERROR}{text}"):
+                return kind
     if type(error) is RuntimeError and _THROWN_BY_GLOO.match(str(error)):
         return "communication"
     if oom_killed and _is_of_killed_worker(error):

@@ -11,14 +11,17 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 
+from .cpu_pickle import dump_on_cpu
+from .cpus import count_cpus
+from .device import is_memory_held_by_others, take_device
 from .errors import RankFailureKind
 from .failures import of_exception
 from .function import TrainFunction, takes_config, unpack_function
@@ -27,6 +30,9 @@ from .oom_kills import count_oom_kills
 from .rendezvous import TERMINATION_KEY, TcpKeyValue, connect
 from .spec import RankResult, RankSpec
 from .tracebacks import user_traceback
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main() -> None:
@@ -49,18 +55,23 @@ def main() -> None:
 def _run(spec: RankSpec) -> RankResult:
     _prepare(spec)
     try:
+        # Before the function's module is imported, which may make a tensor on "cuda": that is the current device.
+        device = take_device(spec.local_rank) if spec.use_gpu else None
+    except Exception as exc:  # noqa: BLE001 - returned as the result
+        return _failure(exc, of_exception(exc, in_function=False))
+    try:
         function, config = unpack_function(spec.function)
     except BaseException as exc:  # noqa: BLE001 - the import of a module may raise anything
         return _failure(exc, "final")
     try:
-        key_value = connect(spec.rendezvous)
+        key_value = connect(spec.rendezvous, spec.timeout_s)
         try:
             store = _open_run(spec)
-            backend = _check_backend(spec)
+            backend = _check_backend(spec, device)
         except (RuntimeError, ValueError) as exc:
             return _failure(exc, "final")
         session = _session(spec, store, key_value)
-        _join_process_group(spec, backend, key_value)
+        _join_process_group(spec, backend, device, key_value)
         result = _train(function, config, session, spec)
         if result.kind is None:  # a group that lost a rank may wait for it without limit
             _leave_process_group()
@@ -73,8 +84,9 @@ def _prepare(spec: RankSpec) -> None:
     os.environ.update(spec.environment())
     if spec.rendezvous.host == "127.0.0.1" and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, perhaps to another address
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # else NCCL takes the first interface that it likes
     # By default every rank computes with as many threads as there are cores, all ranks together with far more.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.local_world_size)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cpus() // spec.local_world_size)))
     if not spec.use_gpu:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator treats each rank as a separate training
     os.chdir(spec.function.cwd)
@@ -106,29 +118,25 @@ def _session(spec: RankSpec, store: CheckpointStore, key_value: TcpKeyValue) -> 
     return session(context, store, key_value, restored, spec.reports, lambda: key_value.check(TERMINATION_KEY))
 
 
-def _check_backend(spec: RankSpec) -> str:
+def _check_backend(spec: RankSpec, device: "torch.device | None") -> str:
     import torch.distributed as dist  # noqa: PLC0415 - after the environment is set
 
-    backend = spec.backend or ("nccl" if spec.use_gpu else "gloo")
+    backend = spec.backend or dist.get_default_backend_for_device("cpu" if device is None else device)
     for name in (part.rpartition(":")[2] for part in backend.split(",")):  # "gloo", or "cpu:gloo,cuda:nccl"
         if not dist.is_backend_available(name):
             raise ValueError(f"backend={spec.backend!r}: torch here has no backend {name!r}; leave it empty for the usual one")
     return backend
 
 
-def _join_process_group(spec: RankSpec, backend: str, key_value: TcpKeyValue) -> None:
-    import torch  # noqa: PLC0415 - after the environment is set
-    import torch.distributed as dist  # noqa: PLC0415
+def _join_process_group(spec: RankSpec, backend: str, device: "torch.device | None", key_value: TcpKeyValue) -> None:
+    import torch.distributed as dist  # noqa: PLC0415 - after the environment is set
 
-    device = None
-    if spec.use_gpu:
-        device = torch.device("cuda", spec.local_rank)
-        torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
         store=key_value.store,
         rank=spec.rank,
         world_size=spec.world_size,
+        timeout=None if spec.timeout_s is None else timedelta(seconds=spec.timeout_s),
         device_id=device,
     )
     import prefect_torch.ckpt.state.save  # noqa: F401, PLC0415 - torch is imported by now; else the first report would import this
@@ -157,7 +165,8 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
         value = None
         session.finish()
     except BaseException as exc:  # noqa: BLE001 - returned to the leader, which raises it again
-        kind = of_exception(exc, oom_killed=count_oom_kills() != oom_kills)
+        is_gpu_shared = spec.use_gpu and of_exception(exc) == "out_of_memory" and is_memory_held_by_others()
+        kind = of_exception(exc, oom_killed=count_oom_kills() != oom_kills, is_gpu_shared=is_gpu_shared)
         session.fail(_one_line(exc), spec.flush_s)
         return _failure(exc, kind)
     finally:
@@ -200,7 +209,7 @@ def _this_process_only() -> Iterator[None]:
 def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
     text = _printable(user_traceback(exc))
     try:
-        pickled = cloudpickle.dumps(exc)
+        pickled = dump_on_cpu(exc)
         pickle.loads(pickled)  # noqa: S301 - many exceptions pickle but do not unpickle
         str(exc).encode()  # Prefect cannot store a state whose text holds a lone surrogate
     except Exception:  # noqa: BLE001 - the text is sent in any case
@@ -219,11 +228,10 @@ def _printable(text: str) -> str:
 
 def _dump_value(value: Any) -> bytes | None:
     try:
-        pickled: bytes = cloudpickle.dumps(value)
+        return dump_on_cpu(value)
     except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
         print(f"the return value is dropped, since it cannot be pickled: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
         return None
-    return pickled
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ STOP_KEY = "stop"  # the attempt is over: every rank is stopped
 STACK_TRACES_KEY = "stack traces"  # set before STOP_KEY: every rank prints its stack traces first
 TERMINATION_KEY = "termination requested"  # ranks have the grace for a last checkpoint
 _CONNECT_TIMEOUT = timedelta(seconds=60)
+_WAIT_TIMEOUT = timedelta(minutes=30)
 _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
 _KEYS_AT_ONCE = 256  # in one poll: ten thousand take the server 30 ms
@@ -57,14 +58,21 @@ class Rendezvous:
         self._socket.close()
 
 
-def connect(address: Address) -> "TcpKeyValue":
+def connect(address: Address, timeout_s: float | None = None) -> "TcpKeyValue":
     """Return a rank's end.
+
+    Args:
+        address: The address of the rendezvous.
+        timeout_s: How long process groups wait in its store for each other's keys, such as NCCL for the id that rank 0 makes:
+            longer than the slowest import of a training function differs from the fastest. Half an hour if None.
 
     Raises:
         torch.distributed.DistNetworkError: If no rendezvous listens there.
 
     """
-    return TcpKeyValue(_tcp_store(address.host, address.port, is_master=False, timeout=_CONNECT_TIMEOUT))
+    store = _tcp_store(address.host, address.port, is_master=False, timeout=_CONNECT_TIMEOUT)
+    store.set_timeout(_WAIT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s))
+    return TcpKeyValue(store)
 
 
 class TcpKeyValue:

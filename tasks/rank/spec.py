@@ -1,5 +1,6 @@
 """What the process of a rank is given and what it returns; plain data that pickles."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt import StorageSpec
@@ -28,7 +29,11 @@ class RankSpec:
         restored: The checkpoint that the attempt resumes from, or None; of an evaluation, the one that is evaluated.
         function: The function to run.
         use_gpu: Whether it has a GPU.
-        backend: The backend of the process group; None for nccl with a GPU and gloo without.
+        backend: The backend of the process group; None for that of the GPU's type, such as nccl, and gloo without one.
+        timeout_s: How long ranks wait for each other in a collective, and when they form a group; None for torch's own limits.
+        visible_gpus: The variables that make the training's GPUs, and no others, visible to each rank.
+        gpu_locks: The descriptors of their locks in the process that starts the ranks, one for each local rank.
+        records_collectives: Whether NCCL keeps a record of the rank's last collectives, for a training that hangs.
         reports: The settings of reports.
         flush_s: How long a rank that fails waits for its background commit.
         evaluates: Whether it evaluates a checkpoint instead of training.
@@ -48,6 +53,10 @@ class RankSpec:
     function: PackedFunction
     use_gpu: bool
     backend: str | None
+    timeout_s: float | None = None
+    visible_gpus: Mapping[str, str] = field(default_factory=dict)
+    gpu_locks: tuple[int, ...] = ()
+    records_collectives: bool = False
     reports: ReportSettings = field(default_factory=ReportSettings)
     flush_s: float = 0.0
     evaluates: bool = False
@@ -60,8 +69,9 @@ class RankSpec:
         return f"attempt {self.attempt}"
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that torchrun would set."""
+        """Return the variables that torchrun would set, and those that choose the rank's GPUs."""
         return {
+            **self.visible_gpus,
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.world_size),

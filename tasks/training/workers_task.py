@@ -1,6 +1,7 @@
 """The Prefect task that leads one attempt of a training; Prefect's own retries start the next one."""
 
 import json
+from functools import partial
 from typing import Any
 
 from prefect import get_run_logger, task
@@ -13,6 +14,7 @@ from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.records import check_depth
 from prefect_torch.tasks.gang.gang import meet
+from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -33,7 +35,9 @@ _MAX_RETURN_BYTES = 1 << 20
 
 
 @task(name="train_workers", task_run_name="train-{job.run}", cache_policy=NO_CACHE, persist_result=False)
-def train_workers(job: TrainJob, observers: Observers, termination: Termination, restarts: Restarts) -> Any:
+def train_workers(
+    job: TrainJob, observers: Observers, termination: Termination, restarts: Restarts, seat: GpuSeat | None = None
+) -> Any:
     """Run one attempt of all ranks to its end and return rank 0's return value.
 
     A failed attempt is recorded in the run's storage before its error is raised. No rank's process outlives this call, however
@@ -44,21 +48,26 @@ def train_workers(job: TrainJob, observers: Observers, termination: Termination,
         observers: They are notified of every event of the attempt.
         termination: Whether the flow run is being terminated.
         restarts: The failures of this flow run before.
+        seat: The GPUs of the ranks, which stay taken between the attempts of a flow run; None if they have none.
 
     Raises:
         Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
         RankFailedError: If a rank died, or its exception cannot be rebuilt here.
         CheckpointError: If the attempt could not begin.
+        GpusBusyError: If others use the GPUs that the ranks need, longer than the job waits for them.
 
     """
-    return termination.outlast(_Leader(job, observers, termination, restarts).lead)
+    return termination.outlast(_Leader(job, observers, termination, restarts, seat or GpuSeat(0, None, job.run)).lead)
 
 
 class _Leader:
     """Leads one attempt, in a thread that no signal interrupts."""
 
-    def __init__(self, job: TrainJob, observers: Observers, termination: Termination, restarts: Restarts) -> None:
+    def __init__(
+        self, job: TrainJob, observers: Observers, termination: Termination, restarts: Restarts, seat: GpuSeat
+    ) -> None:
         self._job = job
+        self._seat = seat
         self._restarts = restarts
         self._observers = observers
         self._termination = termination
@@ -69,6 +78,7 @@ class _Leader:
         self._termination.raise_if_requested()
         claimed = claim(self._store, self._job, self._restarts)
         try:
+            self._seat.take(self._termination.raise_if_requested)
             with library_logs_in_run():
                 start = choose_start(self._store, self._job, claimed, self._observers)
             self._observers.notify(AttemptStarted(claimed, start.path))
@@ -97,7 +107,8 @@ class _Leader:
         recorder = self._recorder = RunRecorder(self._store, job, attempt, start.own, self._observers)
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         termination.raise_if_requested()
-        gang, key_value = meet(lambda address: _specs(job, attempt, restored, address), job.failure.hang_timeout_s)
+        specs_at = partial(_specs, job, attempt, restored, self._seat)
+        gang, key_value = meet(specs_at, job.failure.hang_timeout_s)
         try:
             return gang.run(key_value, recorder, termination)
         finally:
@@ -146,7 +157,7 @@ def _failure(claimed: Attempt, error: Exception) -> Outcome:
     return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)
 
 
-def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvous: Address) -> list[RankSpec]:
+def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, seat: GpuSeat, rendezvous: Address) -> list[RankSpec]:
     scaling, checkpoint = job.scaling, job.checkpoint
     return on_one_machine(
         RankSpec(
@@ -160,6 +171,10 @@ def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, rendezvo
             function=job.function,
             use_gpu=scaling.use_gpu,
             backend=scaling.backend,
+            timeout_s=scaling.timeout_s,
+            visible_gpus=seat.environment,
+            gpu_locks=seat.locks,
+            records_collectives=scaling.use_gpu and job.failure.hang_timeout_s is not None,
             reports=ReportSettings(checkpoint.max_in_flight, checkpoint.target_overhead, checkpoint.checkpoint_score_attribute),
             flush_s=_FLUSH_S,
         )

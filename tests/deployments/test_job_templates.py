@@ -68,6 +68,22 @@ def test_a_container_asks_for_gpus_and_shared_memory_beside_what_else_is_said():
     }
 
 
+def test_a_container_asks_for_certain_gpus_where_they_are_named():
+    request = {"Driver": "nvidia", "DeviceIDs": ["2", "3"], "Capabilities": [["gpu"]]}
+    created = rendered("docker", defaults={"gpu_ids": ["2", "3"]})
+    assert created["container_create_kwargs"]["device_requests"] == [request]
+    created = rendered("docker", {"gpu_ids": ["2", "3"], "num_gpus": 0})  # Docker takes either
+    assert created["container_create_kwargs"]["device_requests"] == [{**request, "Count": 0}]
+    assert "num_gpus" not in job_template("docker", gpu_ids=["2"])["variables"]["properties"]  # deploy() would set it
+
+
+def test_a_container_without_gpus_needs_no_driver():
+    amd = {"num_gpus": 0, "devices": ["/dev/kfd", "/dev/dri"]}
+    created = rendered("docker", defaults=amd)
+    assert created["container_create_kwargs"] == {"init": True, "shm_size": "8g", "devices": ["/dev/kfd", "/dev/dri"]}
+    assert not {"num_gpus", "gpu_ids"} & set(job_template("docker", **amd)["variables"]["properties"])
+
+
 def test_a_pod_asks_for_gpus_shared_memory_and_time_to_end():
     job = rendered("kubernetes", {"num_gpus": 4, "shared_memory": "16Gi", "termination_grace_s": 90, "memory_limit": "64Gi"})
     pod = job["job_manifest"]["spec"]["template"]["spec"]

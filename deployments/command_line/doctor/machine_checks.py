@@ -28,7 +28,8 @@ def check_torch() -> Iterator[Finding]:
     if count:
         devices = [torch.cuda.get_device_properties(index) for index in range(count)]
         names = ", ".join(f"{device.name} ({show_bytes(device.total_memory)})" for device in devices)
-        yield Finding("gpus", "ok", f"{count}: {names}; CUDA {torch.version.cuda}")
+        version = f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"ROCm {torch.version.hip}"
+        yield Finding("gpus", "ok", f"{count}: {names}; {version}")
     elif Path("/dev/nvidiactl").exists():
         why = (
             "; ".join(str(warning.message) for warning in caught)

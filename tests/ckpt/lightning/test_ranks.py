@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.lightning import PrefectDDPStrategy
+from ranks import Attempt, as_rank
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -26,3 +30,24 @@ def test_a_training_of_two_ranks_counts_them_itself_and_goes_on_where_it_was(tmp
         assert owners == {"checkpoint.ckpt": 0}
     else:
         assert owners == {f"checkpoint.ckpt/{name}": int("__1" in name) for name in SHARDED}
+
+
+@pytest.fixture
+def one_of_two(tmp_path):
+    """Rank 0 of a training of two, the other of which only answers."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with as_rank(Attempt(CheckpointStore.open(tmp_path / "store", "run"), 2).session()):
+        yield
+    dist.destroy_process_group()
+
+
+def test_a_trainer_that_takes_a_gpu_is_refused_where_the_ranks_have_none(one_of_two):
+    """On a machine with one GPU, rank 1 would look for a second."""
+    strategy = PrefectDDPStrategy()
+    strategy.parallel_devices = [torch.device("cpu")]
+    assert strategy.parallel_devices == [torch.device("cpu")] * 2
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    with pytest.raises(ValueError, match=r"takes a device of the type cuda.*accelerator='cpu'"):
+        strategy.parallel_devices  # noqa: B018 - Lightning asks for it
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    assert strategy.parallel_devices == [torch.device("cuda", 0), torch.device("cuda", 1)]

@@ -1,8 +1,10 @@
 import pytest
+import torch
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.reporting.api import log_metrics
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from ranks import Attempt
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @pytest.fixture
@@ -41,6 +43,25 @@ def test_other_ranks_are_checked_and_not_recorded(store):
 
     assert attempt.run(train) == [None, None]
     assert attempt.events() == []
+
+
+def test_only_rank_0_reads_what_a_tensor_holds(store):
+    """Reading a tensor of a GPU waits for the computations before it."""
+    attempt, read = Attempt(store, 2), {}
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return read[self.rank].append(function.__name__) or function(*args, **(kwargs or {}))
+
+    def train(session, rank):
+        loss, mode = torch.ones(()), Reads()
+        read[rank], mode.rank = [], rank
+        with mode:
+            session.log_metrics({"loss": loss, "nested": {"loss": loss}})
+
+    assert attempt.run(train) == [None, None]
+    assert read == {0: ["_local_scalar_dense.default"] * 2, 1: []}
+    assert [event.record.metrics for event in attempt.events()] == [{"loss": 1.0, "nested": {"loss": 1.0}}]
 
 
 def test_the_newest_metrics_are_the_last_reports_and_what_was_logged_since():

@@ -145,6 +145,9 @@ def test_gpus_are_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: Properties)
     _, finding = machine_checks.check_torch()
     assert finding.found.startswith("2: H200 (139.0 GiB), H200 (139.0 GiB); CUDA ")
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    _, finding = machine_checks.check_torch()
+    assert finding.found.endswith("(139.0 GiB); ROCm 6.4")
 
 
 def test_little_shared_memory_and_few_files_are_warnings(monkeypatch, tmp_path):

@@ -1,10 +1,13 @@
 """Batches on their way to a device; the device "meta" stands in for a GPU, except where a stream is needed."""
 
 from collections import OrderedDict
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from prefect_torch.tasks.prepare import batch_transfer
 from prefect_torch.tasks.prepare.batch_transfer import moved, on_device, one_ahead
 
 META = torch.device("meta")
@@ -27,6 +30,50 @@ def test_tensors_move_however_nested():
     assert after["more"]["a"].is_meta
     assert not batch["more"]["a"].is_meta
     assert (after["tensors"][1][1], after["pair"].second, after["none"]) == (3, "text", None)
+
+
+def test_what_moves_itself_is_told_not_to_wait():
+    """A blocking copy waits until the computation on the batch before is done."""
+    told = []
+
+    class Encoding:
+        def to(self, device, non_blocking=False):
+            told.append((device, non_blocking))
+            return self
+
+    class Old:
+        def to(self, device):
+            told.append(device)
+            return self
+
+    moved([Encoding(), Old()], META)
+    assert told == [(META, True), META]
+
+
+def test_copies_to_a_device_have_one_stream_in_all_epochs(monkeypatch):
+    """The allocator keeps memory for each stream; the module of a device that records stands for torch.cuda."""
+    made, waits = [], []
+
+    class Stream:
+        def __init__(self, device):
+            made.append(device)
+
+        def wait_stream(self, other):
+            waits.append((self, other))
+
+    computing = Stream(None)
+    module = SimpleNamespace(Stream=Stream, current_stream=lambda _: computing, stream=lambda _: nullcontext())
+    monkeypatch.setattr(torch, "meta", module, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    batch_transfer._stream.cache_clear()
+    for _ in range(3):
+        batches = list(on_device(iter([{"x": 1}] * 4), META, may_look_ahead=True))
+        assert batches == [{"x": 1}] * 4
+    assert made == [None, META]
+    copying = waits[0][0]
+    assert waits[:3] == [(copying, computing), (computing, copying), (copying, computing)]
+    assert len(waits) == 3 * 4 * 2
+    batch_transfer._stream.cache_clear()
 
 
 def test_without_a_device_or_on_the_cpu_batches_stay_what_the_loader_gives():

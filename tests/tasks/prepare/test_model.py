@@ -5,9 +5,13 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from prefect_torch.tasks import get_device, prepare_model
 from prefect_torch.tasks.prepare.model import _blocks
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 class Tower(nn.Module):
@@ -54,6 +58,47 @@ def test_a_model_moves_to_the_device_given(device):
     assert prepare_model(nn.Linear(2, 1), move_to_device=device).weight.is_meta
     assert not prepare_model(nn.Linear(2, 1), move_to_device=False).weight.is_meta
     assert get_device() == torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def one_of_eight():
+    """Rank 0 of eight, the others of which only answer."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def moved_wholes(monkeypatch):
+    """The models that are moved as a whole."""
+    moved, to = [], nn.Module.to
+    monkeypatch.setattr(nn.Module, "to", lambda model, *arguments: (moved.append(model), to(model, *arguments))[1])
+    return moved
+
+
+def test_a_model_is_sharded_block_by_block_and_never_moved_as_a_whole(one_of_eight, moved_wholes):
+    tower = prepare_model(Tower(), parallel_strategy="fsdp2")
+    assert moved_wholes == []
+    assert [name for name, part in tower.named_modules() if isinstance(part, FSDPModule)] == ["", *blocks_of(Tower())]
+    assert all(parameter.to_local().numel() <= 8 for parameter in tower.parameters())
+    plain = prepare_model(Tower())
+    assert moved_wholes == [plain.module]
+
+
+def test_a_model_without_data_is_sharded_without_any(one_of_eight, moved_wholes):
+    with torch.device("meta"):
+        tower = Tower()
+    assert prepare_model(tower, parallel_strategy="fsdp2") is tower
+    assert all(parameter.is_meta and isinstance(parameter, DTensor) for parameter in tower.parameters())
+    tower.to_empty(device="cpu")
+    assert {parameter.device.type for parameter in tower.parameters()} == {"cpu"}
+    assert moved_wholes == []
+
+
+def test_a_single_rank_leaves_a_model_without_data_to_its_caller():
+    with torch.device("meta"):
+        tower = Tower()
+    assert prepare_model(tower, parallel_strategy="fsdp2").embedding.weight.is_meta
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from prefect_torch.ckpt import (
 )
 from prefect_torch.ckpt.errors import ReportWithdrawnError
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import cause_first, of_exception, of_returncode
+from prefect_torch.tasks.rank.failures import cause_first, hint_at_death, of_exception, of_returncode
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
@@ -68,6 +68,58 @@ class QuotingError(RuntimeError):
 )
 def test_an_exception_counts_by_its_type(error, kind):
     assert of_exception(error) == kind
+
+
+def accelerator_error(code, text):
+    error = torch.AcceleratorError(f"CUDA error: {text}\nCUDA kernel errors might be reported at some other call")
+    error.error_code = code
+    return error
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "kind"),
+    [
+        (2, "out of memory", "out_of_memory"),
+        (46, "CUDA-capable device(s) is/are busy or unavailable", "infrastructure"),
+        (100, "no CUDA-capable device is detected", "infrastructure"),
+        (214, "uncorrectable ECC error encountered", "infrastructure"),
+        (220, "uncorrectable NVLink error detected during the execution", "infrastructure"),
+        (226, "Invalid access of peer GPU memory over nvlink or a hardware error", "infrastructure"),
+        (802, "system not yet initialized", "infrastructure"),
+        (700, "an illegal memory access was encountered", "user"),
+        (710, "device-side assert triggered", "user"),
+        (719, "unspecified launch failure", "user"),
+    ],
+)
+def test_a_broken_gpu_is_told_from_a_broken_kernel(code, text, kind):
+    assert of_exception(accelerator_error(code, text)) == kind
+    assert of_exception(accelerator_error(code, "translated")) == kind
+    assert of_exception(RuntimeError(f"CUDA error: {text}\nCompile with")) == kind  # of torch before 2.8
+    assert of_exception(QuotingError(f"CUDA error: {text}")) == "user"
+
+
+def test_a_gpus_memory_that_others_hold_says_nothing_about_the_function():
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), accelerator_error(2, "out of memory")):
+        assert of_exception(error, is_gpu_shared=True) == "infrastructure"
+    assert of_exception(MemoryError(), is_gpu_shared=True) == "out_of_memory"
+    assert of_exception(ValueError(), is_gpu_shared=True) == "user"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "oom_killed", "hint"),
+    [
+        (-signal.SIGABRT, False, "aborts a process whose collective timed out"),
+        (-signal.SIGBUS, False, "/dev/shm"),
+        (-signal.SIGKILL, True, "the kernel has killed for lack of memory"),
+        (-signal.SIGKILL, None, "the machine ran out of memory"),
+    ],
+)
+def test_a_death_is_explained(returncode, oom_killed, hint):
+    assert hint in hint_at_death(returncode, oom_killed=oom_killed)
+
+
+def test_a_death_whose_cause_is_unknown_is_not_explained():
+    assert {hint_at_death(-signal.SIGKILL, oom_killed=False), hint_at_death(1, oom_killed=None)} == {""}
 
 
 class Killed(Dataset):

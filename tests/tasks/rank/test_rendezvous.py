@@ -1,9 +1,12 @@
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
+from prefect_torch.tasks.rank import rendezvous
 from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
+from torch.distributed import DistStoreError
 
 
 @pytest.fixture(params=["memory", "tcp"])
@@ -12,9 +15,9 @@ def key_values(request):
     if request.param == "memory":
         shared = MemoryKeyValue()
         return shared, shared
-    rendezvous = Rendezvous()
-    served = rendezvous.serve()
-    return served, connect(rendezvous.address)
+    meeting = Rendezvous()
+    served = meeting.serve()
+    return served, connect(meeting.address)
 
 
 def test_what_one_sets_the_other_gets(key_values):
@@ -86,5 +89,18 @@ def test_ranks_may_connect_before_the_leader_serves():
 def test_two_rendezvous_never_share_a_port():
     both = Rendezvous(), Rendezvous()
     assert both[0].address != both[1].address
-    for rendezvous in both:
-        rendezvous.close()
+    for meeting in both:
+        meeting.close()
+
+
+def test_groups_wait_longer_for_each_other_than_a_rank_for_its_leader(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_CONNECT_TIMEOUT", timedelta(seconds=1))
+    meeting = Rendezvous()
+    served = meeting.serve()
+    patient, hasty = connect(meeting.address), connect(meeting.address, timeout_s=0.5)
+    late = threading.Timer(2, lambda: served.store.set("id of rank 0", b"1"))  # rank 0 imports more than the others
+    late.start()
+    with pytest.raises(DistStoreError):
+        hasty.store.get("id of rank 0")
+    assert patient.store.get("id of rank 0") == b"1"
+    late.join()

@@ -1,0 +1,47 @@
+"""NCCL's flight recorder, which says of each rank which collectives it has begun and which it has completed."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_PIPE, _FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+# ProcessGroupNCCL opens the pipe only where a size is given; the second name is that of versions before 2.9.
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_SIZE = "2000"
+
+
+class FlightRecorder:
+    """The flight recorder of one rank, in a directory that is removed unless a record was written.
+
+    Args:
+        rank: The rank.
+
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="prefect-torch-nccl-"))
+        defaults = dict.fromkeys((_PIPE, _FILE), str(self._folder / "rank-")) | dict.fromkeys(_SIZES, _SIZE)
+        self.environment = {name: os.environ.get(name, default) for name, default in defaults.items()}
+        self._pipe = f"{self.environment[_PIPE]}{rank}.pipe"
+        self._file = Path(f"{self.environment[_FILE]}{rank}")
+
+    def request(self) -> bool:
+        """Have the rank write its record, and return whether it listens; it does not without NCCL, or before it has a group."""
+        try:
+            descriptor = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return False
+        with os.fdopen(descriptor, "wb", buffering=0) as pipe:
+            pipe.write(b"1")
+        return True
+
+    def close(self) -> Path | None:
+        """Return the record if one was written, on request or by NCCL's own watchdog; call it after the process has exited."""
+        with contextlib.suppress(FileNotFoundError):
+            Path(self._pipe).unlink()
+        if self._file.exists():
+            return self._file
+        shutil.rmtree(self._folder)
+        return None

@@ -1,0 +1,214 @@
+"""The GPUs of a machine, each of which one training or evaluation at a time has for itself.
+
+A GPU in use is a locked file (flock) in the machine's shared memory, named by the GPU's UUID. The process that leads the ranks
+and the guard of each rank hold the lock, so the kernel releases it when both are gone, however they end: a flow that is started
+again after a SIGKILL waits for the guards of its earlier process. Processes in other containers have locks of their own unless
+they share /dev/shm.
+"""
+
+import fcntl
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect import get_run_logger
+from prefect_torch.ckpt.text import show_some
+
+# Not "-m", which looks in the working directory first.
+_PRINT_GPUS = "import sys; sys.path[:] = filter(None, sys.path); import prefect_torch.tasks.rank.device as it; it.print_gpus()"
+_LOCKS = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())  # noqa: S108 - for all users
+_PREFIX = "prefect-torch-gpu-"
+_POLL_S = 1.0
+_REMIND_S = 600.0
+_LONGEST_OWNER = 500  # bytes
+
+
+class GpusBusyError(RuntimeError):
+    """Others use the GPUs that a training or an evaluation needs, and it waits for them no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, or a slice of one (MIG).
+
+    Attributes:
+        uuid: Its UUID, the same in every process of the machine.
+        name: Its name, such as "NVIDIA H100 80GB HBM3".
+        variable: The variable that chooses among GPUs of its type.
+        choice: Its name in that variable.
+
+    """
+
+    uuid: str
+    name: str
+    variable: str
+    choice: str
+
+
+def list_gpus() -> list[Gpu]:
+    """Return the GPUs that this process may use, in the order of torch's numbers.
+
+    Costs the seconds of an import of torch, in another process: this one gets no context on a GPU, and may still fork.
+
+    Raises:
+        RuntimeError: If torch cannot list them.
+
+    """
+    listed = subprocess.run([sys.executable, "-c", _PRINT_GPUS], capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        raise RuntimeError(f"torch cannot list the GPUs of this machine:\n{listed.stderr[-4000:]}")
+    found = json.loads(listed.stdout.splitlines()[-1])
+    variable = _variable(found["type"], is_rocm=found["is_rocm"])
+    visible = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+    choices = visible or [str(index) for index in range(len(found["gpus"]))]
+    return [
+        # The UUID that CUDA gives for a slice may be that of its GPU.
+        Gpu(choice if choice.startswith("MIG-") else gpu["uuid"], gpu["name"], variable, choice)
+        for gpu, choice in zip(found["gpus"], choices, strict=False)  # a driver ignores what is behind an invalid name
+    ]
+
+
+def _variable(gpu_type: str | None, *, is_rocm: bool) -> str:
+    if gpu_type == "xpu":
+        return "ZE_AFFINITY_MASK"
+    if is_rocm and "HIP_VISIBLE_DEVICES" in os.environ:  # has precedence there
+        return "HIP_VISIBLE_DEVICES"
+    return "CUDA_VISIBLE_DEVICES" if gpu_type is None else f"{gpu_type.upper()}_VISIBLE_DEVICES"
+
+
+class GpuSeat:
+    """The GPUs of this machine that the ranks of one training or evaluation have, from `take` to `release`.
+
+    The GPUs that this process sees are the pool. A training takes them anew for each attempt only if they were released.
+
+    Args:
+        count: How many; 0 for ranks without a GPU.
+        wait_s: How long to wait for as many; None for unlimited.
+        owner: What others that wait for them are told, such as the name of the flow run.
+
+    """
+
+    def __init__(self, count: int, wait_s: float | None, owner: str) -> None:
+        self._count = count
+        self._wait_s = wait_s
+        self._owner = f"{owner} (process {os.getpid()})"
+        self._pool: list[Gpu] | None = None
+        self._taken: dict[int, Gpu] = {}
+
+    @property
+    def locks(self) -> tuple[int, ...]:
+        """The descriptors of the locks, in the order of the ranks; a GPU is taken as long as any process has its lock open."""
+        return tuple(self._taken)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables with which a process sees these GPUs, in the order of the ranks, and no others."""
+        return {gpu.variable: ",".join(it.choice for it in self._taken.values()) for gpu in self._taken.values()}
+
+    def check(self) -> None:
+        """Raise ValueError unless this machine has as many GPUs, free or not."""
+        pool = self._gpus()
+        if len(pool) < self._count:
+            is_sliced = any("MIG" in gpu.name for gpu in pool)
+            why = " (a process sees one slice of a GPU in MIG mode)" if is_sliced else ""
+            raise ValueError(
+                f"num_workers={self._count} with use_gpu=True needs as many GPUs, and this machine has {len(pool)}{why}; "
+                "lower num_workers or give use_gpu=False"
+            )
+
+    def take(self, raise_if_requested: Callable[[], None]) -> None:
+        """Return once the GPUs are taken, all of them or, while too few are free, none; no effect while they are taken.
+
+        Args:
+            raise_if_requested: Called once a second while this waits.
+
+        Raises:
+            GpusBusyError: If others still use them after `wait_s`.
+            ValueError: If this machine has fewer GPUs.
+
+        """
+        if len(self._taken) == self._count:
+            return
+        self.check()
+        started_s = time.monotonic()
+        remind_s = -math.inf
+        while (users := self._try()) is not None:
+            raise_if_requested()
+            needed = f"{self._count} free GPUs are needed, and of {len(self._gpus())} these are in use: {show_some(users)}"
+            now_s = time.monotonic()
+            if self._wait_s is not None and now_s - started_s >= self._wait_s:
+                raise GpusBusyError(f"{needed}; wait_for_gpus_s={self._wait_s:g} is over")
+            if now_s >= remind_s:
+                get_run_logger().warning("waiting for GPUs: %s", needed)
+                remind_s = now_s + _REMIND_S
+            time.sleep(_POLL_S)
+
+    def release(self) -> None:
+        """Release the GPUs; those of ranks that still run stay taken until their guards exit."""
+        for lock in self._taken:
+            os.close(lock)
+        self._taken = {}
+
+    def _gpus(self) -> list[Gpu]:
+        if self._pool is None:
+            self._pool = list_gpus() if self._count else []
+        return self._pool
+
+    def _try(self) -> list[str] | None:
+        """Take the GPUs and return None, or take none and return which are in use, and by whom."""
+        taken: dict[int, Gpu] = {}
+        users: list[str] = []
+        with _one_at_a_time():  # else two could wait for each other, each with a half of what it needs
+            for gpu in self._gpus():
+                if len(taken) == self._count:
+                    break
+                lock = _open(gpu.uuid)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    taken[lock] = gpu
+                except BlockingIOError:
+                    users.append(f"GPU {gpu.choice} by {os.pread(lock, _LONGEST_OWNER, 0).decode()}")
+                    os.close(lock)
+            if len(taken) < self._count:
+                for lock in taken:
+                    os.close(lock)
+                return users
+            for lock in taken:
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, self._owner.encode()[:_LONGEST_OWNER], 0)
+        self._taken = taken
+        return None
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    lock = _open("all")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _open(name: str) -> int:
+    """Return a descriptor of a file that every user of this machine may lock."""
+    path = _LOCKS / f"{_PREFIX}{name}"
+    while True:
+        try:  # without O_CREAT, which the kernel denies for another user's file (fs.protected_regular)
+            return os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            pass
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            continue
+        os.fchmod(descriptor, 0o666)  # whatever the umask
+        return descriptor

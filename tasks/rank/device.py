@@ -1,0 +1,105 @@
+"""The accelerators that torch finds on this machine, and the one that a rank computes on.
+
+Most are GPUs, and are called so. Nothing here names CUDA: torch's module of the device type answers.
+"""
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from prefect_torch.ckpt.text import show_bytes
+
+from .cpus import stay_near
+
+if TYPE_CHECKING:
+    import torch
+
+# The context of a process, NCCL's buffers and the like, which no allocator counts.
+_BESIDES_TENSORS_BYTES = 2 << 30
+_LONGEST_WAIT_S = 30.0
+_STEADY_S = 3.0
+_POLL_S = 0.2
+
+
+def gpu_type() -> str | None:
+    """Return the type of the GPUs of this machine, such as "cuda" (ROCm's, too); None if torch finds none for ranks."""
+    import torch  # noqa: PLC0415 - after the environment is set
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # Apple's GPU cannot be chosen among several.
+    has_several = accelerator is not None and hasattr(torch.get_device_module(accelerator), "set_device")
+    return accelerator.type if accelerator is not None and has_several else None
+
+
+def print_gpus() -> None:
+    """Print the GPUs that this process may use, as JSON: their type, whether they are ROCm's, and each one's UUID and name."""
+    import torch  # noqa: PLC0415 - in a process of its own
+
+    kind = gpu_type()
+    gpus = []
+    if kind is not None:
+        module: Any = torch.get_device_module(kind)
+        properties = [module.get_device_properties(index) for index in range(module.device_count())]
+        gpus = [{"uuid": str(each.uuid), "name": each.name} for each in properties]
+    print(json.dumps({"type": kind, "is_rocm": torch.version.hip is not None, "gpus": gpus}))  # noqa: T201 - for its parent
+
+
+def take_device(local_rank: int) -> "torch.device":
+    """Make the GPU number `local_rank` the current device of this rank, and return it once its memory is free.
+
+    The driver may free the memory of a killed process seconds after the process is gone.
+    """
+    import torch  # noqa: PLC0415 - after the environment is set
+
+    kind = gpu_type()
+    if kind is None:
+        raise RuntimeError("torch finds no GPU in this rank's process, though the flow's process found one")
+    device = torch.device(kind, local_rank)
+    module: Any = torch.get_device_module(device)
+    module.set_device(device)
+    _wait_for_memory(module, device)
+    _stay_near([module.get_device_properties(index) for index in range(module.device_count())], local_rank)
+    return device
+
+
+def is_memory_held_by_others() -> bool:
+    """Return whether other processes hold memory of this rank's GPU, such as an attempt that the driver still cleans up."""
+    import torch  # noqa: PLC0415 - imported by now
+
+    kind = gpu_type()
+    if kind is None:
+        return False
+    module: Any = torch.get_device_module(kind)
+    free, total = module.mem_get_info()
+    return bool(total - free - module.memory_reserved() > _BESIDES_TENSORS_BYTES)
+
+
+def _wait_for_memory(module: Any, device: "torch.device") -> None:
+    started_s = rose_s = time.monotonic()
+    most_free = 0
+    while True:
+        free, total = module.mem_get_info(device)
+        now_s = time.monotonic()
+        if total - free <= _BESIDES_TENSORS_BYTES:
+            return
+        if free > most_free:
+            most_free, rose_s = free, now_s
+        if now_s >= min(rose_s + _STEADY_S, started_s + _LONGEST_WAIT_S):
+            break
+        time.sleep(_POLL_S)
+    holders = module.list_gpu_processes(device) if hasattr(module, "list_gpu_processes") else ""
+    _log(f"{device} has {show_bytes(free)} of {show_bytes(total)} free; other processes hold the rest. {holders}")
+
+
+def _stay_near(devices: list[Any], own: int) -> None:
+    """Run on the CPUs of the GPU's NUMA node: copies across sockets are slower."""
+    if not all(hasattr(device, "pci_bus_id") for device in devices):
+        return
+    addresses = [f"{it.pci_domain_id:04x}:{it.pci_bus_id:02x}:{it.pci_device_id:02x}.0" for it in devices]
+    if (cpus := stay_near(addresses, own)) is not None:
+        _log(f"this rank runs on CPUs {cpus}, those beside its GPU")
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201 - the rank's log

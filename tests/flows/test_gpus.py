@@ -1,0 +1,87 @@
+"""Whole trainings on a machine whose GPUs torch only believes in; flows, ranks, guards and locks are real."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, evaluate, train
+from prefect_torch.tasks.gang import gpus
+from prefect_torch.tasks.gang.gpus import GpusBusyError
+
+SUPPORT = Path(__file__).parents[1] / "support"
+ONE, BOTH = (ScalingConfig(num_workers=number, use_gpu=True, wait_for_gpus_s=0) for number in (1, 2))
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """A machine with two GPUs."""
+    monkeypatch.setenv("PRETENDED_GPUS", "2")
+    monkeypatch.setenv("PRETENDED_MACHINE", tmp_path.name)
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    yield
+    for lock in gpus._LOCKS.glob(f"{gpus._PREFIX}fake-{tmp_path.name}-*"):
+        lock.unlink()
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunConfig(name="run", storage=str(tmp_path / "store"))
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another flow's process, which trains on one GPU until a file appears; yields it and that file."""
+    running, until = tmp_path / "running", tmp_path / "until"
+    config = json.dumps({"running": str(running), "until": str(until)})
+    arguments = [str(tmp_path / "other"), "gpu_trainings:tell_gpu", config, "{}", "{}"]
+    command = [sys.executable, str(SUPPORT / "run_on_gpus.py"), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not running.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process, until
+        until.touch()
+
+
+def test_each_rank_has_a_gpu_before_its_function_is_imported(run):
+    scaling = ScalingConfig(num_workers=2, use_gpu=True, timeout_s=1234)
+    ranks = train("gpu_trainings:tell_gpu", {}, scaling, run).return_value["ranks"]
+    assert ranks == [
+        {"device": f"fakegpu:{rank}", "at_import": rank, "visible": "0,1", "backend": "gloo", "timeout_s": 1234.0}
+        for rank in range(2)
+    ]
+
+
+def test_trainings_and_evaluations_of_one_machine_never_share_a_gpu(other, run, tmp_path):
+    process, until = other
+    with pytest.raises(GpusBusyError, match=rf"2 free GPUs are needed.*GPU 0 by flow run .* \(process {process.pid}\)"):
+        train("gpu_trainings:tell_gpu", {}, BOTH, run)
+    told = train("gpu_trainings:tell_gpu", {"fail": True}, ONE, run, failure=FailureConfig(max_failures=1)).return_value
+    assert [rank["visible"] for rank in told["ranks"]] == ["1"]
+    (evaluated,) = evaluate("gpu_trainings:evaluate_on_gpu", str(tmp_path / "other"), "run", scaling=ONE).values()
+    assert evaluated == {"gpu": "1"}
+    until.touch()
+    assert json.loads(process.communicate(timeout=60)[0].splitlines()[-1])["ranks"][0]["visible"] == "0"
+
+
+def test_a_training_waits_for_the_gpus_of_another(other, run, caplog):
+    process, until = other
+    caplog.handler.addFilter(lambda record: "waiting for GPUs" in record.getMessage() and until.touch() is None)
+    told = train("gpu_trainings:tell_gpu", {}, ScalingConfig(num_workers=2, use_gpu=True), run).return_value
+    assert [rank["visible"] for rank in told["ranks"]] == ["0,1", "0,1"]
+    assert process.wait(60) == 0
+
+
+def test_a_gpu_whose_memory_others_hold_is_no_fault_of_the_function(run, monkeypatch, tmp_path):
+    (tmp_path / "free").write_text("10")
+    monkeypatch.setenv("PRETENDED_MEMORY", str(tmp_path / "free"))
+    train("gpu_trainings:run_out_of_memory", {}, ONE, run, failure=FailureConfig(max_infrastructure_failures=1))
+    (tmp_path / "free").write_text("79")
+    again = run.model_copy(update={"name": "again"})
+    with pytest.raises(Exception, match="CUDA out of memory"):
+        train("gpu_trainings:run_out_of_memory", {}, ONE, again, failure=FailureConfig(max_infrastructure_failures=1))

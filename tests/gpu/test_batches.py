@@ -1,0 +1,60 @@
+"""Batches on their way to a GPU."""
+
+import pytest
+import torch
+from prefect_torch.tasks import prepare_data_loader
+from torch.utils.data import DataLoader, TensorDataset
+
+pytestmark = pytest.mark.gpus(1)
+DATA = TensorDataset(torch.arange(64 * 4096, dtype=torch.float32).reshape(64, 4096))
+
+
+def compute(batch, times=30):
+    for _ in range(times):
+        batch = batch * 1.0
+    return batch
+
+
+def test_no_step_waits_for_the_gpu():
+    loader = prepare_data_loader(DataLoader(DATA, batch_size=8, pin_memory=True))
+    list(loader)  # makes the stream and the first pinned memory
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = [compute(batch).sum() for (batch,) in loader]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = [DATA[start : start + 8][0].double().sum().item() for start in range(0, 64, 8)]
+    assert [total.item() for total in sums] == pytest.approx(expected, rel=1e-4)
+
+
+def test_memory_is_the_same_after_40_epochs():
+    loader = prepare_data_loader(DataLoader(DATA, batch_size=8, pin_memory=True))
+    reserved = []
+    for _ in range(40):
+        for (batch,) in loader:
+            compute(batch)
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[1]
+
+
+def test_copies_go_on_beside_the_computation(figure, timed):
+    data = TensorDataset(torch.randn(40, 4 << 20))  # 16 MiB each
+    pinned = [batch.pin_memory() for (batch,) in DataLoader(data, batch_size=1)]
+    matrix = torch.randn(4096, 4096, device="cuda")
+    compute_on = [batch.cuda() for batch in pinned]
+
+    def work(batches):
+        for batch in batches:
+            (matrix @ matrix) @ matrix
+            batch.sum()
+
+    work(compute_on)
+    with timed("computation alone") as alone:
+        work(compute_on)
+    with timed("copies alone") as copies:
+        [batch.to("cuda", non_blocking=True) for batch in pinned]
+    loader = prepare_data_loader(DataLoader(data, batch_size=1, pin_memory=True, num_workers=2, persistent_workers=True))
+    for _ in range(2):
+        with timed("an epoch of a prepared loader"):
+            work(batch for (batch,) in loader)
+    figure("hidden at best", min(alone["s"], copies["s"]), "s")

@@ -1,0 +1,44 @@
+"""Training functions for pretended GPUs."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from prefect_torch.ckpt import get_context, report
+from prefect_torch.tasks import get_device
+
+AT_IMPORT = torch.get_device_module().current_device()
+
+
+def tell_gpu(config: dict) -> dict:
+    """Return which GPU each rank has, on rank 0; before, kill the rank of the first attempt, or wait for a file, if told so."""
+    context = get_context()
+    report({}, state={"number": 1}, upload="sync")
+    if path := config.get("running"):
+        Path(path).touch()
+    if config.get("fail") and context.attempt == 1:
+        raise ValueError("once")
+    while (path := config.get("until")) and not Path(path).exists():
+        time.sleep(0.05)
+    mine = {
+        "device": str(get_device()),
+        "at_import": AT_IMPORT,
+        "visible": os.environ["FAKEGPU_VISIBLE_DEVICES"],
+        "backend": dist.get_backend(),
+        "timeout_s": dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+    }
+    everybody: list = [None] * context.world_size
+    dist.all_gather_object(everybody, mine)
+    return {"ranks": everybody}
+
+
+def run_out_of_memory(config: dict) -> None:
+    """Run out of memory in the first attempt, when others hold it."""
+    if get_context().attempt == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def evaluate_on_gpu() -> dict:
+    return {"gpu": os.environ["FAKEGPU_VISIBLE_DEVICES"]}

@@ -1,0 +1,251 @@
+"""Which GPUs ranks have, with GPUs that torch believes in; the processes and the locks are real."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from prefect_torch.tasks.gang import gpus
+from prefect_torch.tasks.gang.gpus import GpusBusyError, GpuSeat, list_gpus
+from prefect_torch.tasks.gang.process import RankProcess
+from pretended_gpus import listed
+
+SUPPORT = Path(__file__).parents[2] / "support"
+HOLD = """
+import sys, time
+from pretended_gpus import listed
+from prefect_torch.tasks.gang import gpus
+from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.process import RankProcess
+gpus.list_gpus = listed
+seat = GpuSeat(int(sys.argv[1]), 0.0, "the other")
+seat.take(lambda: None)
+rank = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+ranks = [RankProcess(rank, {}, b"", [lock]) for lock in seat.locks]
+for rank in ranks:
+    print(next(line for lines in rank.lines(0.05) for line in lines), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def torchs_machine(monkeypatch, tmp_path):
+    """A machine with three GPUs; the processes that it starts have them, too."""
+    monkeypatch.setenv("PRETENDED_GPUS", "3")
+    monkeypatch.setenv("PRETENDED_MACHINE", tmp_path.name)
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setattr(gpus, "get_run_logger", lambda: gpus_log)
+    monkeypatch.setattr(gpus, "_POLL_S", 0.01)
+    yield
+    for lock in gpus._LOCKS.glob(f"{gpus._PREFIX}fake-{tmp_path.name}-*"):
+        lock.unlink()
+
+
+@pytest.fixture
+def machine(torchs_machine, monkeypatch):
+    """The same, without the seconds that torch takes to list them."""
+    monkeypatch.setattr(gpus, "list_gpus", listed)
+
+
+class Log(list):
+    def warning(self, text, *arguments):
+        self.append(text % arguments)
+
+
+gpus_log = Log()
+
+
+@pytest.fixture(autouse=True)
+def empty_log():
+    gpus_log.clear()
+
+
+def seat_of(count, wait_s=0.0):
+    return GpuSeat(count, wait_s, "this one")
+
+
+def take(seat):
+    seat.take(lambda: None)
+    return seat.environment
+
+
+@pytest.fixture
+def held(machine):
+    """Another process, whose ranks hold two of the GPUs; yields it and the pids of the ranks."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, "2"], stdout=subprocess.PIPE, text=True) as holder:
+        yield holder, [int(holder.stdout.readline()) for _ in range(2)]
+        holder.kill()
+
+
+def test_gpus_are_those_that_torch_sees_by_the_names_that_choose_them(torchs_machine, monkeypatch):
+    everything = listed()
+    assert list_gpus() == everything
+    assert [gpu.choice for gpu in everything] == ["0", "1", "2"]
+    monkeypatch.setenv("FAKEGPU_VISIBLE_DEVICES", "2,1")
+    assert list_gpus() == [everything[2], everything[1]]
+
+
+def test_a_slice_of_a_gpu_is_known_by_its_own_name(torchs_machine, monkeypatch):
+    monkeypatch.setenv("FAKEGPU_VISIBLE_DEVICES", "MIG-1234")
+    assert [gpu.uuid for gpu in list_gpus()] == ["MIG-1234"]
+
+
+def test_a_torch_that_cannot_list_gpus_says_why(torchs_machine, monkeypatch):
+    monkeypatch.setenv("PRETENDED_GPUS", "many")
+    with pytest.raises(RuntimeError, match=r"(?s)torch cannot list the GPUs of this machine:.*'many'"):
+        list_gpus()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_rocm", "variable"),
+    [
+        ("cuda", False, "CUDA_VISIBLE_DEVICES"),
+        ("cuda", True, "HIP_VISIBLE_DEVICES"),
+        ("xpu", False, "ZE_AFFINITY_MASK"),
+        (None, False, "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_the_variable_is_that_of_the_kind_of_gpu(kind, is_rocm, variable, monkeypatch):
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
+    assert gpus._variable(kind, is_rocm=is_rocm) == variable
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES")
+    assert gpus._variable("cuda", is_rocm=True) == "CUDA_VISIBLE_DEVICES"
+
+
+def test_two_trainings_take_different_gpus_and_a_third_is_refused(machine):
+    first, second, third = seat_of(1), seat_of(2), seat_of(1)
+    assert take(first) == {"FAKEGPU_VISIBLE_DEVICES": "0"}
+    assert take(second) == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
+    user = re.escape(f"by this one (process {os.getpid()})")
+    with pytest.raises(GpusBusyError, match=f"1 free GPUs are needed, and of 3 these are in use: GPU 0 {user}, GPU 1 {user}"):
+        take(third)
+    assert take(first) == {"FAKEGPU_VISIBLE_DEVICES": "0"}  # it has it already
+    second.release()
+    assert take(third) == {"FAKEGPU_VISIBLE_DEVICES": "1"}
+    first.release()
+    third.release()
+
+
+def test_the_visible_gpus_are_a_pool(machine, monkeypatch):
+    first = seat_of(1)
+    take(first)
+    monkeypatch.setenv("FAKEGPU_VISIBLE_DEVICES", "0,2")
+    second = seat_of(1)
+    assert take(second) == {"FAKEGPU_VISIBLE_DEVICES": "2"}
+    with pytest.raises(ValueError, match="num_workers=3 with use_gpu=True needs as many GPUs, and this machine has 2"):
+        seat_of(3).check()
+    first.release()
+    second.release()
+
+
+def test_too_few_free_gpus_are_left_to_others_while_a_training_waits_for_them(machine):
+    one, waiting, rounds = seat_of(1), seat_of(3, None), []
+    take(one)
+
+    def look():
+        rounds.append(None)
+        if len(rounds) == 3:
+            other = seat_of(2)
+            take(other)
+            other.release()
+            one.release()
+
+    waiting.take(look)
+    assert len(rounds) == 3
+    users = f"GPU 0 by this one (process {os.getpid()})"
+    assert gpus_log == [f"waiting for GPUs: 3 free GPUs are needed, and of 3 these are in use: {users}"]
+    assert waiting.environment == {"FAKEGPU_VISIBLE_DEVICES": "0,1,2"}
+    waiting.release()
+
+
+def test_a_training_that_waits_can_be_terminated(machine):
+    one = seat_of(3)
+    take(one)
+
+    class TerminatedError(Exception):
+        pass
+
+    def terminate():
+        raise TerminatedError
+
+    with pytest.raises(TerminatedError):
+        seat_of(1, None).take(terminate)
+    one.release()
+
+
+def test_without_gpus_nothing_is_asked_or_taken(monkeypatch):
+    monkeypatch.setattr(gpus, "list_gpus", None)
+    seat = seat_of(0)
+    seat.check()
+    assert take(seat) == {}
+    assert seat.locks == ()
+
+
+def test_ranks_keep_their_gpus_until_they_are_gone_though_the_flow_was_killed(held):
+    holder, pids = held
+    waiting = seat_of(2)
+    with pytest.raises(GpusBusyError, match=re.escape(f"GPU 0 by the other (process {holder.pid}), GPU 1 by the other")):
+        take(waiting)
+    patient = seat_of(3, 60.0)
+    took_s = []
+
+    def kill():
+        if not took_s:
+            took_s.append(time.monotonic())
+            holder.kill()
+
+    patient.take(kill)  # the guards let go of the locks once the ranks are gone
+    assert took_s
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+    patient.release()
+
+
+def test_a_rank_does_not_inherit_the_lock(machine):
+    seat = seat_of(1)
+    take(seat)
+    show = "import os; print([os.readlink(f'/proc/self/fd/{it}') for it in os.listdir('/proc/self/fd') if it > '2'])"
+    rank = RankProcess([sys.executable, "-c", show.replace("readlink", "path.realpath")], {}, b"", seat.locks)
+    (printed,) = [line for lines in rank.lines(0.05) for line in lines]
+    assert gpus._PREFIX not in printed
+    rank.reap()
+    seat.release()
+
+
+def test_the_locks_are_open_to_every_user_whatever_the_umask(machine):
+    before = os.umask(0o077)
+    try:
+        seat = seat_of(1)
+        take(seat)
+    finally:
+        os.umask(before)
+    (lock,) = seat.locks
+    assert os.fstat(lock).st_mode & 0o777 == 0o666
+    seat.release()
+
+
+TAKE_TURNS = """
+import time
+from pretended_gpus import listed
+from prefect_torch.tasks.gang import gpus
+gpus.list_gpus, gpus._POLL_S = listed, 0.001
+gpus.get_run_logger = lambda: __import__("logging").getLogger()
+for _ in range(40):
+    seat = gpus.GpuSeat(3, 60.0, "one of two")
+    seat.take(lambda: None)
+    began_ns = time.monotonic_ns()
+    time.sleep(0.002)
+    print(began_ns, time.monotonic_ns())
+    seat.release()
+"""
+
+
+def test_two_processes_that_need_all_gpus_take_turns(machine):
+    both = [subprocess.Popen([sys.executable, "-c", TAKE_TURNS], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    spans = sorted(tuple(map(int, line.split())) for process in both for line in process.communicate()[0].splitlines())
+    assert len(spans) == 80
+    assert all(end < begin for (_, end), (begin, _) in pairwise(spans))

@@ -1,0 +1,78 @@
+"""A rank's GPU before and after its function: memory that the driver frees late, and memory that others hold."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from prefect_torch.tasks.rank import device
+from prefect_torch.tasks.rank.device import gpu_type, is_memory_held_by_others
+
+GIB = 1 << 30
+GPU = torch.device("cpu")  # only named
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(device, "time", clock)
+    return clock
+
+
+def gpu_with(clock, free_at):
+    return SimpleNamespace(
+        mem_get_info=lambda _: (free_at(clock.now_s), 80 * GIB), list_gpu_processes=lambda _: "process 7 uses 40 GiB"
+    )
+
+
+def test_a_free_gpu_is_not_waited_for(clock):
+    device._wait_for_memory(gpu_with(clock, lambda _: 79 * GIB), GPU)
+    assert clock.now_s == 0.0
+
+
+def test_memory_that_the_driver_frees_late_is_waited_for(clock, capsys):
+    device._wait_for_memory(gpu_with(clock, lambda now_s: int(min(79, 10 + 5 * now_s) * GIB)), GPU)
+    assert 13 <= clock.now_s <= 15
+    assert capsys.readouterr().err == ""
+
+
+def test_memory_that_stays_taken_is_told_with_who_holds_it(clock, capsys):
+    device._wait_for_memory(gpu_with(clock, lambda _: 40 * GIB), GPU)
+    assert 3 <= clock.now_s <= 4
+    assert capsys.readouterr().err == (
+        "cpu has 40.0 GiB of 80.0 GiB free; other processes hold the rest. process 7 uses 40 GiB\n"
+    )
+
+
+def test_memory_that_becomes_free_for_ever_is_not_waited_for_that_long(clock, capsys):
+    device._wait_for_memory(gpu_with(clock, lambda now_s: int(now_s * GIB)), GPU)
+    assert 30 <= clock.now_s <= 31
+    assert "cpu has 30" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "by_others"), [(1, 78, False), (30, 0, True), (30, 49, False), (30, 20, True)]
+)  # GiB of 80, of which a context and NCCL take some
+def test_memory_that_is_neither_free_nor_this_ranks_is_that_of_others(free, reserved, by_others, monkeypatch):
+    gpu = SimpleNamespace(mem_get_info=lambda: (free * GIB, 80 * GIB), memory_reserved=lambda: reserved * GIB)
+    monkeypatch.setattr(device, "gpu_type", lambda: "cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda _: gpu)
+    assert is_memory_held_by_others() == by_others
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")
+def test_a_machine_without_a_gpu_has_none():
+    assert gpu_type() is None
+    assert not is_memory_held_by_others()
+    with pytest.raises(RuntimeError, match="torch finds no GPU in this rank's process"):
+        device.take_device(0)
