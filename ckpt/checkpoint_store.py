@@ -1,20 +1,22 @@
-"""The checkpoints of one run, for readers."""
+"""The checkpoints of one run, and the runs of a storage."""
 
 import builtins
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.runs.deletion_marks import is_marked
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, encode_evaluation
-from prefect_torch.ckpt.runs.layout import stem
+from prefect_torch.ckpt.runs.layout import Layout, check_run_name, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.retention import Order, Plan, RetentionPolicy, check_count, sort_by_score
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel
+from prefect_torch.ckpt.storage.opening import StorageLike, open_storage
 from prefect_torch.ckpt.text import utc_now
 
 
@@ -178,6 +180,30 @@ class CheckpointStore(Run):
         from prefect_torch.ckpt.runs.quarantine import restore  # noqa: PLC0415 - writing is apart from reading
 
         return restore(self, checkpoint_id)
+
+
+def list_runs(storage: StorageLike) -> Iterator[str]:
+    """Yield the names of the runs in `storage`, sorted; one listing, and one request per run at any number of checkpoints.
+
+    Args:
+        storage: A local path, a URL, "block-type-slug/block-name", a block, or an open storage.
+
+    """
+    opened = open_storage(storage)
+    for folder in sorted(set(opened.folders(""))):
+        if not _is_run_name(folder):
+            continue
+        with suppress(FileNotFoundError):  # another program's directory
+            opened.size(Layout(folder).run_info)
+            yield folder
+
+
+def _is_run_name(name: str) -> bool:
+    try:
+        check_run_name(name)
+    except ValueError:
+        return False
+    return True
 
 
 Checkpoint.open_run = CheckpointStore.open  # a handle made from a URL also has a store

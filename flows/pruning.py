@@ -5,7 +5,7 @@ from typing import Annotated
 from prefect import flow, get_run_logger
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import CheckpointStore, Plan, StorageSpec
-from prefect_torch.ckpt.runs.listing import list_runs
+from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints

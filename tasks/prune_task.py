@@ -6,8 +6,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.runs.attempts import check_fence
-from prefect_torch.ckpt.runs.manifest import Manifest
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.tasks.options.storage import configured_storage
 

@@ -20,8 +20,7 @@ from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpe
 
 from .evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
 from .layout import Layout, check_run_name, stem
-from .manifest import Manifest, attempt_of, is_id
-from .manifest_cache import ManifestMemory
+from .manifest import Manifest, ManifestMemory, attempt_of, is_id
 from .records import decode, parse
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from prefect_torch.ckpt import RankLocal
 
-from .loader_generators import generators_kept
-from .prepared_loader import PreparedDataLoader
+from .prepared_loader import PreparedDataLoader, generators_kept
 from .resumable_sampler import Position, ResumableSampler
 from .sampling import distributed_sampler
 

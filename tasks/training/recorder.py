@@ -10,8 +10,7 @@ from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records
-from prefect_torch.ckpt.runs.manifest import Manifest
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.text import utc_now
 
 from .job import TrainJob

@@ -7,7 +7,7 @@ from typing import Any
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import Plan, RetentionPolicy
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.metrics import find_score
 from prefect_torch.ckpt.runs.retention import Committed, plan
 from prefect_torch.tasks.prune_task import prune_checkpoints

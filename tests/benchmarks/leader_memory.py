@@ -22,7 +22,7 @@ from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver, EventSender, ReportEvent
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.flows.monitoring.pages.run_view import RunView
 from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
 from prefect_torch.tasks.training import retention_schedule

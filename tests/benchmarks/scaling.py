@@ -55,8 +55,12 @@ from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit  # noqa: 
 from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
-from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id  # noqa: E402
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory  # noqa: E402
+from prefect_torch.ckpt.runs.manifest import (  # noqa: E402
+    FileEntry,
+    Manifest,
+    ManifestMemory,
+    new_id,
+)
 from prefect_torch.ckpt.runs.pruning import collect_garbage  # noqa: E402
 from prefect_torch.ckpt.runs.resume import choose_checkpoint  # noqa: E402
 from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: E402

@@ -16,7 +16,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.utilities.callables import parameter_schema
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, read_outcomes, write_outcome
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
 from prefect_torch.flows.arguments import find_named
 from prefect_torch.tasks.liveness import is_being_trained

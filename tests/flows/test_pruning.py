@@ -12,9 +12,9 @@ import yaml
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
-from prefect_torch.ckpt.runs.listing import list_runs
 from prefect_torch.flows import CheckpointConfig, prune
 from ranks import Attempt, folder
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import click
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.attempts import Attempt, newest_attempt
-from prefect_torch.ckpt.runs.manifest import is_id
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import ManifestMemory, is_id
 from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_score
 from prefect_torch.ckpt.text import show_some

@@ -18,7 +18,7 @@ from prefect_torch.ckpt.reporting.peers import Peers, RankExit, announce_exit, h
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, read_history
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.parallel import read_all
 from ranks import folder
@@ -102,7 +102,7 @@ def test_a_manifest_that_is_remembered_exists_only_while_it_is_listed(many):
 
 def test_a_memory_travels_empty_and_ends_somewhere(many, monkeypatch):
     _, manifests, _ = many
-    monkeypatch.setattr("prefect_torch.ckpt.runs.manifest_cache._MOST_FILES", 8)
+    monkeypatch.setattr("prefect_torch.ckpt.runs.manifest._MOST_FILES", 8)
     memory = ManifestMemory()
     for manifest in manifests:
         memory.remember(manifest)

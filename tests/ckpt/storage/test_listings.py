@@ -7,6 +7,7 @@ from commits import commit
 from memory_storage import MemoryStorage
 from odd_listings import FailingListings, Server, Shuffled, Stale
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
+from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts import (
     Outcome,
     Owner,
@@ -18,8 +19,7 @@ from prefect_torch.ckpt.runs.attempts import (
     write_outcome,
 )
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
-from prefect_torch.ckpt.runs.listing import list_runs
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage

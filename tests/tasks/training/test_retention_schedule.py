@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from prefect_torch.ckpt import Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
-from prefect_torch.ckpt.runs.manifest_cache import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.tasks.prune_task import _kept
 from prefect_torch.tasks.training import retention_schedule
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule

@@ -3,7 +3,7 @@
 import pytest
 from prefect import flow
 from prefect.assets import Asset, AssetProperties, materialize
-from prefect_torch.flows.monitoring.events.assets import asset_key
+from prefect_torch.flows.monitoring.events.observer import asset_key
 from prefect_torch.tasks.training.observers import AttemptStarted
 from told_trainings import Job, events_about, tell_all
 
