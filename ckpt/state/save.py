@@ -10,12 +10,12 @@ import xxhash
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.protocol import Transfer
 
-from .flatten import Describer, flatten, is_small, is_unowned
+from .flatten import Describer, Leaf, flatten, is_small, is_unowned
 from .image import StagingBuffer
 from .index import Chunk, ValueEntry, fields_of, rank_name, rank_of, tensors_file, values_file
 from .plan import TensorShard, WriteItem
 from .planner import StateDecision
-from .values import Value, capture_value, digest_tensor
+from .values import Value, capture_values, digest_tensors
 
 BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: a load must read a whole block to verify any byte of it
 
@@ -72,16 +72,20 @@ class StateSaver:
         """
         leaves, parts = flatten(state, self._rank)
         snapshot = StateSnapshot([], [], [], {}, parts)
+        plain: list[Leaf] = []
+        compared: list[Leaf] = []
         for leaf in leaves:
             loose = not isinstance(leaf.value, torch.Tensor) or is_unowned(leaf)
             if loose and (not isinstance(leaf.value, torch.Tensor) or is_small(leaf.value)):
-                snapshot.values.append(capture_value(leaf))
+                plain.append(leaf)
                 continue
             if loose and self._world_size > 1 and rank_of(leaf.name) is None:
-                snapshot.digests[leaf.name] = digest_tensor(leaf.value)
+                compared.append(leaf)
             if (described := self._describer.describe(leaf)) is not None:
                 snapshot.pieces.append(described[0])
                 snapshot.tensors.append(described[1])
+        snapshot.values.extend(capture_values(plain))
+        snapshot.digests.update(digest_tensors(compared))
         return snapshot
 
     def describe(self, snapshot: StateSnapshot) -> dict[str, Any]:
@@ -125,7 +129,7 @@ class StateSaver:
     def _new_image(self, snapshot: StateSnapshot) -> StagingBuffer:
         previous, self._image, self._imaged = self._image, None, None
         chunks = [(snapshot.tensors[write.piece].dtype, _box(snapshot.pieces[write.piece], write)[1]) for write in self._writes]
-        return StagingBuffer(chunks, pinned=any(tensor.is_cuda for tensor in snapshot.tensors), previous=previous)
+        return StagingBuffer(chunks, previous=previous)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +162,12 @@ class StagedState:
             files[tensors_file(self.rank)] = [image.data]
         if encoded:
             files[values_file(self.rank)] = [memoryview(b"".join(encoded.values()))]
-        with ThreadPoolExecutor(2, "prefect-torch-upload") as pool:
+        with ThreadPoolExecutor(3, "prefect-torch-upload") as pool:
+            registered = pool.submit(image.register)
             digests = pool.submit(self._digest_blocks)
             moved = list(pool.map(put, files, files.values()))
             told = {"tensors": self._tell_tensors(digests.result()), "values": self._tell_values(encoded)}
+            registered.result()
         return [FileEntry(path, sent.bytes, sent.digest, self.rank) for path, sent in zip(files, moved, strict=True)], told
 
     def _digest_blocks(self) -> list[list[str]]:
