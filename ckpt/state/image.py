@@ -50,7 +50,6 @@ class StagingBuffer:
         self,
         chunks: Sequence[tuple[torch.dtype, tuple[int, ...]]],
         *,
-        pinned: bool = False,  # noqa: ARG002 - the next commit's
         previous: "StagingBuffer | None" = None,
     ) -> None:
         frames = [_frame(dtype, shape) for dtype, shape in chunks]

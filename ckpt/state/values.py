@@ -66,16 +66,6 @@ def _capture_value(leaf: Leaf, kept: torch.Tensor | None) -> Value:
     return Value(leaf.name, leaf.path, _digest(saved), lambda: saved)
 
 
-def capture_value(leaf: Leaf) -> Value:
-    """Return `leaf`'s value as it is now."""
-    return capture_values([leaf])[0]
-
-
-def digest_tensor(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's dtype, shape and bytes."""
-    return _digest_tensor(tensor)
-
-
 def read_value(data: bytes) -> Any:
     """Return the value that `Value.encode` encoded."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
