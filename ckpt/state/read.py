@@ -1,9 +1,11 @@
 """Reads of a stored state: only the needed bytes, in parallel, straight into place, and never used before verification."""
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
 
 import torch
 import xxhash
@@ -12,11 +14,14 @@ from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
 
+from .device_copies import wait_for_current_streams
+from .host_memory import HostMemory
 from .image import memory_of
 from .index import Chunk, TensorEntry, ValueEntry
 
 _SPAN_BYTES = 4 * 2**20  # the most that one request reads of small blocks
 _GAP_BYTES = 64 * 2**10  # a gap of this size is read along, rather than with another request
+_NUM_SLOTS = 8  # as many reads are under way at a time
 Take = Callable[[memoryview], None]
 Into = Callable[[], memoryview]
 
@@ -31,7 +36,8 @@ class Block:
         bytes: Their number.
         digest: xxh3-128 of them.
         into: Returns the memory to read them into; None where only a part of them is wanted.
-        take: Called with them once they are read and verified, or None.
+        take: Called with them once they are read and verified, or None; it must not keep the memory.
+        device: The device that `take` copies them to, or None.
 
     """
 
@@ -41,6 +47,7 @@ class Block:
     digest: str
     into: Into | None = None
     take: Take | None = None
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +68,18 @@ class StateReader:
     def read(self, blocks: Sequence[Block]) -> None:
         """Read `blocks`, neighbours together, several at a time; all are verified and delivered when this returns.
 
+        Blocks for devices are delivered by threads on streams of their own. They come after the work that the calling thread
+        has queued on the devices' current streams, and before all work that anyone queues when this has returned.
+
         Raises:
             CheckpointCorruptError: If bytes are missing or differ; blocks read before stay.
             CheckpointNotFoundError: If a file is missing.
 
         """
-        for_each(_spans(blocks), self._read_span)
+        spans = [*_spans(blocks)]
+        slots = _Slots(spans)
+        wait_for_current_streams(slots.devices)  # they may still write to the targets, or read what was in their memory before
+        for_each(spans, partial(self._read_span, slots))
 
     def read_values(self, values: Sequence[ValueEntry]) -> list[bytes]:
         """Return the bytes of each value."""
@@ -78,20 +91,16 @@ class StateReader:
         self.read([block(place, value) for place, value in enumerate(values)])
         return found
 
-    def _read_span(self, span: Sequence[Block]) -> None:
+    def _read_span(self, slots: "_Slots", span: Sequence[Block]) -> None:
         first = span[0]
-        if len(span) == 1 and first.into is not None:
-            data = first.into()
-        else:
-            end = max(block.start + block.bytes for block in span)
-            data = memoryview(bytearray(end - first.start))
-        confirm_damage(self.storage, lambda storage: self._read_verified(span, data, storage))
-        for block in span:  # only now: a block that a second read repeats must not have been delivered
-            part = data[block.start - first.start :][: block.bytes]
-            if block.into is not None and len(span) > 1:
-                block.into()[:] = part
-            if block.take is not None:
-                block.take(part)
+        with slots.memory_for(span) as data:
+            confirm_damage(self.storage, lambda storage: self._read_verified(span, data, storage))
+            for block in span:  # only now: a block that a second read repeats must not have been delivered
+                part = data[block.start - first.start :][: block.bytes]
+                if block.into is not None and len(span) > 1:
+                    block.into()[:] = part
+                if block.take is not None:
+                    block.take(part)
 
     def _read_verified(self, span: Sequence[Block], data: memoryview, storage: Storage) -> None:
         first = span[0]
@@ -139,91 +148,120 @@ def tensor_blocks(entry: TensorEntry, block_bytes: int, part: torch.Tensor, offs
 
 def _box_blocks(chunk: Chunk, item_bytes: int, block_bytes: int, lower: Sequence[int], box: torch.Tensor) -> Iterator[Block]:
     """Yield the reads that fill `box`, which is wholly inside `chunk` and begins at `lower` of the tensor."""
-    row_bytes = math.prod(chunk.sizes[1:]) * item_bytes
-    first_row = lower[0] - chunk.offsets[0] if lower else 0
-    rows = box.shape[0] if lower else 1
-    start, stop = first_row * row_bytes, (first_row + rows) * row_bytes
-    begin = start // block_bytes * block_bytes
+    sizes, row_items = chunk.sizes, math.prod(chunk.sizes[1:])
+    corner = [low - offset for low, offset in zip(lower, chunk.offsets, strict=True)]
+    first, rows = (corner[0], box.shape[0]) if corner else (0, 1)
+    start, stop = first * row_items * item_bytes, (first + rows) * row_items * item_bytes
+    memory: memoryview | None = None
+    if tuple(box.shape[1:]) == sizes[1:] and box.is_contiguous():  # whole rows, as one line
+        sizes, corner, box = (math.prod(sizes),), [first * row_items], box.view(-1)
+        memory = memory_of(box) if box.is_cpu else None
+    device = None if box.is_cpu else box.device
     end = min(-(-stop // block_bytes) * block_bytes, math.prod(chunk.sizes) * item_bytes)
-    whole_rows = tuple(box.shape[1:]) == chunk.sizes[1:]
-    if whole_rows and box.is_contiguous() and box.device.type == "cpu":
-        memory = memory_of(box)
-        for at, size, digest in _each(chunk, block_bytes, begin, end):
-            if start <= at and at + size <= stop:
-                yield Block(chunk.file, chunk.start + at, size, digest, into=_part(memory, at - start, size))
-            else:
-                yield Block(chunk.file, chunk.start + at, size, digest, take=_copies(memory, at - start))
-        return
-
-    def place(data: torch.Tensor) -> None:
-        stored = data[start - begin : stop - begin]
-        stored = (stored if stored.storage_offset() % item_bytes == 0 else stored.clone()).view(box.dtype)
-        stored = stored.view((rows, *chunk.sizes[1:]) if lower else ())
-        for dimension, low in enumerate(lower[1:], 1):
-            stored = stored.narrow(dimension, low - chunk.offsets[dimension], box.shape[dimension])
-        with torch.no_grad():
-            box.copy_(stored)
-
-    parts = list(_each(chunk, block_bytes, begin, end))
-    scratch = _Scratch(end - begin, len(parts), place)
-    for at, size, digest in parts:
-        yield Block(chunk.file, chunk.start + at, size, digest, scratch.at(at - begin, size), scratch.count)
+    for at in range(start // block_bytes * block_bytes, end, block_bytes):
+        size, digest = min(block_bytes, end - at), chunk.digests[at // block_bytes]
+        if memory is not None and start <= at and at + size <= stop:
+            yield Block(chunk.file, chunk.start + at, size, digest, into=_part(memory, at - start, size))
+        else:
+            take = _Placement(box, corner, sizes, at // item_bytes)
+            yield Block(chunk.file, chunk.start + at, size, digest, take=take, device=device)
 
 
 def _part(memory: memoryview, start: int, size: int) -> Into:
     return lambda: memory[start : start + size]
 
 
-class _Scratch:
-    """Memory for blocks that cannot be read into place: allocated from the first read until the last block is placed.
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """The copy of a block's elements into a part of a tensor.
 
-    Args:
-        size: Its size in bytes.
-        num_blocks: The number of blocks that are read into it.
-        place: Called with it, by any thread, when all blocks are read and verified.
+    Attributes:
+        box: The part.
+        corner: The index in the chunk at which it begins.
+        sizes: The chunk's shape.
+        first: The number of the block's first element in the chunk.
 
     """
 
-    def __init__(self, size: int, num_blocks: int, place: Callable[[torch.Tensor], None]) -> None:
-        self._size = size
-        self._left = num_blocks
-        self._place = place
-        self._one_at_a_time = threading.Lock()
-        self._memory: torch.Tensor | None = None
+    box: torch.Tensor
+    corner: Sequence[int]
+    sizes: Sequence[int]
+    first: int
 
-    def at(self, start: int, size: int) -> Into:
-        """Return a function that returns a part of it."""
-        return lambda: memory_of(self._made()[start : start + size])
-
-    def count(self, _: memoryview) -> None:
-        """Record that a block is verified."""
-        with self._one_at_a_time:
-            self._left -= 1
-            is_last = self._left == 0
-        if is_last:
-            self._place(self._made())
-            self._memory = None
-
-    def _made(self) -> torch.Tensor:
-        with self._one_at_a_time:
-            if self._memory is None:
-                self._memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
-            return self._memory
+    def __call__(self, data: memoryview) -> None:
+        """Copy the elements of `data` that are in the part, and return when they have arrived."""
+        elements = torch.frombuffer(data, dtype=torch.uint8).view(self.box.dtype)
+        corner, ends = self.corner, [low + size for low, size in zip(self.corner, self.box.shape, strict=True)]
+        at = 0
+        for lower, upper in boxes_of(self.sizes, self.first, self.first + len(elements)):
+            shape = [high - low for low, high in zip(lower, upper, strict=True)]
+            stored, at = elements[at : at + math.prod(shape)].view(shape), at + math.prod(shape)
+            inside = [(max(a, b), min(c, d)) for a, b, c, d in zip(lower, corner, upper, ends, strict=True)]
+            if all(low < high for low, high in inside):
+                source = stored[tuple(slice(low - a, high - a) for (low, high), a in zip(inside, lower, strict=True))]
+                target = self.box[tuple(slice(low - b, high - b) for (low, high), b in zip(inside, corner, strict=True))]
+                with torch.no_grad():
+                    target.copy_(source)
 
 
-def _each(chunk: Chunk, block_bytes: int, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
-    for at in range(begin, end, block_bytes):
-        yield at, min(block_bytes, end - at), chunk.digests[at // block_bytes]
+def boxes_of(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the boxes that are elements `start` to `stop` of a tensor of shape `sizes`, in order; each by its two corners."""
+    if len(sizes) <= 1:
+        yield ((start,), (stop,)) if sizes else ((), ())
+        return
+    row = math.prod(sizes[1:])
+    while start < stop:
+        number, inside = divmod(start, row)
+        if inside == 0 and stop - start >= row:
+            whole = (stop - start) // row
+            yield (number, *[0] * (len(sizes) - 1)), (number + whole, *sizes[1:])
+            start += whole * row
+            continue
+        end = min(stop - number * row, row)
+        for lower, upper in boxes_of(sizes[1:], inside, end):
+            yield (number, *lower), (number + 1, *upper)
+        start = number * row + end
 
 
-def _copies(memory: memoryview, offset: int) -> Take:
-    """Return a function that copies a block's overlap with `memory`, in which it begins at `offset`, maybe below 0."""
+class _Slots:
+    """Memory for blocks that are not read into place: as much as concurrent reads need, page-locked where one is for a GPU."""
 
-    def take(data: memoryview) -> None:
-        low, high = max(0, offset), min(len(memory), offset + len(data))
-        memory[low:high] = data[low - offset : high - offset]
+    def __init__(self, spans: Sequence[Sequence[Block]]) -> None:
+        self.devices = {block.device for span in spans for block in span if block.device is not None}
+        sizes = [_size(span) for span in spans if not _is_in_place(span)]
+        self._bytes = max((size for size in sizes if size <= _SPAN_BYTES), default=0)
+        slots = HostMemory(self._bytes * min(_NUM_SLOTS, len(sizes)))
+        for device in self.devices:
+            slots.register(device)
+        self._free: SimpleQueue[memoryview] = SimpleQueue()
+        memory = memory_of(slots.tensor)
+        for start in range(0, len(memory), max(self._bytes, 1)):
+            self._free.put(memory[start : start + self._bytes])
+        self._slots = slots
 
-    return take
+    @contextmanager
+    def memory_for(self, span: Sequence[Block]) -> Iterator[memoryview]:
+        """Yield the memory to read `span` into."""
+        size = _size(span)
+        if _is_in_place(span):
+            assert span[0].into is not None
+            yield span[0].into()
+        elif size > self._bytes:
+            yield memoryview(bytearray(size))
+        else:
+            slot = self._free.get()
+            try:
+                yield slot[:size]
+            finally:
+                self._free.put(slot)
+
+
+def _is_in_place(span: Sequence[Block]) -> bool:
+    return len(span) == 1 and span[0].into is not None
+
+
+def _size(span: Sequence[Block]) -> int:
+    return max(block.start + block.bytes for block in span) - span[0].start
 
 
 def _spans(blocks: Sequence[Block]) -> Iterator[list[Block]]:

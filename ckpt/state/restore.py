@@ -200,7 +200,7 @@ class Restore:
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, node: Node, path: Path) -> None:
         names = self._parameters.of(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
         numbers = {name: number for number, name in enumerate(names)}
         groups = node.children.get("param_groups", Node()).children
         state = node.children.get("state", Node()).children
@@ -211,9 +211,12 @@ class Restore:
             if self._is_of_others(of_parameter):
                 continue
             where, number = (*path, "state", name), numbers.get(name)
-            like = {} if number is None else _state_like(optimizer, parameters[number], of_parameter, where, self._index)
+            like = {} if number is None else _state_like(optimizer, *parameters[number], of_parameter, where, self._index)
             states[name if number is None else number] = self._build(of_parameter, where, like)
-        places = [self._build(groups[place], (*path, "param_groups", [place[0]]), {}) for place in sorted(groups)]
+        places = []
+        for (number,), options in sorted(groups.items()):
+            where = (*path, "param_groups", [number])
+            places.append(self._build(options, where, _options_like(optimizer.param_groups[number], where)))
 
         known = ("state", "param_groups")
         more = {key: self._build(child, (*path, key), {}) for key, child in node.children.items() if key not in known}
@@ -222,7 +225,7 @@ class Restore:
             restored = {number: get() for number, get in states.items()}
             loaded = [{**get(), "params": group["params"]} for get, group in zip(places, _numbered(optimizer), strict=True)]
             optimizer.load_state_dict({**{key: get() for key, get in more.items()}, "state": restored, "param_groups": loaded})
-            for number, parameter in enumerate(parameters):
+            for number, (parameter, _) in enumerate(parameters):
                 undo_casts(optimizer.state.get(parameter, {}), restored.get(number, {}))
 
         self.finish.append(load)
@@ -336,16 +339,29 @@ class Restore:
 
 
 def _state_like(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, node: Node, path: Path, index: StateIndex
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    group: Mapping[str, Any],
+    node: Node,
+    path: Path,
+    index: StateIndex,
 ) -> dict[Path, torch.Tensor]:
     """Return the tensors into which an optimizer's state of one parameter is read: its own, or new ones like the parameter."""
     like = _tensors_in(optimizer.state.get(parameter, {}), path)
+    has_step_on_device = group.get("fused") or group.get("capturable")
     for step, child in node.children.items():
+        if step == "step" and not has_step_on_device:  # of the shape of a scalar parameter, and read by the host at each step
+            continue
         entry: TensorEntry | ValueEntry | None = next((index.tensors.get(name) for name in child.names.values()), None)
         at = _key((*path, _step(step)))
         if isinstance(entry, TensorEntry) and at not in like and entry.shape == tuple(parameter.shape):
             like[at] = torch.empty_like(parameter.detach(), dtype=getattr(torch, entry.dtype))
     return like
+
+
+def _options_like(group: Mapping[str, Any], path: Path) -> dict[Path, torch.Tensor]:
+    """Return the tensors into which a parameter group's options, such as `lr`, are read: its own."""
+    return _tensors_in({name: value for name, value in group.items() if name != "params"}, path)
 
 
 def _tensors_in(value: Any, path: Path) -> dict[Path, torch.Tensor]:

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt.state.device_copies import brought_to_host, cut_at_multiples, sums_of_words
+from prefect_torch.ckpt.state.read import boxes_of
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
 
 @given(shapes, st.sampled_from([1, 2, 4, 8]), st.integers(1, 40), st.integers(0, 99))
@@ -24,6 +26,19 @@ def test_parts_are_the_tensor_and_cross_no_multiple(shape, item_bytes, items_per
         if numbers:
             assert (start + numbers[0] * item_bytes) // step == (start + numbers[-1] * item_bytes) // step
     assert seen == [*range(tensor.numel())]
+
+
+@given(full_shapes, st.data())
+def test_boxes_are_the_elements_in_their_order(shape, data):
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, tensor.numel()))
+    stop = data.draw(st.integers(start, tensor.numel())) if shape else 1
+    boxes = [*boxes_of(shape, start if shape else 0, stop)]
+    seen = [tensor[tuple(slice(*ends) for ends in zip(*box, strict=True))] for box in boxes]
+    assert torch.cat([part.flatten() for part in seen] or [tensor[:0].flatten()]).tolist() == [
+        *range(start if shape else 0, stop)
+    ]
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 def variants():

@@ -1,7 +1,7 @@
 """Odd things to store, targets that want more than bytes in their memory, and torch's modes."""
 
 import sys
-import weakref
+import tracemalloc
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.state import read
-from prefect_torch.ckpt.storage import parallel
 from ranks import Attempt
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -159,23 +158,25 @@ def test_the_groups_of_an_optimizer_are_read_at_once(store):
     assert counting.counts()["get_range"] <= 4
 
 
-def test_what_cannot_be_read_into_place_waits_for_it_in_little_memory(store, monkeypatch):
+def test_what_cannot_be_read_into_place_passes_through_little_memory(store, monkeypatch):
     """As for tensors on a GPU: all of a state at once would not fit into the memory of the host."""
-    tensors = {str(number): torch.full((300, 1000), float(number)) for number in range(20)}
+    tensors = {str(number): torch.full((1300, 1000), float(number)) for number in range(20)}
     checkpoint = stored(store, {"it": tensors})
-    living, most, memory_of = [], [], read.memory_of
+    sizes, made = [], read.HostMemory.__init__
 
-    def count(tensor):
-        living.append(weakref.ref(tensor if tensor._base is None else tensor._base))
-        most.append(len({id(it()) for it in living if it() is not None}))
-        return memory_of(tensor)
+    def count(self, size):
+        sizes.append(size)
+        made(self, size)
 
-    monkeypatch.setattr(read, "memory_of", count)
-    monkeypatch.setattr(parallel, "_LARGE_AT_ONCE", 1)
-    targets = {name: torch.zeros(1000, 300).t() for name in tensors}
+    monkeypatch.setattr(read.HostMemory, "__init__", count)
+    targets = {name: torch.zeros(1000, 1300).t() for name in tensors}
+    tracemalloc.start()
     checkpoint.load_state({"it": targets})
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert all(torch.equal(targets[name], tensor) for name, tensor in tensors.items())
-    assert 0 < max(most) < 10
+    assert sizes == [8 * 4 * 2**20]
+    assert most_bytes < 4 * 2**20  # of Python's own, such as a bytearray
 
 
 def test_a_default_device_of_torch_moves_neither_the_copy_nor_what_is_read(store):
