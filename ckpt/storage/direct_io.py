@@ -15,7 +15,8 @@ _LEAST_BYTES = 2**20
 def write_direct(file: BinaryIO, data: memoryview, passed: Callable[[memoryview], None]) -> memoryview:
     """Write the beginning of `data` into `file`, past the page cache, and return the rest.
 
-    The rest is all of it if the memory or the file offset is not aligned, or the filesystem does not support O_DIRECT.
+    The rest is all of it if the memory or the file offset is not aligned, or the filesystem does not support O_DIRECT, or not
+    from memory that a driver maps.
 
     Args:
         file: A raw file.
@@ -40,7 +41,7 @@ def write_direct(file: BinaryIO, data: memoryview, passed: Callable[[memoryview]
             if count == 0 or count % _ALIGNED_BYTES:  # the file takes no more this way, or the offset is no longer aligned
                 break
     except OSError as exc:
-        if exc.errno != errno.EINVAL:  # this filesystem does not support it
+        if exc.errno not in (errno.EINVAL, errno.EFAULT):  # this filesystem does not support it, or not from this memory
             raise
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)

@@ -60,9 +60,10 @@ def test_what_is_not_aligned_is_written_as_ever(storage, memory, direct_writes):
     assert direct_writes == []
 
 
-def test_a_filesystem_that_cannot_gets_it_the_other_way(storage, memory, monkeypatch):
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT])
+def test_a_filesystem_that_cannot_gets_it_the_other_way(storage, memory, monkeypatch, code):
     def refuse(descriptor, data):
-        raise OSError(errno.EINVAL, "Invalid argument")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "write", refuse)
     check(storage, [memory])
