@@ -208,6 +208,10 @@ class Checkpoint:
         shapes and dtypes are compared before anything changes; after an error while reading, parts of `state` are restored
         and others not.
 
+        On GPUs it waits for the work that this thread has queued on the current streams; work on other streams must be awaited
+        by these before. Afterwards every stream sees the values. A tensor below a name for which `state` holds none, such as an
+        item of an empty dict, is built on the CPU.
+
         Args:
             state: Modules, optimizers and other objects with `load_state_dict`, tensors, plain values and containers of them,
                 under the names of the report. An optimizer may be fresh.

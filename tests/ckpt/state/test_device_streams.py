@@ -411,6 +411,14 @@ MUTANTS = {
         test_a_report_stores_the_values_of_the_current_stream,
         Mutant("device_copies", "copied.record(streams.current_stream(device))", "copied.record(streams.Stream(device))"),
     ),
+    "copies have a stream of their own": (
+        test_a_report_stores_the_values_of_its_call,
+        Mutant(
+            "device_copies",
+            "                _copy(pairs, non_blocking=True)",
+            "                with streams.stream(streams.Stream(device)): _copy(pairs, non_blocking=True)",
+        ),
+    ),
     "copies wait one by one": (
         test_a_report_waits_once_and_makes_no_stream,
         Mutant("device_copies", "_copy(pairs, non_blocking=True)", "_copy(pairs, non_blocking=False)"),
