@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -40,18 +41,18 @@ class HostMemory:
     def register(self, device: torch.device) -> None:
         """Page-lock the memory for copies from and to devices of `device`'s type, unless an earlier call has tried to.
 
-        Costs about a second per GiB where pages are small and untouched. Where the driver refuses, or page-locks no memory of
-        others, the memory stays pageable; a refusal is logged once in a process.
+        Takes longest where pages are still untouched. Where the driver refuses, or page-locks no memory but its own, the memory
+        stays pageable; a refusal is logged once in a process.
 
         Copies run at full speed, and while the host goes on, only from and to page-locked memory. A single one must not cross
         a multiple of `REGISTRATION_BYTES` from the beginning: the driver takes it for a copy that is registered in part.
         """
-        cudart = getattr(getattr(torch, device.type, None), "cudart", None)
-        if self._registration is not None or cudart is None or self._pages is None:
+        is_possible = hasattr(getattr(torch, device.type, None), "cudart")
+        if self._registration is not None or not is_possible or self._pages is None:
             return
         # A thread of its own: after a refusal, the next kernel launch of the same thread would raise the driver's error.
         with ThreadPoolExecutor(1, "prefect-torch-page-lock") as pool:
-            pool.submit(self._register, self._pages, cudart(), device).result()
+            pool.submit(self._register, self._pages, device).result()
 
     def release(self) -> None:
         """Unlock the memory, and give it back as soon as no other tensor shares it."""
@@ -60,20 +61,30 @@ class HostMemory:
         self.tensor = self.tensor[:0].clone()
         self._pages = None
 
-    def _register(self, pages: mmap.mmap, cudart: Any, device: torch.device) -> None:
+    def _register(self, pages: mmap.mmap, device: torch.device) -> None:
         registered: list[int] = []
         # Runs when this object dies, before `tensor` and with it the pages: the driver must not know memory that is unmapped.
-        self._registration = weakref.finalize(self, _unregister, cudart, registered, os.getpid())
-        with torch.get_device_module(device).device(device):  # else a new thread makes a context on GPU 0
+        self._registration = weakref.finalize(self, _unregister, device, registered, os.getpid())
+        if hasattr(mmap, "MADV_DONTFORK"):  # else the first write after a fork would move pages away from under the driver
+            pages.madvise(mmap.MADV_DONTFORK)
+        with _driver(device) as cudart:
             for start, size in _parts(self.tensor):
                 error = int(cudart.cudaHostRegister(start, size, _PORTABLE))
                 if error:
-                    _unregister(cudart, registered, os.getpid())  # all or nothing: a copy must not lie in both kinds of memory
                     _warn_of_refusal(error)
-                    return
+                    break
                 registered.append(start)
-        if hasattr(mmap, "MADV_DONTFORK"):  # else the first write after a fork would move pages away from under the driver
-            pages.madvise(mmap.MADV_DONTFORK)
+            else:
+                return
+        _unregister(device, registered, os.getpid())  # all or nothing: a copy must not lie in both kinds of memory
+
+
+@contextmanager
+def _driver(device: torch.device) -> Iterator[Any]:
+    """Yield the driver, with `device` as the thread's current one: a new thread's is GPU 0, where a call makes a context."""
+    module = torch.get_device_module(device)
+    with module.device(device):
+        yield module.cudart()
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
@@ -81,9 +92,12 @@ def _parts(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield tensor.data_ptr() + start, min(REGISTRATION_BYTES, len(tensor) - start)
 
 
-def _unregister(cudart: Any, registered: list[int], process_id: int) -> None:
-    while registered and os.getpid() == process_id:  # a forked process must not call the driver
-        cudart.cudaHostUnregister(registered.pop())
+def _unregister(device: torch.device, registered: list[int], process_id: int) -> None:
+    if not registered or os.getpid() != process_id:  # a forked process must not call the driver
+        return
+    with _driver(device) as cudart:
+        while registered:
+            cudart.cudaHostUnregister(registered.pop())
 
 
 @cache

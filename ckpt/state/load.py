@@ -23,8 +23,8 @@ def load_state(
 ) -> None:
     """Restore `state` in place from the files of `reader`; see `Checkpoint.load_state`.
 
-    Tensors on devices are written after the work that this thread has queued on the devices' current streams, and have their
-    values for every stream when this returns. Tensors without a target, such as the items of an empty dict, are built on the CPU.
+    Tensors on devices are written after the work that this thread has queued on the devices' current streams, and every stream
+    sees their values when this returns. Tensors without a target, such as the items of an empty dict, are built on the CPU.
 
     Args:
         reader: The reader of the state's files.

@@ -210,6 +210,7 @@ class HostRegistrations:
             return 0
 
     def cudaHostUnregister(self, start):  # noqa: N802 - CUDA's name
+        assert getattr(_of_thread, "has_device", False), "would make a context on the thread's current device, GPU 0"
         with _lock:
             self.threads.append(("unregister", threading.current_thread()))
             if start not in self.ranges:

@@ -461,19 +461,19 @@ MUTANTS = {
     ),
     "memory is locked on GPU 0": (
         test_memory_is_locked_in_the_background_and_of_exact_size,
-        Mutant("host_memory", "with torch.get_device_module(device).device(device):", "if True:"),
+        Mutant("host_memory", "with module.device(device):", "if True:"),
     ),
     "a refusal is left to the next kernel": (
         test_where_pages_cannot_be_locked_reports_go_on_with_one_warning,
         Mutant(
             "host_memory",
-            "pool.submit(self._register, self._pages, cudart(), device).result()",
-            "self._register(self._pages, cudart(), device)",
+            "pool.submit(self._register, self._pages, device).result()",
+            "self._register(self._pages, device)",
         ),
     ),
     "a refused part leaves the others locked": (
         test_where_pages_cannot_be_locked_reports_go_on_with_one_warning,
-        Mutant("host_memory", "_unregister(cudart, registered, os.getpid())  #", "pass  #"),
+        Mutant("host_memory", "_unregister(device, registered, os.getpid())  #", "pass  #"),
     ),
     "locked memory is copied by forks": (
         test_locked_memory_is_not_given_to_forked_processes_and_is_unlocked_before_it_is_unmapped,
