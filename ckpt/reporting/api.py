@@ -37,7 +37,8 @@ def report(
     A `state` of live objects is the fastest checkpoint: the call returns as soon as the bytes that this rank owns are copied,
     1/N of the data that are equal on N ranks, and the copy is committed in the background. The training may go on
     immediately. The copy costs memory for these bytes once, which is kept for the next report; a report waits for the commit
-    of the previous one.
+    of the previous one. What is stored of a GPU are the values after the work on the current streams of the calling thread;
+    other streams must be awaited by these before.
 
     Each rank uploads its own files, in parallel; together they are one checkpoint. It exists as soon as its manifest does,
     which is written last: a training killed at any moment resumes from a whole checkpoint, that of this report if it was
@@ -53,9 +54,9 @@ def report(
             plain values and containers of them. The content of a module or an optimizer counts as equal on all ranks, and
             each rank stores a part of it; a module or optimizer with other parts on another rank is refused, unless it has a
             name of its own there or is marked with `RankLocal`. Of everything else each rank stores its own where it differs,
-            or is marked: give the objects themselves, since the tensors of their `state_dict()` would be compared.
-            `Checkpoint.load_state` restores it, and torch.distributed.checkpoint reads it. A directory may be reported
-            beside it.
+            or is marked: give the objects themselves, since the tensors of their `state_dict()` would be compared, and averages
+            of weights as a module (`AveragedModel`), not as a dict. `Checkpoint.load_state` restores it, and
+            torch.distributed.checkpoint reads it. A directory may be reported beside it.
         step: The same number on every rank, growing from checkpoint to checkpoint; None counts on from the previous report,
             or from the restored checkpoint, beginning with 0. When the step of the newest checkpoint is reported again, such
             as at the end of a training that has just reported, the metrics are recorded and that checkpoint stays, with a

@@ -17,7 +17,13 @@ from .host_memory import REGISTRATION_BYTES
 Cut: TypeAlias = tuple[int | slice, ...]
 _STRIDED_BYTES = 64 * 2**20  # of a device's memory that a report may take for the parts of strided tensors
 _DIGEST_BYTES = 4 * 2**20  # of one sum: the sums' temporaries take some 64 MiB of a device's memory
-_COPY_EACH = vars(torch)["_foreach_copy_"]  # one call instead of one per tensor; torch's optimizers use it, its stubs hide it
+_FOREACH_COPY = vars(torch)["_foreach_copy_"]  # torch's optimizers use it, its stubs hide it
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """Copy each of `sources` into the target at the same place, with one call instead of one per tensor."""
+    if targets:
+        _FOREACH_COPY(list(targets), list(sources), non_blocking=non_blocking)
 
 
 @contextmanager
@@ -133,9 +139,7 @@ def _in_parts(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torc
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, non_blocking: bool) -> None:
     plain = [pair for pair in pairs if not _is_lazy(pair[1])]
-    if plain:
-        targets, sources = zip(*plain, strict=True)
-        _COPY_EACH(list(targets), list(sources), non_blocking=non_blocking)
+    copy_each([target for target, _ in plain], [source for _, source in plain], non_blocking=non_blocking)
     for target, source in pairs:
         if _is_lazy(source):  # torch would conjugate the target at once, before the bytes arrive
             target.copy_(source.resolve_conj().resolve_neg(), non_blocking=non_blocking)

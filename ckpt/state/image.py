@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from .device_copies import queued_copies
+from .device_copies import copy_each, queued_copies
 from .host_memory import HostMemory
 
 _ALIGNED_BYTES = 64  # torch's alignment of raw data within an archive, kept in the file for reads straight into memory
-_COPY_EACH = vars(torch)["_foreach_copy_"]  # one call instead of one per tensor; torch's optimizers use it, its stubs hide it
 _SURE_BYTES = 2**20  # from this size, a write of the data's length is the data and never a header or footer
 
 
@@ -81,14 +80,14 @@ class StagingBuffer:
         """
         with torch.inference_mode():  # the memory may have been allocated in it, such as by an evaluation that reports
             if all(tensor.is_cpu for tensor in tensors):
-                _copy_each(self._views, tensors)
+                copy_each(self._views, tensors)
                 return
             pairs = [*zip(self._views, tensors, strict=True)]
             remote = [pair for pair in pairs if not pair[1].is_cpu]
             local = [pair for pair in pairs if pair[1].is_cpu]
             self._device = remote[0][1].device
             with queued_copies([view for view, _ in remote], [tensor for _, tensor in remote]):
-                _copy_each([view for view, _ in local], [tensor for _, tensor in local])
+                copy_each([view for view, _ in local], [tensor for _, tensor in local])
 
     def register(self) -> None:
         """Page-lock the memory if staged tensors were on a GPU; after the first report, in the background of the training."""
@@ -121,11 +120,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_char * count).from_address(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]  # kept by whoever keeps the memory
     return memoryview(memory).cast("B")
-
-
-def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    if targets:
-        _COPY_EACH(targets, list(sources))
 
 
 def _reused_or_new(previous: StagingBuffer | None, size: int) -> HostMemory:

@@ -27,13 +27,23 @@ PAGE_BYTES = 4096
 NAME = "simgpu"
 DEVICE = torch.device("cpu")  # this device, once it is registered
 
+_DEVICE_TYPE = 20  # PrivateUse1 in c10/core/DeviceType.h
 counts = Counter()  # synchronize, kernels, events, streams
 _lock = threading.RLock()
 _of_thread = threading.local()
 
 
-class Stream:
+_streams = []
+
+
+class Stream(torch.Stream):
     """A queue of kernels."""
+
+    def __new__(cls, device=None, priority=0):
+        with _lock:
+            stream = super().__new__(cls, stream_id=len(_streams), device_index=0, device_type=_DEVICE_TYPE)
+            _streams.append(stream)
+        return stream
 
     def __init__(self, device=None, priority=0):
         counts["streams"] += 1
@@ -137,6 +147,24 @@ def _launch(kernel, host_tensor=None):
     current_stream().put(kernel)
 
 
+class _Block:
+    """Memory of a stream, in use until its storage is freed and the work is done that other streams had for it then."""
+
+    def __init__(self, storage, raw, stream):
+        self.storage, self.bytes = StorageWeakRef(storage), storage.nbytes()
+        self.raw, self._stream, self._recorded, self._until = raw, stream, [], None
+
+    def is_free_for(self, stream, wanted):
+        if stream is not self._stream or self.raw.numel() < wanted or not self.storage.expired():
+            return False
+        if self._until is None:
+            self._until = [(recorded, len(recorded._queue)) for recorded in self._recorded]
+        return all(recorded._num_begun >= until for recorded, until in self._until)
+
+    def record(self, stream):
+        self._recorded.append(stream)
+
+
 class Memory:
     """The device's memory: blocks, each of the stream that it was allocated on."""
 
@@ -146,32 +174,33 @@ class Memory:
 
     @property
     def live_bytes(self):
-        return sum(size for ref, size, *_ in self._blocks.values() if not ref.expired())
+        return sum(block.bytes for block in self._blocks.values() if not block.storage.expired())
 
     def allocate(self, size, stride, dtype):
         tensor = torch._C._acc.create_empty_tensor(tuple(size), dtype)
         storage = tensor.untyped_storage()
         at = 0, tuple(size), tuple(stride)
         torch.ops.aten.set_.source_Storage_storage_offset.redispatch(DispatchKeySet(DispatchKey.Meta), tensor, storage, *at)
-        with _lock:
+        with _lock, torch.inference_mode(False):
             wanted, mine = storage.nbytes(), current_stream()
-            freed = (
-                key for key, (ref, _, raw, of) in self._blocks.items() if of is mine and ref.expired() and raw.numel() >= wanted
+            free = next((key for key, block in self._blocks.items() if block.is_free_for(mine, wanted)), None)
+            garbage = (
+                torch.full((wanted,), 0xAB, dtype=torch.uint8, device="cpu") if free is None else self._blocks.pop(free).raw
             )
-            key = next(freed, None)
-            with torch.inference_mode(False):
-                raw = torch.full((wanted,), 0xAB, dtype=torch.uint8, device="cpu") if key is None else self._blocks.pop(key)[2]
-            self._blocks[storage._cdata] = StorageWeakRef(storage), wanted, raw, mine
+            self._blocks[storage._cdata] = _Block(storage, garbage, mine)
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return tensor
 
+    def block(self, tensor):
+        return self._blocks[tensor.untyped_storage()._cdata]
+
     def of(self, tensor):
         """Return the memory behind a tensor, which holds its values once the streams have run."""
-        raw = self._blocks[tensor.untyped_storage()._cdata][2]
-        return _within(raw.untyped_storage(), tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        raw = self.block(tensor).raw.untyped_storage()
+        return _within(raw, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def address(self, storage):
-        return self._blocks[storage._cdata][2].data_ptr()
+        return self._blocks[storage._cdata].raw.data_ptr()
 
     @contextlib.contextmanager
     def peak(self):
@@ -395,8 +424,13 @@ def _viewed_by(op):
     return lambda *args, **kwargs: op.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **kwargs)  # as for any strided tensor
 
 
+def _record_stream(tensor, stream):
+    memory.block(tensor).record(_streams[stream.stream_id])
+
+
 def _synchronize(device=None):
-    current_stream().synchronize()
+    for each in _streams:
+        each.synchronize()
 
 
 def _copied_deeply(usual):
@@ -440,6 +474,7 @@ def register():
     aten.impl("empty_strided", _empty_strided, "PrivateUse1")
     aten.impl("_local_scalar_dense", _item, "PrivateUse1")
     aten.impl("_copy_from", _copy_from, "PrivateUse1")
+    aten.impl("record_stream", _record_stream, "PrivateUse1")
     for overload in ("default", "start", "start_step"):
         made = getattr(torch.ops.aten.arange, overload)
         aten.impl(made, functools.partial(_fallback, made), "PrivateUse1")

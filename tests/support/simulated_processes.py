@@ -54,14 +54,16 @@ def failure_of(test, arguments, mutant=None):
         "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
         "mutant": None if mutant is None else asdict(mutant),
     }
-    server = _server()
+    server = _server(has_product=mutant is None)
     print(json.dumps(request), file=server.stdin, flush=True)
     return json.loads(server.stdout.readline())
 
 
 @functools.cache
-def _server():
-    server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _server(*, has_product):
+    server = subprocess.Popen(
+        [sys.executable, __file__, *["with-product"] * has_product], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     atexit.register(lambda: server.communicate(timeout=10))
     return server
 
@@ -69,8 +71,12 @@ def _server():
 def serve():
     import pytest  # noqa: F401, PLC0415 - before the forks, for all of them
     import simulated_gpu  # noqa: PLC0415 - with torch, in this process only
+    import torch._dynamo  # noqa: F401, PLC0415 - a second of the first optimizer's step
 
     simulated_gpu.register()
+    if sys.argv[1:]:  # mutants are imported in each process
+        import prefect_torch.ckpt.state.load  # noqa: F401, PLC0415 - as above
+        import ranks  # noqa: F401, PLC0415 - as above
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tests print
     for line in sys.stdin:
