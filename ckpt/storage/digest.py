@@ -5,14 +5,38 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import xxhash
 
 from .direct_io import write_direct
 from .protocol import Transfer
 
+Part = TypeVar("Part", bound=bytes | memoryview)
 CHUNK_BYTES = 2**20  # fits the L2 cache, so that hashing reads bytes that the copy has just touched
+
+
+class RunningDigest:
+    """The size and digest of the bytes that have passed so far."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._bytes = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add the next bytes."""
+        self._digest.update(data)
+        self._bytes += len(data)
+
+    def passed(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Yield `parts`, each added before."""
+        for part in parts:
+            self.update(part)
+            yield part
+
+    def transfer(self) -> Transfer:
+        """Return the size and digest."""
+        return Transfer(self._bytes, self._digest.hexdigest())
 
 
 def digest_file(path: Path) -> Transfer:
@@ -32,26 +56,21 @@ def copy_and_digest(source: BinaryIO, target: BinaryIO) -> Transfer:
 
 
 def _digest(source: BinaryIO, take: Callable[[memoryview], None]) -> Transfer:
-    digest = xxhash.xxh3_128()
+    digest = RunningDigest()
     buffer = memoryview(bytearray(CHUNK_BYTES))
-    total = 0
     while count := source.readinto(buffer):  # type: ignore[attr-defined]  # every raw and buffered reader has it
         digest.update(buffer[:count])
         take(buffer[:count])
-        total += count
-    return Transfer(total, digest.hexdigest())
+    return digest.transfer()
 
 
 def write_and_digest(parts: Iterable[memoryview], target: BinaryIO) -> Transfer:
     """Write `parts` into the raw file `target`, past the page cache where possible, and return the size and digest."""
-    digest = xxhash.xxh3_128()
-    total = 0
+    digest = RunningDigest()
     for part in parts:
-        total += len(part)
-        for piece in split([write_direct(target, part, digest.update)], CHUNK_BYTES):
-            digest.update(piece)
+        for piece in digest.passed(split([write_direct(target, part, digest.update)], CHUNK_BYTES)):
             write_all(target, piece)
-    return Transfer(total, digest.hexdigest())
+    return digest.transfer()
 
 
 def split(parts: Iterable[memoryview], most_bytes: int) -> Iterator[memoryview]:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import fsspec
-import xxhash
 from prefect_torch.ckpt.errors import StorageError
 
-from .digest import copy_and_digest, digest_stream, write_all
+from .digest import RunningDigest, copy_and_digest, digest_stream, write_all
 from .fsspec_files import (
     Connections,
     can_replace,
@@ -86,12 +85,11 @@ class FsspecStorage:
         """Store `parts` as one object; the filesystem may buffer them in addition."""
 
         def store(fs: FileSystem, target: str) -> Transfer:
-            digest = xxhash.xxh3_128()
+            digest = RunningDigest()
             with create(fs, target) as file:
-                for part in parts:
-                    digest.update(part)
+                for part in digest.passed(parts):
                     write_all(file, part)
-            return Transfer(sum(len(part) for part in parts), digest.hexdigest())
+            return digest.transfer()
 
         return self._put(key, store)
 

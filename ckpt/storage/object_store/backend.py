@@ -11,7 +11,7 @@ import obstore.exceptions
 import xxhash
 from obstore.store import S3Store
 from prefect_torch.ckpt.errors import StorageError
-from prefect_torch.ckpt.storage.digest import split, write_all
+from prefect_torch.ckpt.storage.digest import RunningDigest, split, write_all
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Transfer
 
@@ -84,17 +84,14 @@ class ObstoreStorage:
         return self._read(key, self.size(key), lambda _: None)
 
     def _read(self, key: str, size: int, take: Callable[[memoryview], None]) -> Transfer:
-        digest = xxhash.xxh3_128()
-        total = 0
+        digest = RunningDigest()
 
         def take_digested(data: memoryview) -> None:
-            nonlocal total
             digest.update(data)
             take(data)
-            total += len(data)
 
         read_in_order(size, lambda start, into: self.get_range(key, start, into), take_digested)
-        return Transfer(total, digest.hexdigest())
+        return digest.transfer()
 
     def put_bytes(self, key: str, data: bytes) -> None:
         """Store a small object."""
@@ -202,14 +199,13 @@ class ObstoreStorage:
 
     def _put_parts(self, key: str, size: int, cut: Callable[[int], Iterator[bytes | memoryview]]) -> Transfer:
         part_bytes = max(_PART_BYTES, -(-size // _MAX_PARTS))
-        parts = _DigestedParts(cut(part_bytes))
+        digest = RunningDigest()
+        parts = digest.passed(cut(part_bytes))
         self._call(
             key,
-            lambda: obstore.put(
-                self._store, check_key(key), iter(parts), chunk_size=part_bytes, max_concurrency=_CONCURRENT_PARTS
-            ),
+            lambda: obstore.put(self._store, check_key(key), parts, chunk_size=part_bytes, max_concurrency=_CONCURRENT_PARTS),
         )
-        return Transfer(parts.bytes, parts.digest.hexdigest())
+        return digest.transfer()
 
     def _call(self, key: str, request: Callable[[], T]) -> T:
         try:
@@ -224,18 +220,3 @@ class ObstoreStorage:
 
 def _below(prefix: str) -> str | None:
     return check_key(prefix.removesuffix("/")) if prefix else None
-
-
-class _DigestedParts:
-    """Parts of an object, digested as they are read."""
-
-    def __init__(self, parts: Iterator[bytes | memoryview]) -> None:
-        self._parts = parts
-        self.digest = xxhash.xxh3_128()
-        self.bytes = 0
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        for part in self._parts:
-            self.digest.update(part)
-            self.bytes += len(part)
-            yield part

@@ -557,12 +557,12 @@ class UploadsContract(S3Contract):
     def test_a_put_that_breaks_off_leaves_no_parts_behind(self, server, bucket, storage, tmp_path, monkeypatch):
         (tmp_path / "in").write_bytes(bytes(20 * 2**20))
 
-        class Unreadable(object_store._DigestedParts):
-            def __iter__(self):
-                yield from list(super().__iter__())[:2]
+        class Unreadable(object_store.RunningDigest):
+            def passed(self, parts):
+                yield from list(super().passed(parts))[:2]
                 raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(object_store, "_DigestedParts", Unreadable)
+        monkeypatch.setattr(object_store, "RunningDigest", Unreadable)
         with pytest.raises(OSError, match="Input/output error"):
             storage.put_file("run/x", tmp_path / "in")
         assert "Uploads" not in server.client().list_multipart_uploads(Bucket=bucket)
