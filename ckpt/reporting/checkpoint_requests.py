@@ -65,7 +65,7 @@ class CheckpointRequests:
             self._asked_at_s.append(self._clock())
         if number < self._answered:
             return False
-        answer, num_questions = self._told(number)
+        answer, num_questions = self._answer_to(number)
         self._answered = number + num_questions
         self.stop_requested = answer == "end"
         return answer != "no"
@@ -76,7 +76,7 @@ class CheckpointRequests:
             self._peers.forget(topic)
         self._topics.clear()
 
-    def _told(self, number: int) -> tuple[Answer, int]:
+    def _answer_to(self, number: int) -> tuple[Answer, int]:
         """Return the answer to call `number`, and the number of calls from there for which it is valid."""
         topic = f"checkpoint now {number}"
         if self._peers.rank != 0:
@@ -86,14 +86,14 @@ class CheckpointRequests:
             self.forget_answers()
             self._round = self._rounds.number
         if self._ends_soon():
-            told: tuple[Answer, int] = ("end", 1)
+            answer_of_span: tuple[Answer, int] = ("end", 1)
         elif self._budget.is_due():
-            told = ("checkpoint", 1)
+            answer_of_span = ("checkpoint", 1)
         else:
-            told = ("no", self._num_questions_of_a_span())
-        self._peers.decide(topic, f"{told[0]} {told[1]}".encode())
+            answer_of_span = ("no", self._num_questions_of_a_span())
+        self._peers.decide(topic, f"{answer_of_span[0]} {answer_of_span[1]}".encode())
         self._topics.append(topic)
-        return told
+        return answer_of_span
 
     def _num_questions_of_a_span(self) -> int:
         times = list(self._asked_at_s)

@@ -19,7 +19,7 @@ _POLL_S = 0.2
 _LATE_S = 0.002
 _SILENT_S = 30.0  # how long a rank waits for others before it logs a warning, and ten times that before the next
 _RANKS_PER_POLL_S = 1000  # all ranks wait for rank 0 concurrently, and one process answers them
-_TOLD = 8  # the number of ranks that left and are named in an error
+_MOST_LISTED = 8  # the number of ranks that left and are named in an error
 _ALL_ENDED = "all ended"
 _NUM_ENDS = "ends"
 _NUM_FAILURES = "failures"
@@ -173,13 +173,15 @@ class Peers:
 
     def _raise_for(self, ends: list[RankExit], topic: str) -> None:
         ends = sorted(ends, key=lambda end: end.ending == "returned")
-        told = "; ".join(str(end) for end in ends[:_TOLD]) + (f"; and {len(ends) - _TOLD} more" if len(ends) > _TOLD else "")
+        listed = "; ".join(str(end) for end in ends[:_MOST_LISTED]) + (
+            f"; and {len(ends) - _MOST_LISTED} more" if len(ends) > _MOST_LISTED else ""
+        )
         if all(end.ending == "returned" for end in ends):
             raise ReportMismatchError(
-                f"{told}, while rank {self.rank} waits for it in {topic.replace('/', ' ')}; "
+                f"{listed}, while rank {self.rank} waits for it in {topic.replace('/', ' ')}; "
                 "call report() equally often on every rank"
             )
-        raise PeerGoneError(f"{told}, so {topic.replace('/', ' ')} of rank {self.rank} cannot complete")
+        raise PeerGoneError(f"{listed}, so {topic.replace('/', ' ')} of rank {self.rank} cannot complete")
 
 
 def announce_exit(key_value: KeyValue, end: RankExit) -> None:

@@ -358,8 +358,8 @@ class Describer:
             return None
         offsets, local = part
         dtype, shape, sizes = _DTYPE_NAMES[local.dtype], value.shape, local.shape
-        told = (leaf.path, dtype, shape, offsets, sizes, leaf.by_first)
-        if known is None or (known.path, known.dtype, known.shape, known.offsets, known.sizes, known.by_first) != told:
+        described = (leaf.path, dtype, shape, offsets, sizes, leaf.by_first)
+        if known is None or (known.path, known.dtype, known.shape, known.offsets, known.sizes, known.by_first) != described:
             known = TensorShard(
                 leaf.name, leaf.path, dtype, local.element_size(), tuple(shape), offsets, tuple(sizes), leaf.by_first
             )

@@ -18,7 +18,7 @@ from .plan import Step
 INDEX_FILE = ".state.json"
 DCP_METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own
 _WHAT = "the index of a state"
-_TOLD = "what a rank tells of a state"
+_WHAT_OF_RANK = "what a rank tells of a state"
 _OWN = re.compile(r"@rank(?P<rank>[0-9]+)$")
 _RANK_FILE = re.compile(r"__[0-9]+_[01]\.distcp")
 DTYPE_BYTES = {
@@ -184,11 +184,11 @@ class StateIndex:
         tensors: dict[str, dict[str, Any]] = {}
         values: dict[str, ValueEntry] = {}
         for part in filter(None, parts):
-            for name, told in part["tensors"].items():
-                tensors.setdefault(name, {**told, "chunks": []})["chunks"] += told["chunks"]
-            for name, told in part["values"].items():
-                values[name] = decode(ValueEntry, told, name, _TOLD)
-        known = {name: decode(TensorEntry, told, name, _TOLD) for name, told in tensors.items()}
+            for name, fields in part["tensors"].items():
+                tensors.setdefault(name, {**fields, "chunks": []})["chunks"] += fields["chunks"]
+            for name, fields in part["values"].items():
+                values[name] = decode(ValueEntry, fields, name, _WHAT_OF_RANK)
+        known = {name: decode(TensorEntry, fields, name, _WHAT_OF_RANK) for name, fields in tensors.items()}
         block_bytes = next(part["block_bytes"] for part in parts if part is not None)
         return cls(len(parts), block_bytes, known, values)
 

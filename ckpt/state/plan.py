@@ -66,66 +66,66 @@ class WriteItem:
     """Rows of a shard that its rank writes.
 
     Attributes:
-        piece: The shard's number among those of its rank.
+        shard: The shard's number among those of its rank.
         start: The first row.
         stop: The row after the last.
 
     """
 
-    piece: int
+    shard: int
     start: int
     stop: int
 
 
-def plan_writes(pieces: Sequence[Sequence[TensorShard]]) -> list[list[WriteItem]]:
+def plan_writes(shards: Sequence[Sequence[TensorShard]]) -> list[list[WriteItem]]:
     """Return the writes of each rank: all data are written once, and ranks with the same data write equally many bytes.
 
     The shards that the same ranks have are concatenated and cut into equal parts, so at most one tensor per rank is cut in
     two.
 
     Args:
-        pieces: The shards of each rank, by rank.
+        shards: The shards of each rank, by rank.
 
     Raises:
         ReportMismatchError: If ranks have different tensors under one name, or parts that do not form a whole tensor.
 
     """
-    _check_alike(pieces)
-    _check_whole(pieces)
+    _check_alike(shards)
+    _check_whole(shards)
     holders: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
-    for rank, of_rank in enumerate(pieces):
-        for number, piece in enumerate(of_rank):
-            holders[piece.name, piece.offsets, piece.sizes].append((rank, number))
+    for rank, of_rank in enumerate(shards):
+        for number, shard in enumerate(of_rank):
+            holders[shard.name, shard.offsets, shard.sizes].append((rank, number))
     lines: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
     for held in holders.values():
         ranks, numbers = zip(*held, strict=True)
         lines[ranks].append(list(numbers))
-    writes: list[list[WriteItem]] = [[] for _ in pieces]
+    writes: list[list[WriteItem]] = [[] for _ in shards]
     for ranks, line in lines.items():
-        for rank, write in _cut(ranks, line, pieces):
+        for rank, write in _cut(ranks, line, shards):
             writes[rank].append(write)
-    return [sorted(of_rank, key=lambda write: (write.piece, write.start)) for of_rank in writes]
+    return [sorted(of_rank, key=lambda write: (write.shard, write.start)) for of_rank in writes]
 
 
 def _cut(
-    ranks: tuple[int, ...], line: Sequence[Sequence[int]], pieces: Sequence[Sequence[TensorShard]]
+    ranks: tuple[int, ...], line: Sequence[Sequence[int]], shards: Sequence[Sequence[TensorShard]]
 ) -> Iterator[tuple[int, WriteItem]]:
     """Yield the writes of each rank of `line`: shards that all `ranks` have, each as its number on every rank."""
-    of_first = pieces[ranks[0]]
+    of_first = shards[ranks[0]]
     fixed = [numbers for numbers in line if of_first[numbers[0]].by_first or of_first[numbers[0]].bytes == 0]
     movable = [numbers for numbers in line if not (of_first[numbers[0]].by_first or of_first[numbers[0]].bytes == 0)]
     yield from ((ranks[0], WriteItem(numbers[0], 0, of_first[numbers[0]].rows)) for numbers in fixed)
     left, share = _shares(_bytes(of_first, fixed), _bytes(of_first, movable), len(ranks))
     turn = 0
     for numbers in movable:
-        piece, row = of_first[numbers[0]], 0
-        while row < piece.rows:
-            rows = piece.rows - row if turn == len(ranks) - 1 else _rows_that_fit(piece, row, left)
+        shard, row = of_first[numbers[0]], 0
+        while row < shard.rows:
+            rows = shard.rows - row if turn == len(ranks) - 1 else _rows_that_fit(shard, row, left)
             if rows == 0:
                 turn, left = turn + 1, share + left
                 continue
             yield ranks[turn], WriteItem(numbers[turn], row, row + rows)
-            left -= rows * piece.bytes / piece.rows
+            left -= rows * shard.bytes / shard.rows
             row += rows
 
 
@@ -137,39 +137,39 @@ def _shares(fixed: int, movable: int, num_ranks: int) -> tuple[float, float]:
     return of_first, (movable - of_first) / (num_ranks - 1)
 
 
-def _bytes(pieces: Sequence[TensorShard], line: Sequence[Sequence[int]]) -> int:
-    return sum(pieces[numbers[0]].bytes for numbers in line)
+def _bytes(shards: Sequence[TensorShard], line: Sequence[Sequence[int]]) -> int:
+    return sum(shards[numbers[0]].bytes for numbers in line)
 
 
-def _rows_that_fit(piece: TensorShard, row: int, left: float) -> int:
-    rows = piece.rows - row
-    row_bytes = piece.bytes / piece.rows
+def _rows_that_fit(shard: TensorShard, row: int, left: float) -> int:
+    rows = shard.rows - row
+    row_bytes = shard.bytes / shard.rows
     if rows * row_bytes <= max(left, 0.0):
         return rows
-    if piece.bytes < _LEAST_SPLIT_BYTES or piece.rows == 1:  # whole, to a rank whose share has room for more than half of it
+    if shard.bytes < _LEAST_SPLIT_BYTES or shard.rows == 1:  # whole, to a rank whose share has room for more than half of it
         return rows if rows * row_bytes / 2 < left else 0
     return max(0, round(left / row_bytes))
 
 
-def _check_alike(pieces: Sequence[Sequence[TensorShard]]) -> None:
+def _check_alike(shards: Sequence[Sequence[TensorShard]]) -> None:
     first: dict[str, tuple[int, TensorShard]] = {}
-    for rank, of_rank in enumerate(pieces):
-        for piece in of_rank:
-            known_rank, known = first.setdefault(piece.name, (rank, piece))
-            if (piece.dtype, piece.shape) != (known.dtype, known.shape):
+    for rank, of_rank in enumerate(shards):
+        for shard in of_rank:
+            known_rank, known = first.setdefault(shard.name, (rank, shard))
+            if (shard.dtype, shard.shape) != (known.dtype, known.shape):
                 raise ReportMismatchError(
-                    f"rank {rank} has {piece.name!r} as {piece.dtype} {list(piece.shape)} but rank {known_rank} as "
+                    f"rank {rank} has {shard.name!r} as {shard.dtype} {list(shard.shape)} but rank {known_rank} as "
                     f"{known.dtype} {list(known.shape)}: report the same model on every rank, or what differs as RankLocal(...)"
                 )
 
 
-def _check_whole(pieces: Sequence[Sequence[TensorShard]]) -> None:
+def _check_whole(shards: Sequence[Sequence[TensorShard]]) -> None:
     found: dict[str, dict[tuple[Any, ...], int]] = defaultdict(dict)
     shapes: dict[str, tuple[int, ...]] = {}
-    for of_rank in pieces:
-        for piece in of_rank:
-            found[piece.name][piece.offsets, piece.sizes] = math.prod(piece.sizes)
-            shapes[piece.name] = piece.shape
+    for of_rank in shards:
+        for shard in of_rank:
+            found[shard.name][shard.offsets, shard.sizes] = math.prod(shard.sizes)
+            shapes[shard.name] = shard.shape
     for name, parts in found.items():
         if sum(parts.values()) != math.prod(shapes[name]):
             raise ReportMismatchError(

@@ -19,26 +19,26 @@ class StateDescription:
     Attributes:
         values: The digests of its values.
         tensors: The digests of its unowned tensors.
-        pieces: Its part of each tensor; None where its structure is that of its previous description.
-        parts: A digest of the parts of each module and each optimizer, with `pieces`.
+        shards: Its part of each tensor; None where its structure is that of its previous description.
+        parts: A digest of the parts of each module and each optimizer, with `shards`.
 
     """
 
     values: Mapping[str, str]
     tensors: Mapping[str, str] = field(default_factory=dict)
-    pieces: list[TensorShard] | None = None
+    shards: list[TensorShard] | None = None
     parts: Mapping[str, str] = field(default_factory=dict)
 
     def fields(self) -> list[Any]:
         """Return a form that JSON can represent."""
-        pieces = None if self.pieces is None else [piece.encode() for piece in self.pieces]
-        return [self.values, self.tensors, pieces, self.parts]
+        shards = None if self.shards is None else [shard.encode() for shard in self.shards]
+        return [self.values, self.tensors, shards, self.parts]
 
     @classmethod
     def of_fields(cls, fields: Sequence[Any]) -> "StateDescription":
         """Undo `fields`."""
-        values, tensors, pieces, parts = fields
-        return cls(values, tensors, None if pieces is None else [TensorShard.decode(piece) for piece in pieces], parts)
+        values, tensors, shards, parts = fields
+        return cls(values, tensors, None if shards is None else [TensorShard.decode(shard) for shard in shards], parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class StatePlanner:
     """Rank 0's record of the structure of each rank's state, so that ranks describe it only when it changes."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, list[TensorShard]] = {}
+        self._shards: dict[int, list[TensorShard]] = {}
         self._parts: dict[int, Mapping[str, str]] = {}
         self._described = 0
         self._planned_for: tuple[Any, ...] | None = None
@@ -84,8 +84,8 @@ class StatePlanner:
         """
         states = {rank: of_rank for rank, of_rank in enumerate(described) if of_rank is not None}
         for rank, of_rank in states.items():
-            if of_rank.pieces is not None:
-                self._pieces[rank], self._parts[rank] = of_rank.pieces, of_rank.parts
+            if of_rank.shards is not None:
+                self._shards[rank], self._parts[rank] = of_rank.shards, of_rank.parts
                 self._described += 1
         values = {rank: of_rank.values for rank, of_rank in states.items()}
         self._check_parts(list(states))
@@ -103,8 +103,8 @@ class StatePlanner:
         return StateDecision(self._plan, [*own_tensors, *own_values], writers)
 
     def _stored_by(self, rank: int, own: Collection[str]) -> list[TensorShard]:
-        pieces = self._pieces[rank]
-        return [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in pieces]
+        shards = self._shards[rank]
+        return [replace(shard, name=rank_name(shard.name, rank)) if shard.name in own else shard for shard in shards]
 
     def _check_parts(self, ranks: Sequence[int]) -> None:
         """Refuse modules and optimizers with other parts on another rank: each has one name for all ranks."""
@@ -121,7 +121,7 @@ class StatePlanner:
                     )
 
     def _names_in(self, name: str, rank: int) -> set[str]:
-        return {piece.name for piece in self._pieces[rank] if piece.name.startswith(f"{name}.")}
+        return {shard.name for shard in self._shards[rank] if shard.name.startswith(f"{name}.")}
 
     def _check_shapes(self, values: Mapping[int, Mapping[str, str]]) -> None:
         """Refuse a name that is a value on one rank and a tensor or a container on another: no index could tell them apart."""
@@ -130,8 +130,8 @@ class StatePlanner:
             return
         kinds: dict[str, dict[int, str]] = defaultdict(dict)
         for rank, names_of_values in names.items():
-            for piece in self._pieces[rank]:
-                kinds[piece.name][rank] = "a tensor"
+            for shard in self._shards[rank]:
+                kinds[shard.name][rank] = "a tensor"
             for name in names_of_values:
                 kinds[name][rank] = "a value"
         for name in [name for name in kinds if rank_of(name) is None]:

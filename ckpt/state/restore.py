@@ -27,7 +27,7 @@ from .values import read_value
 Path: TypeAlias = tuple[Step, ...]
 Get: TypeAlias = Callable[[], Any]
 Redistribute: TypeAlias = Callable[[str, list[Any], int, int], Any]
-_TOLD_AT_ONCE = 5
+_MOST_LISTED = 5
 
 
 class Node:
@@ -97,15 +97,15 @@ class Restore:
         for key in state:
             self._restore_item(state, key, root, ())
         if self._problems:
-            more = len(self._problems) - _TOLD_AT_ONCE
-            told = "\n  ".join(self._problems[:_TOLD_AT_ONCE]) + (f"\n  and {more} more" if more > 0 else "")
+            more = len(self._problems) - _MOST_LISTED
+            listed = "\n  ".join(self._problems[:_MOST_LISTED]) + (f"\n  and {more} more" if more > 0 else "")
             raise StateMismatchError(
-                f"{self._reader.where} does not fit the state to load into:\n  {told}\n"
+                f"{self._reader.where} does not fit the state to load into:\n  {listed}\n"
                 "To train another model, give the run another name, or resume='never'"
             )
         if self._of_ranks:
             raise RankLocalStateError(
-                f"{', '.join(self._of_ranks[:_TOLD_AT_ONCE])} differed between the {self._index.world_size} ranks that stored "
+                f"{', '.join(self._of_ranks[:_MOST_LISTED])} differed between the {self._index.world_size} ranks that stored "
                 f"{self._reader.where}, and now there are {self._world_size}: give load_state(..., rank_local=function), leave "
                 "them out of the state to load into, or run on as many ranks"
             )

@@ -30,7 +30,7 @@ class StateSnapshot:
 
     Attributes:
         saver: The rank's memory between reports.
-        pieces: This rank's part of each tensor.
+        shards: This rank's part of each tensor.
         tensors: The same tensors' memory.
         values: The plain values, as they are now.
         digests: The digests of the tensors that may differ on other ranks.
@@ -39,7 +39,7 @@ class StateSnapshot:
     """
 
     saver: "StateSaver" = field(repr=False)
-    pieces: list[TensorShard]
+    shards: list[TensorShard]
     tensors: list[torch.Tensor]
     values: list[Value]
     digests: dict[str, str]
@@ -51,7 +51,7 @@ class StateSnapshot:
         if not self.saver.has_changed(self):
             return StateDescription(values, self.digests)
         return StateDescription(
-            values, self.digests, self.pieces, {name: _digest_names(parts) for name, parts in self.parts.items()}
+            values, self.digests, self.shards, {name: _digest_names(parts) for name, parts in self.parts.items()}
         )
 
     def stage_early(self) -> None:
@@ -68,11 +68,11 @@ class StateSnapshot:
 
         """
         rank, own = self.saver.rank, set(decision.own)
-        image = self.saver.stage(self, decision.plan, writes)
+        buffer = self.saver.stage(self, decision.plan, writes)
         values = {rank_name(value.name, rank) if value.name in own else value.name: value for value in self.values}
         kept = {name: value for name, value in values.items() if name != value.name or decision.writers.get(name, 0) == rank}
-        pieces = [replace(piece, name=rank_name(piece.name, rank)) if piece.name in own else piece for piece in self.pieces]
-        return StagedState(rank, pieces, writes, image, kept)
+        shards = [replace(shard, name=rank_name(shard.name, rank)) if shard.name in own else shard for shard in self.shards]
+        return StagedState(rank, shards, writes, buffer, kept)
 
 
 class StateSaver:
@@ -91,8 +91,8 @@ class StateSaver:
         self._described: tuple[list[TensorShard], dict[str, Sequence[object]]] | None = None
         self._plan = 0
         self._writes: Sequence[WriteItem] = []
-        self._image: StagingBuffer | None = None
-        self._imaged: list[TensorShard] | None = None
+        self._buffer: StagingBuffer | None = None
+        self._staged_shards: list[TensorShard] | None = None
         self._staged: StateSnapshot | None = None
 
     def capture(self, state: Mapping[str, Any]) -> StateSnapshot:
@@ -109,14 +109,14 @@ class StateSaver:
         plain: list[Leaf] = []
         compared: list[Leaf] = []
         for leaf in leaves:
-            loose = not isinstance(leaf.value, torch.Tensor) or is_unowned(leaf)
-            if loose and (not isinstance(leaf.value, torch.Tensor) or is_small(leaf.value)):
+            unowned = not isinstance(leaf.value, torch.Tensor) or is_unowned(leaf)
+            if unowned and (not isinstance(leaf.value, torch.Tensor) or is_small(leaf.value)):
                 plain.append(leaf)
                 continue
-            if loose and self._world_size > 1 and rank_of(leaf.name) is None:
+            if unowned and self._world_size > 1 and rank_of(leaf.name) is None:
                 compared.append(leaf)
             if (described := self._describer.describe(leaf)) is not None:
-                snapshot.pieces.append(described[0])
+                snapshot.shards.append(described[0])
                 snapshot.tensors.append(described[1])
         snapshot.values.extend(capture_values(plain))
         snapshot.digests.update(digest_tensors(compared))
@@ -124,7 +124,7 @@ class StateSaver:
 
     def has_changed(self, snapshot: StateSnapshot) -> bool:
         """Return whether the structure differs from the one that was described last, which it then is."""
-        structure = (snapshot.pieces, snapshot.parts)
+        structure = (snapshot.shards, snapshot.parts)
         if structure == self._described:
             return False
         self._described = structure
@@ -132,29 +132,31 @@ class StateSaver:
 
     def stage_early(self, snapshot: StateSnapshot) -> None:
         """Stage by the plan of the previous report if the structure is unchanged."""
-        if snapshot.pieces == self._imaged:
+        if snapshot.shards == self._staged_shards:
             self._copy(snapshot)
 
     def stage(self, snapshot: StateSnapshot, plan: int, writes: Sequence[WriteItem]) -> StagingBuffer:
         """Return the buffer with what `writes` names of the snapshot, copied unless it was staged early by the same plan."""
         if plan != self._plan:
-            self._plan, self._writes, self._imaged, self._staged = plan, writes, None, None
+            self._plan, self._writes, self._staged_shards, self._staged = plan, writes, None, None
         if self._staged is not snapshot:
             self._copy(snapshot)
         self._staged = None
-        assert self._image is not None
-        return self._image
+        assert self._buffer is not None
+        return self._buffer
 
     def _copy(self, snapshot: StateSnapshot) -> None:
-        if snapshot.pieces != self._imaged:
-            self._image, self._imaged = self._new_image(snapshot), snapshot.pieces
-        assert self._image is not None
-        self._image.stage([_rows(snapshot.tensors[write.piece], snapshot.pieces[write.piece], write) for write in self._writes])
+        if snapshot.shards != self._staged_shards:
+            self._buffer, self._staged_shards = self._new_buffer(snapshot), snapshot.shards
+        assert self._buffer is not None
+        self._buffer.stage(
+            [_rows(snapshot.tensors[write.shard], snapshot.shards[write.shard], write) for write in self._writes]
+        )
         self._staged = snapshot
 
-    def _new_image(self, snapshot: StateSnapshot) -> StagingBuffer:
-        previous, self._image, self._imaged = self._image, None, None
-        chunks = [(snapshot.tensors[write.piece].dtype, _box(snapshot.pieces[write.piece], write)[1]) for write in self._writes]
+    def _new_buffer(self, snapshot: StateSnapshot) -> StagingBuffer:
+        previous, self._buffer, self._staged_shards = self._buffer, None, None
+        chunks = [(snapshot.tensors[write.shard].dtype, _box(snapshot.shards[write.shard], write)[1]) for write in self._writes]
         return StagingBuffer(chunks, previous=previous)
 
 
@@ -164,32 +166,32 @@ class StagedState:
 
     Attributes:
         rank: This rank.
-        pieces: Its part of each tensor, with the name to store it under.
+        shards: Its part of each tensor, with the name to store it under.
         writes: The rows of these parts that it stores.
-        image: The bytes of its file of tensors, in the order of `writes`.
+        buffer: The bytes of its file of tensors, in the order of `writes`.
         values: The values that it stores, by the name to store each under.
 
     """
 
     rank: int
-    pieces: list[TensorShard]
+    shards: list[TensorShard]
     writes: Sequence[WriteItem]
-    image: StagingBuffer
+    buffer: StagingBuffer
     values: dict[str, Value]
 
     def store(self, put: Put) -> tuple[list[FileEntry], StateIndex]:
         """Store this rank's files and return them, with their entries for the index."""
-        image, writes = self.image, self.writes
-        if not image.is_exact:
-            image.reserialize()
+        buffer, writes = self.buffer, self.writes
+        if not buffer.is_exact:
+            buffer.reserialize()
         encoded = {name: value.encode() for name, value in self.values.items()}
         files = {}
         if writes:
-            files[tensors_file(self.rank)] = [image.data]
+            files[tensors_file(self.rank)] = [buffer.data]
         if encoded:
             files[values_file(self.rank)] = [memoryview(b"".join(encoded.values()))]
         with ThreadPoolExecutor(3, "prefect-torch-upload") as pool:
-            registered = pool.submit(image.register)
+            registered = pool.submit(buffer.register)
             digests = pool.submit(self._digest_blocks)
             moved = list(pool.map(put, files, files.values()))
             index = StateIndex(1, BLOCK_BYTES, self._tensor_entries(digests.result()), self._value_entries(encoded))
@@ -197,25 +199,25 @@ class StagedState:
         return [FileEntry(path, sent.bytes, sent.digest, self.rank) for path, sent in zip(files, moved, strict=True)], index
 
     def _digest_blocks(self) -> list[list[str]]:
-        data = self.image.data
+        data = self.buffer.data
         return [
             [
                 xxhash.xxh3_128_hexdigest(data[start : min(start + BLOCK_BYTES, slot.raw_start + slot.raw_bytes)])
                 for start in range(slot.raw_start, slot.raw_start + slot.raw_bytes, BLOCK_BYTES)
             ]
-            for slot in self.image.slots
+            for slot in self.buffer.slots
         ]
 
     def _tensor_entries(self, digests: Sequence[Sequence[str]]) -> dict[str, TensorEntry]:
         chunks: dict[str, list[Chunk]] = defaultdict(list)
-        pieces: dict[str, TensorShard] = {}
-        for write, slot, of_chunk in zip(self.writes, self.image.slots, digests, strict=True):
-            piece = self.pieces[write.piece]
-            box = _box(piece, write)
+        shards: dict[str, TensorShard] = {}
+        for write, slot, of_chunk in zip(self.writes, self.buffer.slots, digests, strict=True):
+            shard = self.shards[write.shard]
+            box = _box(shard, write)
             chunk = Chunk(*box, tensors_file(self.rank), (slot.start, slot.bytes), slot.raw_start, tuple(of_chunk))
-            chunks[piece.name].append(chunk)
-            pieces[piece.name] = piece
-        return {name: TensorEntry(piece.path, piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
+            chunks[shard.name].append(chunk)
+            shards[shard.name] = shard
+        return {name: TensorEntry(shard.path, shard.dtype, shard.shape, tuple(chunks[name])) for name, shard in shards.items()}
 
     def _value_entries(self, encoded: Mapping[str, bytes]) -> dict[str, ValueEntry]:
         entries: dict[str, ValueEntry] = {}
@@ -231,15 +233,15 @@ def _digest_names(names: Sequence[object]) -> str:
     return xxhash.xxh3_64_hexdigest(repr(sorted(map(repr, names))).encode())
 
 
-def _box(piece: TensorShard, write: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets and sizes of the rows of `piece` that `write` writes, in the whole tensor."""
-    if not piece.sizes:
+def _box(shard: TensorShard, write: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offsets and sizes of the rows of `shard` that `write` writes, in the whole tensor."""
+    if not shard.sizes:
         return (), ()
-    offsets, sizes = piece.offsets, piece.sizes
+    offsets, sizes = shard.offsets, shard.sizes
     return (offsets[0] + write.start, *offsets[1:]), (write.stop - write.start, *sizes[1:])
 
 
-def _rows(tensor: torch.Tensor, piece: TensorShard, write: WriteItem) -> torch.Tensor:
-    if write.stop - write.start == piece.rows:
+def _rows(tensor: torch.Tensor, shard: TensorShard, write: WriteItem) -> torch.Tensor:
+    if write.stop - write.start == shard.rows:
         return tensor
     return tensor[write.start : write.stop]

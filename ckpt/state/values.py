@@ -60,8 +60,8 @@ def _capture_value(leaf: Leaf, kept: torch.Tensor | None) -> Value:
     if isinstance(value, torch.Tensor):
         return _hold_tensor(leaf, value.detach().to("cpu", copy=True).contiguous() if kept is None else kept)
     if _is_marshalled(value):
-        told = marshal.dumps(value, 2)  # without references: equal values are equal bytes
-        return Value(leaf.name, leaf.path, _digest(told), lambda: _saved(marshal.loads(told)))  # noqa: S302 - our own bytes
+        marshalled = marshal.dumps(value, 2)  # without references: equal values are equal bytes
+        return Value(leaf.name, leaf.path, _digest(marshalled), lambda: _saved(marshal.loads(marshalled)))  # noqa: S302 - our own bytes
     saved = _checked(leaf)
     return Value(leaf.name, leaf.path, _digest(saved), lambda: saved)
 

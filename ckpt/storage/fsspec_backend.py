@@ -249,10 +249,10 @@ class FsspecStorage:
             if isinstance(exc, OSError) and exc.errno is not None and not isinstance(exc, socket.gaierror):
                 raise
             # A protocol library's own exceptions, and errors without a number: usually a lost connection.
-            told = f"{type(exc).__name__}: {exc}"
-            if _LOGIN_REFUSED.match(told):
-                raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({told})") from exc
-            raise StorageError(f"{where}: {told}") from exc
+            text = f"{type(exc).__name__}: {exc}"
+            if _LOGIN_REFUSED.match(text):
+                raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({text})") from exc
+            raise StorageError(f"{where}: {text}") from exc
 
 
 def _modified_s(info: dict[str, Any]) -> float:

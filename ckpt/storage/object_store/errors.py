@@ -58,8 +58,8 @@ def _show_skew(answer: str) -> str:
     https://docs.aws.amazon.com/AmazonS3/latest/userguide/RESTAuthentication.html#RESTAuthenticationTimeStamp
     """
     try:
-        told = {it["whose"]: _parse_time(it["time"]) for it in _TIME.finditer(answer)}
-        behind_s = (told["Server"] - told["Request"]).total_seconds()
+        times = {it["whose"]: _parse_time(it["time"]) for it in _TIME.finditer(answer)}
+        behind_s = (times["Server"] - times["Request"]).total_seconds()
     except (KeyError, ValueError):  # other servers send the code only
         return "more than the 15 minutes that S3 allows"
     return f"{show_age(abs(behind_s))} (it is {'behind' if behind_s > 0 else 'ahead'})"

@@ -21,7 +21,7 @@ def rows_written(pieces, writes):
     count = Counter()
     for of_rank, pieces_of_rank in zip(writes, pieces, strict=True):
         for write in of_rank:
-            held = pieces_of_rank[write.piece]
+            held = pieces_of_rank[write.shard]
             count.update((held.name, held.offsets, row) for row in range(write.start, write.stop))
     return count
 
@@ -43,7 +43,7 @@ def test_ranks_write_equally_many_bytes(shapes, world_size):
     writes = plan_writes(pieces)
     held = pieces[0]
     written = [
-        sum((write.stop - write.start) * held[write.piece].bytes / held[write.piece].rows for write in of) for of in writes
+        sum((write.stop - write.start) * held[write.shard].bytes / held[write.shard].rows for write in of) for of in writes
     ]
     share = sum(each.bytes for each in held) / world_size
     assert max(abs(each - share) for each in written) <= 1.5 * 2**20  # what is smaller than 1 MiB is not cut
@@ -67,8 +67,8 @@ def test_a_sharded_tensor_stays_where_it_is_and_replicas_of_a_shard_share_it():
 def test_what_counts_on_rank_0_is_written_by_it_and_the_others_take_more_of_the_rest():
     pieces = [[piece("buffer", (1000, 1000), by_first=True), piece("w", (3000, 1000))] for _ in range(2)]
     writes = plan_writes(pieces)
-    assert [(write.piece, write.start, write.stop) for write in writes[0]] == [(0, 0, 1000), (1, 0, 1000)]
-    assert [(write.piece, write.start, write.stop) for write in writes[1]] == [(1, 1000, 3000)]
+    assert [(write.shard, write.start, write.stop) for write in writes[0]] == [(0, 0, 1000), (1, 0, 1000)]
+    assert [(write.shard, write.start, write.stop) for write in writes[1]] == [(1, 1000, 3000)]
 
 
 def test_what_rank_0_must_write_is_no_burden_to_one_other_rank_alone():
@@ -104,14 +104,14 @@ def test_parts_that_do_not_make_a_whole_are_a_mismatch(parts):
 
 def test_a_plan_is_made_anew_only_when_a_structure_changes():
     planner = StatePlanner()
-    told = StateDescription({}, pieces=[piece("w", (4,))])
+    told = StateDescription({}, shards=[piece("w", (4,))])
     silent = StateDescription({})
 
     def report(*of_ranks):
         return planner.decide(of_ranks).plan
 
     assert [report(told, told), report(silent, silent), report(silent, silent)] == [1, 1, 1]
-    assert report(silent, StateDescription({}, pieces=[piece("w", (4,)), piece("v", (1,))])) == 2
+    assert report(silent, StateDescription({}, shards=[piece("w", (4,)), piece("v", (1,))])) == 2
     assert report(silent, None) == 3
     assert len(planner.writes[1]) == 0
     assert report(silent, silent) == 4
@@ -120,8 +120,8 @@ def test_a_plan_is_made_anew_only_when_a_structure_changes():
 def test_values_are_common_when_all_ranks_that_bring_a_state_have_them_alike():
     planner = StatePlanner()
     told = [
-        StateDescription({"a": "1", "b": "1"}, pieces=[]),
-        StateDescription({"a": "1", "b": "2", "c": "3"}, pieces=[]),
+        StateDescription({"a": "1", "b": "1"}, shards=[]),
+        StateDescription({"a": "1", "b": "2", "c": "3"}, shards=[]),
     ]
     decision = planner.decide(told)
     assert (decision.own, decision.writers) == (["b", "c"], {})
