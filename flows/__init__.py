@@ -1,6 +1,6 @@
 """The flows `train`, `evaluate` and `prune`, their configurations and results."""
 
-from prefect_torch.tasks import CheckpointConfig, FailureConfig, RankFailedError, RunConfig, ScalingConfig
+from prefect_torch.tasks import CheckpointConfig, FailureConfig, GpusBusyError, RankFailedError, RunConfig, ScalingConfig
 
 from .evaluation import evaluate
 from .pruning import prune
@@ -10,6 +10,7 @@ from .training import train
 __all__ = [
     "CheckpointConfig",
     "FailureConfig",
+    "GpusBusyError",
     "RankFailedError",
     "Result",
     "RunConfig",

@@ -7,6 +7,7 @@ uses.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from prefect_torch.tasks.gang.gpus import GpusBusyError
     from prefect_torch.tasks.gang.rank_task import train_rank
     from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from prefect_torch.tasks.prepare.data_loader import prepare_data_loader
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "CheckpointConfig": "options.config",
     "FailureConfig": "options.config",
+    "GpusBusyError": "gang.gpus",
     "RankFailedError": "rank.errors",
     "RunConfig": "options.config",
     "ScalingConfig": "options.config",
@@ -36,6 +38,7 @@ _MODULES = {
 __all__ = [
     "CheckpointConfig",
     "FailureConfig",
+    "GpusBusyError",
     "RankFailedError",
     "RunConfig",
     "ScalingConfig",

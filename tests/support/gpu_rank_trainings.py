@@ -223,8 +223,8 @@ def train_with_accelerate(config):
 def measure_all_at_once(config):
     """Return how long a load, a bare copy and a report take on each rank, all ranks at the same time, in the second attempt."""
     rank, checkpoint = dist.get_rank(), get_checkpoint()
-    generator = torch.Generator("cuda").manual_seed(rank)
-    weight = torch.randn(GIB // 2, device="cuda", generator=generator)  # 2 GiB of each rank's own
+    torch.manual_seed(rank)
+    weight = torch.randn(GIB // 2, device="cuda")  # 2 GiB of each rank's own
     state = {f"rank {rank}": Holder(weight=weight)}
     if checkpoint is None:
         report({}, state=state, upload="sync")
