@@ -30,7 +30,7 @@ def check_torch() -> Iterator[Finding]:
         names = ", ".join(f"{device.name} ({show_bytes(device.total_memory)})" for device in devices)
         version = f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"ROCm {torch.version.hip}"
         yield Finding("gpus", "ok", f"{count}: {names}; {version}")
-    elif Path("/dev/nvidiactl").exists():
+    elif Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists():  # the latter in the Linux of Windows
         why = (
             "; ".join(str(warning.message) for warning in caught)
             or f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"
