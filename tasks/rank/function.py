@@ -99,11 +99,25 @@ def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, An
 
 def _import_function(reference: str) -> TrainFunction:
     place, _, name = reference.rpartition(":")
-    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except ImportError as exc:
+        if place.endswith(".py") and "attempted relative import with no known parent package" in str(exc):
+            exc.msg = f"{exc}: a file is no part of a package: give '{_module_of(Path(place))}:{name}'"
+            exc.args = (exc.msg,)
+        raise
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"train_fn {reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - as for any other
     return check_signature(function)
+
+
+def _module_of(path: Path) -> str:
+    """Return the name by which the file is imported as a part of its package, from the directory that contains that."""
+    package = path.parent
+    while (package.parent / "__init__.py").is_file():
+        package = package.parent
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts)
 
 
 def takes_config(function: TrainFunction) -> bool:
