@@ -75,6 +75,14 @@ def test_a_second_process_group_is_said_to_be_ready(seen):
     assert "process group twice! The process group is ready when the function is called: leave init_process_group() out" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [("a storage without permission", "/proc/no-such-folder"), ("a bucket that does not exist", "s3://no-such-bucket/x")],
+)
+def test_a_storage_that_cannot_be_used_points_to_doctor(seen, name, storage):
+    assert f"`prefect-torch doctor {storage}` tries each step that a training needs" in seen[name][1]
+
+
 def test_a_restart_names_its_budget(seen):
     _, text = seen["a budget of restarts"]
     assert "restart 1 of 1 (max_failures): RuntimeError: always; the training starts again" in text
