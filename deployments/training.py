@@ -17,6 +17,7 @@ from prefect.types.entrypoint import EntrypointType
 from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
+from prefect_torch.flows.short_tracebacks import large_parameters_explained
 from prefect_torch.tasks.rank.function import TrainFunction, check_reference, reference_to
 from pydantic import BaseModel
 
@@ -128,7 +129,8 @@ def deploy(
     _warn_of_short_time(pool, deployment.job_variables, failure or FailureConfig())
     if deployment.job_variables.get("working_dir") == str(Path.cwd()):
         _warn_of_missing_function(deployment)
-    deployment_id = cast("UUID", deployment.apply(work_pool_name=work_pool, image=image))
+    with large_parameters_explained():
+        deployment_id = cast("UUID", deployment.apply(work_pool_name=work_pool, image=image))
     if max_restarts is not None:
         resume_crashed(deployment_id, max_restarts=max_restarts)
     return deployment_id
@@ -151,8 +153,9 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
             check_reference(deployment.parameters["train_fn"])
         if deployment.concurrency_limit is not None:
             warn_of_lost_lease(deployment.name)
-    resumers = [] if max_restarts is None else [_resumer_of(deployment, max_restarts) for deployment in deployments]
-    prefect.serve(*deployments, *resumers)
+    with large_parameters_explained():
+        resumers = [] if max_restarts is None else [_resumer_of(deployment, max_restarts) for deployment in deployments]
+        prefect.serve(*deployments, *resumers)
 
 
 def _as_json(value: BaseModel | dict[str, Any]) -> dict[str, Any]:

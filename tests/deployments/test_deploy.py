@@ -10,7 +10,7 @@ from prefect.client.orchestration import get_client
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import create_work_pool, deploy, make_deployment, serve
 from prefect_torch.deployments.job_templates import KINDS
-from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig
+from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, train
 
 ON_S3 = RunConfig(storage="s3://bucket/runs")
 
@@ -77,6 +77,17 @@ def test_a_function_that_does_not_exist_is_told_at_once(wrong):
     deploy("missing", wrong, run=ON_S3, work_pool="docker-pool")
     with pytest.raises(ValueError, match=f"train_fn '{wrong}': "):
         serve(make_deployment("missing", wrong))
+
+
+def test_a_config_that_prefect_does_not_take_is_refused_in_one_sentence(client):
+    large = {"samples": "x" * 600_000}
+    told = (
+        r"^the parameters have 600,\d+ bytes, and Prefect's server takes less than 524,288: put data .* path into the config$"
+    )
+    with pytest.raises(ValueError, match=told):
+        deploy("large", "my_training:train_fn", large, work_pool="process-pool")
+    with pytest.raises(ValueError, match=told):
+        train("my_training:train_fn", large)
 
 
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])
