@@ -19,19 +19,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.framework_folders import (
     CHECKPOINT_NAME,
     check_world_size,
     folder_of_all_ranks,
+    needs_extra,
     part_of_rank,
     restored_part,
 )
 from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import get_checkpoint, report
+
+with needs_extra("accelerate", "accelerate"):
+    from accelerate import Accelerator
+    from accelerate.utils import broadcast_object_list
 
 
 def report_state(

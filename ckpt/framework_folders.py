@@ -20,6 +20,22 @@ _RANK_IN_NAME = re.compile(
 )
 
 
+@contextmanager
+def needs_extra(extra: str, *packages: str) -> Iterator[None]:
+    """Name the extra that installs `packages` if an import of the body finds one of them missing.
+
+    Raises:
+        ModuleNotFoundError: With the command that installs it.
+
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if exc.name not in packages:
+            raise
+        raise ModuleNotFoundError(f"{exc}: pip install 'prefect-torch[{extra}]'", name=exc.name) from None
+
+
 def check_world_size(who: str, size: int, context: TrainContext) -> None:
     """Raise unless `who`, which found its ranks by the environment, counts the ranks that exist.
 

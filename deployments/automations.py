@@ -10,6 +10,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ActionTypes
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
@@ -199,9 +200,19 @@ def _create_or_update(automation: AutomationCore) -> Automation:
 
 
 def _read_deployment(client: SyncPrefectClient, deployment: str | UUID) -> DeploymentResponse:
-    if isinstance(deployment, UUID):
-        return client.read_deployment(deployment)
-    return client.read_deployment_by_name(deployment)
+    try:
+        if isinstance(deployment, UUID):
+            return client.read_deployment(deployment)
+        return client.read_deployment_by_name(deployment)
+    except ObjectNotFound as exc:  # Prefect's own has no text
+        known = ", ".join(_full_names(client)) or "none"
+        raise ObjectNotFound(exc.http_exc, f"there is no deployment {str(deployment)!r}; those deployed are: {known}") from None
+
+
+def _full_names(client: SyncPrefectClient) -> list[str]:
+    deployments = client.read_deployments()
+    flows = {flow_id: client.read_flow(flow_id).name for flow_id in {it.flow_id for it in deployments}}
+    return sorted(f"{flows[it.flow_id]}/{it.name}" for it in deployments)
 
 
 def _full_name(deployment: DeploymentResponse) -> str:

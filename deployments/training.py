@@ -17,6 +17,8 @@ from prefect.types.entrypoint import EntrypointType
 from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
+from prefect_torch.flows.short_tracebacks import large_parameters_explained
+from prefect_torch.tasks.rank.function import TrainFunction, check_reference, reference_to
 from pydantic import BaseModel
 
 from .automations import make_resumer, resume_by, resume_crashed
@@ -29,7 +31,7 @@ _RELATIVE = re.compile(r"(?!/|~|[A-Za-z][A-Za-z0-9+.-]+://)")
 
 def make_deployment(
     name: str,
-    train_fn: str,
+    train_fn: str | TrainFunction,
     config: dict[str, Any] | None = None,
     scaling: ScalingConfig | None = None,
     run: RunConfig | None = None,
@@ -44,7 +46,8 @@ def make_deployment(
 
     Args:
         name: The deployment's name.
-        train_fn: "module:function" or "path/to/file.py:function", found where the flow runs.
+        train_fn: "module:function" or "path/to/file.py:function", found where the flow runs, or the function itself, which is
+            replaced by that.
         config: The argument of the function.
         scaling: The number of ranks, and their devices.
         run: The run's name, its storage, and whether it resumes; without a name, each scheduled run is a fresh start.
@@ -55,13 +58,16 @@ def make_deployment(
         tags: The deployment's tags.
 
     Raises:
-        ValueError: If the storage is an unsaved block.
+        ValueError: If the storage is an unsaved block, or the function is not at the top level of a module or a file.
 
     """
     given = {"config": config, "scaling": scaling, "run": _with_named_block(run), "checkpoint": checkpoint, "failure": failure}
     deployment = train.to_deployment(
         name=name,
-        parameters={"train_fn": train_fn, **{key: _as_json(value) for key, value in given.items() if value is not None}},
+        parameters={
+            "train_fn": reference_to(train_fn),
+            **{key: _as_json(value) for key, value in given.items() if value is not None},
+        },
         schedule=None if cron is None else Cron(cron, timezone=timezone),
         tags=list(tags),
         entrypoint_type=EntrypointType.MODULE_PATH,  # a path would load a second, different flow object
@@ -71,7 +77,7 @@ def make_deployment(
 
 def deploy(
     name: str,
-    train_fn: str,
+    train_fn: str | TrainFunction,
     config: dict[str, Any] | None = None,
     scaling: ScalingConfig | None = None,
     run: RunConfig | None = None,
@@ -94,7 +100,8 @@ def deploy(
 
     Args:
         name: The deployment's name; an existing deployment is updated.
-        train_fn: "module:function" or "path/to/file.py:function", found where the flow runs.
+        train_fn: "module:function" or "path/to/file.py:function", found where the flow runs, or the function itself, which is
+            replaced by that.
         config: The argument of the function.
         scaling: The number of ranks, and their devices.
         run: The run's name, its storage, and whether it resumes; without a name, each scheduled run is a fresh start.
@@ -120,7 +127,10 @@ def deploy(
     asked_for = _job_variables(pool, scaling or ScalingConfig(), run or RunConfig())
     deployment.job_variables = {**asked_for, **(job_variables or {})}
     _warn_of_short_time(pool, deployment.job_variables, failure or FailureConfig())
-    deployment_id = cast("UUID", deployment.apply(work_pool_name=work_pool, image=image))
+    if deployment.job_variables.get("working_dir") == str(Path.cwd()):
+        _warn_of_missing_function(deployment)
+    with large_parameters_explained():
+        deployment_id = cast("UUID", deployment.apply(work_pool_name=work_pool, image=image))
     if max_restarts is not None:
         resume_crashed(deployment_id, max_restarts=max_restarts)
     return deployment_id
@@ -134,12 +144,18 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
         max_restarts: The number of restarts, on the same run, after a flow run crashed or has no heartbeat; no restarts if
             None. Their resumers, as by `resume_crashed`, are served as well.
 
+    Raises:
+        ValueError: If a training function is not found in the current directory or among the installed modules.
+
     """
     for deployment in deployments:
+        if "train_fn" in deployment.parameters:
+            check_reference(deployment.parameters["train_fn"])
         if deployment.concurrency_limit is not None:
             warn_of_lost_lease(deployment.name)
-    resumers = [] if max_restarts is None else [_resumer_of(deployment, max_restarts) for deployment in deployments]
-    prefect.serve(*deployments, *resumers)
+    with large_parameters_explained():
+        resumers = [] if max_restarts is None else [_resumer_of(deployment, max_restarts) for deployment in deployments]
+        prefect.serve(*deployments, *resumers)
 
 
 def _as_json(value: BaseModel | dict[str, Any]) -> dict[str, Any]:
@@ -174,6 +190,13 @@ def _read_work_pool(name: str) -> WorkPool:
             f"there is no work pool {name!r}: create it with `prefect work-pool create {name} --type process`, or for "
             f"containers with GPUs by create_work_pool({name!r}, 'docker') or 'kubernetes' of prefect_torch.deployments"
         ) from exc
+
+
+def _warn_of_missing_function(deployment: RunnerDeployment) -> None:
+    try:
+        check_reference(deployment.parameters["train_fn"])
+    except ValueError as exc:
+        warnings.warn(f"{exc}; flow runs fail unless the worker's machine has it in {Path.cwd()}", stacklevel=3)
 
 
 def _warn_of_short_time(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> None:

@@ -1,9 +1,13 @@
 """Failures that fit on a screen: what Prefect logs and raises, without frames that say nothing to a user."""
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import Flow
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
 
@@ -11,6 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _RETRY = "Task run failed with %s: %r - Retry %s/%s"
 _VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in ("train", "evaluate", "prune"))
+_TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
 
 
 class ShortTracebacks(logging.Filter):
@@ -51,7 +56,8 @@ class ShortTracebackFlow(Flow[P, R]):
             """Call the flow; see `prefect.Flow`."""
             shorten_logs()
             try:
-                return super().__call__(*args, **kwargs)
+                with large_parameters_explained():
+                    return super().__call__(*args, **kwargs)
             except Exception as exc:  # noqa: BLE001 - raised again
                 shorten(exc)
                 raise exc.with_traceback(None) from exc.__cause__
@@ -59,6 +65,26 @@ class ShortTracebackFlow(Flow[P, R]):
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
             """Return a copy with other options; see `prefect.Flow`."""
             return short_tracebacks(super().with_options(**options))
+
+
+@contextmanager
+def large_parameters_explained() -> Iterator[None]:
+    """Replace the refusal of parameters that are too large for Prefect, which repeats all of them, by one sentence.
+
+    Raises:
+        ValueError: With both sizes, and what to do.
+
+    """
+    try:
+        yield
+    except (PrefectHTTPStatusError, RuntimeError) as exc:  # RuntimeError: of a deployment
+        sizes = _TOO_LARGE.search(str(exc))
+        if sizes is None:
+            raise
+        raise ValueError(
+            f"the parameters have {sizes[2]} bytes, and Prefect's server takes less than {sizes[1]}: put data of the config "
+            "into a file or the storage, and its path into the config"
+        ) from None
 
 
 def short_tracebacks(flow: Flow[P, R]) -> Flow[P, R]:

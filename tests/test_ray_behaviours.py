@@ -686,7 +686,8 @@ def test_the_newest_are_kept(store, tmp_path):
     "ray.train.CheckpointConfig", "num_to_keep with a score keeps the best, by max unless told otherwise", verdict="same"
 )
 def test_the_best_are_kept(store, tmp_path):
-    assert kept(store, tmp_path, [*LOSSES, {"loss": 0.8}], num_to_keep=2, checkpoint_score_attribute="loss") == [2, 4]
+    with pytest.warns(UserWarning, match="'loss' looks like a loss"):
+        assert kept(store, tmp_path, [*LOSSES, {"loss": 0.8}], num_to_keep=2, checkpoint_score_attribute="loss") == [2, 4]
 
 
 @behaviour("ray.train.CheckpointConfig", 'with order "min" the lowest scores are the best', verdict="same")
@@ -711,7 +712,8 @@ def test_a_policy_that_means_nothing_is_refused(wrong):
 @behaviour("ray.train.CheckpointConfig", 'a score "a/b" is found in nested metrics', verdict="same")
 def test_a_nested_metric_ranks(store, tmp_path):
     metrics = [{"eval": {"loss": loss}} for loss in (0.9, 0.1, 0.5)]
-    assert kept(store, tmp_path, metrics, num_to_keep=1, checkpoint_score_attribute="eval/loss") == [0, 2]
+    config = {"num_to_keep": 1, "checkpoint_score_attribute": "eval/loss", "checkpoint_score_order": "max"}
+    assert kept(store, tmp_path, metrics, **config) == [0, 2]
 
 
 @behaviour("ray.train.CheckpointConfig", "a NaN score is worse than any number", verdict="same")
@@ -725,7 +727,8 @@ def test_nan_is_worst(store, tmp_path, order):
 @behaviour("ray.train.CheckpointConfig", "of equal scores the later counts as better", verdict="same")
 def test_ties_go_to_the_newer(store, tmp_path):
     metrics = [{"loss": 1.0}, {"loss": 1.0}, {"loss": 0.0}]
-    assert kept(store, tmp_path, metrics, num_to_keep=1, checkpoint_score_attribute="loss") == [1, 2]
+    config = {"num_to_keep": 1, "checkpoint_score_attribute": "loss", "checkpoint_score_order": "max"}
+    assert kept(store, tmp_path, metrics, **config) == [1, 2]
 
 
 @behaviour(
@@ -747,7 +750,7 @@ def test_a_missing_score_is_worst_in_both_orders(store, tmp_path):
     reason="it ranks as a missing one",
 )
 def test_a_score_of_text_ends_nothing(store, tmp_path):
-    config = {"num_to_keep": 1, "checkpoint_score_attribute": "loss"}
+    config = {"num_to_keep": 1, "checkpoint_score_attribute": "loss", "checkpoint_score_order": "max"}
     assert kept(store, tmp_path, [{"loss": 0.5}, {"loss": "low"}, {"loss": 0.1}], **config) == [0, 2]
 
 

@@ -13,9 +13,12 @@
 Needs the extra `lightning`; nothing else of this package imports this module.
 """
 
-from .callback import ReportCallback, resume_path
-from .logger import ReportLogger
-from .ranks import PrefectDDPStrategy, PrefectEnvironment, PrefectModelParallelStrategy, prepare_trainer
+from prefect_torch.ckpt.framework_folders import needs_extra
+
+with needs_extra("lightning", "lightning"):
+    from .callback import ReportCallback, resume_path
+    from .logger import ReportLogger
+    from .ranks import PrefectDDPStrategy, PrefectEnvironment, PrefectModelParallelStrategy, prepare_trainer
 
 __all__ = [
     "PrefectDDPStrategy",

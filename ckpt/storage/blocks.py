@@ -6,13 +6,15 @@ from typing import Any, TypeAlias, cast
 
 import cloudpickle
 from prefect.blocks.core import Block
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
 from pydantic import Field, HttpUrl, SecretStr, field_validator
 
 from .backends import open_spec
-from .location import is_block_slug, normalized, parse_location
+from .location import BLOCK_SLUGS, is_block_slug, normalized, parse_location
 from .probe import PROBE_RETRY_POLICY, StorageProbe, probe_storage
 from .protocol import StorageSpec
 
@@ -143,7 +145,20 @@ def _spec_of(location: str) -> StorageSpec:
 
 
 def _load(slug: str) -> Block:
-    return cast("Block", Block.load(slug, _sync=True))  # type: ignore[call-arg]  # Prefect adds the argument at run time
+    try:
+        return cast("Block", Block.load(slug, _sync=True))  # type: ignore[call-arg]  # Prefect adds the argument at run time
+    except ValueError as exc:
+        if not isinstance(exc.__cause__, ObjectNotFound):
+            raise
+        saved = ", ".join(_saved_blocks()) or "none"
+        raise ValueError(f"there is no block {slug!r}; saved are: {saved}; a directory of this name is './{slug}'") from exc
+
+
+def _saved_blocks() -> list[str]:
+    with get_client(sync_client=True) as client:
+        found = client.read_block_documents(include_secrets=False)
+    slugs = [(document.block_type.slug if document.block_type else "", document.name) for document in found]
+    return sorted(f"{slug}/{name}" for slug, name in slugs if slug in BLOCK_SLUGS)
 
 
 def _s3_spec(block: S3Bucket) -> StorageSpec:

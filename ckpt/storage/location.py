@@ -11,7 +11,7 @@ from .protocol import StorageSpec
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs"}
 OBJECT_STORES = _BUCKETS | {"az", "azure", "abfs", "abfss", "adl"}  # their URLs hold container@account
-_BLOCK_SLUGS = {
+BLOCK_SLUGS = {
     "checkpoint-storage",
     "local-file-system",
     "remote-file-system",
@@ -63,9 +63,18 @@ def refuse_password(text: str) -> None:
 
 
 def is_block_slug(text: str) -> bool:
-    """Return whether `text` names a saved block."""
+    """Return whether `text` names a saved block, also with a slip in its type ("s3bucket/x") unless that directory exists."""
     slug, _, name = text.partition("/")
-    return slug in _BLOCK_SLUGS and bool(name) and "/" not in name
+    if not name or "/" in name:
+        return False
+    return slug in BLOCK_SLUGS or (_letters(slug) in _LETTERS and not Path(text).exists())
+
+
+def _letters(slug: str) -> str:
+    return re.sub("[-_ ]", "", slug).lower()
+
+
+_LETTERS = {_letters(slug) for slug in BLOCK_SLUGS}
 
 
 def _absolute(path: str) -> str:

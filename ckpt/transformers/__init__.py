@@ -9,7 +9,10 @@
 Needs the extra `transformers`; nothing else of this package imports this module.
 """
 
-from .callback import ReportCallback, prepare_trainer, resume_path
+from prefect_torch.ckpt.framework_folders import needs_extra
+
+with needs_extra("transformers", "transformers", "accelerate"):
+    from .callback import ReportCallback, prepare_trainer, resume_path
 
 __all__ = [
     "ReportCallback",

@@ -1,11 +1,20 @@
 """The configuration of a training; the fields of the Run form in the Prefect UI."""
 
+import warnings
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.runs.layout import check_run_name
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from .run_form import show_what_may_be_empty
 from .storage import StorageChoice
@@ -150,6 +159,17 @@ class CheckpointConfig(_Config):
         title="Share of time for checkpoints",
         description="Such as 0.01 for one percent of the training's time: should_checkpoint() is true as often as that allows.",
     )
+
+    @model_validator(mode="after")
+    def _warn_of_the_worst(self) -> "CheckpointConfig":
+        name = self.checkpoint_score_attribute or ""
+        if "loss" in name.rpartition("/")[2].lower() and "checkpoint_score_order" not in self.model_fields_set:
+            warnings.warn(
+                f"checkpoint_score_attribute={name!r} looks like a loss, and the default order, 'max', keeps the worst of it: "
+                "give checkpoint_score_order='min', or 'max' if that is meant",
+                stacklevel=3,
+            )
+        return self
 
     def policy(self) -> RetentionPolicy:
         """Return the retention policy that these fields describe."""

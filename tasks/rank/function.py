@@ -66,7 +66,7 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) 
     reference = None
     value: TrainFunction | None = None
     if isinstance(function, str):
-        reference = _check_reference(function)
+        reference = check_reference(function)
     elif callable(function):
         value = check_signature(function)
     else:
@@ -99,11 +99,25 @@ def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, An
 
 def _import_function(reference: str) -> TrainFunction:
     place, _, name = reference.rpartition(":")
-    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except ImportError as exc:
+        if place.endswith(".py") and "attempted relative import with no known parent package" in str(exc):
+            exc.msg = f"{exc}: a file is no part of a package: give '{_module_of(Path(place))}:{name}'"
+            exc.args = (exc.msg,)
+        raise
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"train_fn {reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - as for any other
     return check_signature(function)
+
+
+def _module_of(path: Path) -> str:
+    """Return the name by which the file is imported as a part of its package, from the directory that contains that."""
+    package = path.parent
+    while (package.parent / "__init__.py").is_file():
+        package = package.parent
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts)
 
 
 def takes_config(function: TrainFunction) -> bool:
@@ -140,7 +154,37 @@ def _can_bind(signature: inspect.Signature, *arguments: object) -> bool:
     return True
 
 
-def _check_reference(reference: str) -> str:
+def reference_to(function: str | TrainFunction) -> str:
+    """Return "module:function", or "path/to/file.py:function" of a program's own function; a reference stays as it is.
+
+    Raises:
+        ValueError: If only this process has the function.
+        TypeError: If it is none that a rank can call.
+
+    """
+    if isinstance(function, str):
+        return function
+    if not callable(function):
+        raise TypeError(f"train_fn must be a function or 'module:function', not {type(function).__name__}")
+    check_signature(function)
+    name = str(getattr(function, "__qualname__", function))
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is not None and getattr(module, name, None) is function:
+        if module.__name__ != "__main__" and _is_importable(module):
+            return f"{module.__name__}:{name}"
+        file = Path(module.__file__ or "").absolute()
+        if file.suffix == ".py":
+            return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{name}"
+    raise ValueError(f"train_fn {name} exists in this process only: define it at the top level of a module or a file")
+
+
+def check_reference(reference: str) -> str:
+    """Return `reference` with an absolute path instead of a file's; nothing is imported.
+
+    Raises:
+        ValueError: If there is no such module, file or function.
+
+    """
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         raise ValueError(f"train_fn {reference!r}: give 'module:function' or 'path/to/file.py:function'")

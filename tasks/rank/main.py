@@ -165,6 +165,7 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
         value = None
         session.finish()
     except BaseException as exc:  # noqa: BLE001 - returned to the leader, which raises it again
+        _explain_second_group(exc)
         is_gpu_shared = spec.use_gpu and of_exception(exc) == "out_of_memory" and is_memory_held_by_others()
         kind = of_exception(exc, oom_killed=count_oom_kills() != oom_kills, is_gpu_shared=is_gpu_shared)
         session.fail(_one_line(exc), spec.flush_s)
@@ -180,6 +181,12 @@ def _call(function: TrainFunction, config: dict[str, Any] | None) -> Any:
     if config:
         raise TypeError(f"config is given but {function.__name__}() takes no argument")
     return function()
+
+
+def _explain_second_group(exc: BaseException) -> None:
+    """Add the remedy to torch's refusal of a second process group; its traceback stays that of the user's call."""
+    if isinstance(exc, ValueError) and "default process group twice" in str(exc):
+        exc.args = (f"{exc} The process group is ready when the function is called: leave init_process_group() out",)
 
 
 def _as_metrics(value: object, spec: RankSpec) -> Metrics:

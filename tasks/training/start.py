@@ -1,9 +1,10 @@
 """The start of an attempt: the claim on the run, and the checkpoint that the ranks resume from."""
 
+import errno
 from dataclasses import asdict, dataclass, field
 
 from prefect import get_run_logger
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
+from prefect_torch.ckpt import CheckpointError, CheckpointNotFoundError, CheckpointStore, RunBusyError
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, claim_unless_led, newest_attempt, record_resumed_from
 from prefect_torch.ckpt.runs.manifest import Manifest
@@ -16,6 +17,8 @@ from .job import TrainJob
 from .observers import CheckpointQuarantined, Observers
 from .restarts import Restarts
 
+_UNUSABLE = (PermissionError, FileNotFoundError, NotADirectoryError)
+
 
 def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
     """Claim the next attempt of the run, which fences the process that led it before.
@@ -23,8 +26,19 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
     Raises:
         RunBusyError: If another flow run that is alive leads this run, unless the job takes it over.
         RestartsUsedUpError: If the flow run was started again though a budget was used up.
+        OSError: If the storage is refused, or its directory cannot be made.
 
     """
+    try:
+        return _claim(store, job, restarts)
+    except OSError as exc:
+        if isinstance(exc, CheckpointError) or not (isinstance(exc, _UNUSABLE) or exc.errno == errno.EROFS):
+            raise
+        storage = job.run_config.storage if isinstance(job.run_config.storage, str) else store.storage.url
+        raise type(exc)(f"{exc}; `prefect-torch doctor {storage}` tries each step that a training needs") from exc
+
+
+def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
     owner = restarts.owner
     restarts.refuse_if_used_up(store)
 

@@ -1,6 +1,8 @@
 """Who brings which file of a folder that ranks wrote together."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 from prefect_torch.ckpt import TrainContext
@@ -57,3 +59,39 @@ def test_the_folder_stays_as_it_is(written, link):
 def test_a_rank_without_files_brings_nothing(tmp_path):
     with part_of_rank(tmp_path / "missing", TrainContext(1, 1, 0, 2, 2, "run", 1)) as part:
         assert part is None
+
+
+@pytest.mark.parametrize(
+    ("framework", "missing"),
+    [
+        ("lightning", "lightning"),
+        ("transformers", "transformers"),
+        ("transformers", "accelerate"),
+        ("accelerate", "accelerate"),
+    ],
+)
+def test_a_missing_framework_is_told_with_the_extra_that_installs_it(framework, missing, tmp_path):
+    assert import_without(framework, missing, tmp_path) == (
+        f"ModuleNotFoundError: No module named '{missing}': pip install 'prefect-torch[{framework}]'"
+    )
+
+
+def test_a_package_that_a_framework_lacks_is_told_as_it_is(tmp_path):
+    (tmp_path / "lightning.py").write_text("import no_such_package")
+    assert import_without("lightning", "", tmp_path) == "ModuleNotFoundError: No module named 'no_such_package'"
+
+
+def import_without(framework, missing, folder):
+    """Return the last line of an interpreter that imports the module for `framework` where `missing` is not installed."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class NotInstalled:\n"
+        "    def find_spec(name, path, target=None):\n"
+        f"        if name == {missing!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, NotInstalled)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", f"import prefect_torch.ckpt.{framework}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.stderr.splitlines()[-1]

@@ -204,8 +204,11 @@ def test_what_cannot_be_looked_after_is_refused(client, trained):
         resume_crashed("train/served")
     with pytest.raises(ValueError, match="within=0:02:00 is not longer than the 180 s between two heartbeats"):
         resume_crashed(trained, within=120)
-    with pytest.raises(ObjectNotFound):
-        resume_crashed("train/gone")
+    for gone in ("train/gone", UUID(int=3)):
+        with pytest.raises(
+            ObjectNotFound, match=f"there is no deployment '{gone}'; those deployed are: .*train/served, train/trained"
+        ):
+            resume_crashed(gone)
 
 
 def committed(step, is_best, run="digits"):

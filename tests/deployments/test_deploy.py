@@ -1,13 +1,16 @@
 """Deployments in work pools of a real server."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import my_training
 import pytest
 from prefect.client.orchestration import get_client
 from prefect_torch.ckpt.blocks import CheckpointStorage
-from prefect_torch.deployments import create_work_pool, deploy, make_deployment
+from prefect_torch.deployments import create_work_pool, deploy, make_deployment, serve
 from prefect_torch.deployments.job_templates import KINDS
-from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig
+from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, train
 
 ON_S3 = RunConfig(storage="s3://bucket/runs")
 
@@ -46,6 +49,45 @@ def test_a_function_is_deployed_to_processes_where_it_and_its_storage_are_found(
     assert deployment.parameters["train_fn"] == "my_training:train_fn"
     assert deployment.parameters["config"] == {"epochs": 3}
     assert (deployment.work_pool_name, deployment.job_variables) == ("process-pool", {"working_dir": str(Path.cwd())})
+
+
+def test_a_function_itself_is_deployed_by_its_name(client, tmp_path, monkeypatch):
+    deployment = client.read_deployment(deploy("itself", my_training.train_fn, work_pool="process-pool"))
+    assert deployment.parameters["train_fn"] == "my_training:train_fn"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text(
+        "from prefect_torch.deployments import make_deployment\n"
+        "def train_fn(config): pass\n"
+        "if __name__ == '__main__':\n    print(make_deployment('itself', train_fn).parameters['train_fn'])\n"
+    )
+    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "program.py:train_fn"
+    with pytest.raises(ValueError, match="<lambda> exists in this process only: define it at the top level"):
+        deploy("nameless", lambda: None, work_pool="process-pool")
+
+
+@pytest.mark.parametrize("wrong", ["my_training:train_function", "my_trainings:train_fn", "my_training.py:train_fn"])
+def test_a_function_that_does_not_exist_is_told_at_once(wrong):
+    with pytest.warns(
+        UserWarning, match=f"train_fn '{wrong}': .*; flow runs fail unless the worker's machine has it"
+    ) as caught:
+        deploy("missing", wrong, work_pool="process-pool")
+    assert [it.filename for it in caught] == [__file__]
+    deploy("missing", wrong, work_pool="process-pool", job_variables={"working_dir": "/elsewhere"})
+    deploy("missing", wrong, run=ON_S3, work_pool="docker-pool")
+    with pytest.raises(ValueError, match=f"train_fn '{wrong}': "):
+        serve(make_deployment("missing", wrong))
+
+
+def test_a_config_that_prefect_does_not_take_is_refused_in_one_sentence(client):
+    large = {"samples": "x" * 600_000}
+    told = (
+        r"^the parameters have 600,\d+ bytes, and Prefect's server takes less than 524,288: put data .* path into the config$"
+    )
+    with pytest.raises(ValueError, match=told):
+        deploy("large", "my_training:train_fn", large, work_pool="process-pool")
+    with pytest.raises(ValueError, match=told):
+        train("my_training:train_fn", large)
 
 
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])

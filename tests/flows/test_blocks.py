@@ -293,3 +293,12 @@ def test_the_form_takes_no_url_with_a_password():
     schema = next(it for it in RunConfig.model_json_schema()["properties"]["storage"]["anyOf"] if it.get("type") == "string")
     assert re.search(schema["pattern"], "sftp://me@host:22/a:b@c")
     assert not re.search(schema["pattern"], "sftp://me:s3cr3t@host/x")
+
+
+@pytest.mark.parametrize("slug", ["local-file-system/nope", "checkpointstorage/nope", "checkpoint-storage/nope"])
+def test_a_wrong_name_of_a_block_lists_the_saved_ones(slug, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved = save(LocalFileSystem(basepath=str(tmp_path)))
+    with pytest.raises(ValueError, match=f"there is no block '{slug}'; saved are: .*{saved}"):
+        train("trainings:train_epochs", run=RunConfig(storage=slug))
+    assert list(tmp_path.iterdir()) == []

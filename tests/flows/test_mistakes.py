@@ -70,6 +70,19 @@ def test_a_rank_that_lost_its_peer_is_stopped_not_failed(seen):
     assert "Failed('rank 1 of attempt 1 failed: ZeroDivisionError: on rank 1')" in text
 
 
+def test_a_second_process_group_is_said_to_be_ready(seen):
+    _, text = seen["a second process group"]
+    assert "process group twice! The process group is ready when the function is called: leave init_process_group() out" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [("a storage without permission", "/proc/no-such-folder"), ("a bucket that does not exist", "s3://no-such-bucket/x")],
+)
+def test_a_storage_that_cannot_be_used_points_to_doctor(seen, name, storage):
+    assert f"`prefect-torch doctor {storage}` tries each step that a training needs" in seen[name][1]
+
+
 def test_a_restart_names_its_budget(seen):
     _, text = seen["a budget of restarts"]
     assert "restart 1 of 1 (max_failures): RuntimeError: always; the training starts again" in text

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.storage.local import LocalStorage
-from prefect_torch.ckpt.storage.location import is_block_slug
+from prefect_torch.ckpt.storage.location import is_block_slug, parse_location
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 
@@ -169,3 +169,13 @@ def test_an_unknown_scheme_is_refused():
 
 def test_secrets_are_not_shown():
     assert "secret" not in repr(StorageSpec("s3://b", {"aws_secret_access_key": "secret"}))
+
+
+@pytest.mark.parametrize("text", ["checkpointstorage/minio", "S3Bucket/x", "s3_bucket/x", "Checkpoint Storage/x"])
+def test_a_slip_in_a_block_s_type_makes_no_folder_but_one_that_exists_is_used(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_block_slug(text)
+    assert parse_location(text) is None
+    (tmp_path / text).mkdir(parents=True)
+    assert not is_block_slug(text)
+    assert parse_location(text) == StorageSpec(str(tmp_path / text))

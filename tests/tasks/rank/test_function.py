@@ -1,6 +1,7 @@
 import functools
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -243,3 +244,18 @@ def test_what_a_rank_could_not_run_to_its_end_is_refused(function, message):
 )
 def test_a_function_gets_its_configuration_if_it_can_take_it(function, is_given_it):
     assert takes_config(check_signature(function)) is is_given_it
+
+
+@pytest.mark.parametrize(("root", "module"), [("package", "package.inner.training"), ("package/inner", "inner.training")])
+def test_a_relative_import_in_a_file_is_answered_with_its_module(folder, root, module):
+    (folder / "package/inner").mkdir(parents=True)
+    (folder / root / "__init__.py").touch()
+    (folder / "package/inner/__init__.py").touch()
+    (folder / "package/inner/training.py").write_text("from .model import Model\ndef train_fn(config): pass\n")
+    (folder / "package/inner/model.py").write_text("Model = object\n")
+    packed = pack_function("package/inner/training.py:train_fn", None)
+    with pytest.raises(
+        ImportError, match=f"relative import.*: a file is no part of a package: give '{module}:train_fn'"
+    ) as caught:
+        unpack_function(packed)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

@@ -1,0 +1,27 @@
+import warnings
+
+import pytest
+from prefect_torch.tasks import CheckpointConfig
+
+
+@pytest.mark.parametrize("score", ["loss", "val_loss", "eval/Loss"])
+def test_a_loss_without_an_order_warns_where_it_is_given(score):
+    with pytest.warns(UserWarning, match=f"'{score}' looks like a loss.* keeps the worst of it") as caught:
+        CheckpointConfig(checkpoint_score_attribute=score)
+    assert [it.filename for it in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"checkpoint_score_attribute": "accuracy"},
+        {"checkpoint_score_attribute": "losses/accuracy"},
+        {"checkpoint_score_attribute": "loss", "checkpoint_score_order": "min"},
+        {"checkpoint_score_attribute": "loss", "checkpoint_score_order": "max"},
+    ],
+)
+def test_other_scores_and_a_given_order_warn_of_nothing(fields):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CheckpointConfig(**fields)
