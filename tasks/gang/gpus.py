@@ -175,7 +175,7 @@ class GpuSeat:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     taken[lock] = gpu
                 except BlockingIOError:
-                    users.append(f"GPU {gpu.choice} by {os.pread(lock, _LONGEST_OWNER, 0).decode()}")
+                    users.append(f"GPU {gpu.choice} by {os.pread(lock, _LONGEST_OWNER, 0).decode(errors='replace')}")
                     os.close(lock)
             if len(taken) < self._count:
                 for lock in taken:
