@@ -170,7 +170,7 @@ class ReportPreparation:
             ValueError: If an argument is invalid.
 
         """
-        metrics = clean_metrics(given.metrics)
+        metrics = clean_metrics(given.metrics, read=self._rank == 0)  # rank 0's are recorded, and a read waits for a GPU
         check_score(metrics, self._score_attribute)
         check_progress(given.progress)
         upload = check_upload(given.upload, given.checkpoint, given.state)

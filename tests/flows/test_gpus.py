@@ -71,8 +71,12 @@ def test_trainings_and_evaluations_of_one_machine_never_share_a_gpu(other, run, 
 
 def test_a_training_waits_for_the_gpus_of_another(other, run, caplog):
     process, until = other
-    caplog.handler.addFilter(lambda record: "waiting for GPUs" in record.getMessage() and until.touch() is None)
-    told = train("gpu_trainings:tell_gpu", {}, ScalingConfig(num_workers=2, use_gpu=True), run).return_value
+
+    def end_the_other(record):
+        return "waiting for GPUs" not in record.getMessage() or until.touch() is None
+
+    with caplog.filtering(end_the_other):
+        told = train("gpu_trainings:tell_gpu", {}, ScalingConfig(num_workers=2, use_gpu=True), run).return_value
     assert [rank["visible"] for rank in told["ranks"]] == ["0,1", "0,1"]
     assert process.wait(60) == 0
 

@@ -58,10 +58,11 @@ def test_only_rank_0_reads_what_a_tensor_holds(store):
         read[rank], mode.rank = [], rank
         with mode:
             session.log_metrics({"loss": loss, "nested": {"loss": loss}})
+            session.report({"loss": loss, "nested": {"loss": loss}})
 
     assert attempt.run(train) == [None, None]
-    assert read == {0: ["_local_scalar_dense.default"] * 2, 1: []}
-    assert [event.record.metrics for event in attempt.events()] == [{"loss": 1.0, "nested": {"loss": 1.0}}]
+    assert read == {0: ["_local_scalar_dense.default"] * 4, 1: []}
+    assert [event.record.metrics for event in attempt.events()] == [{"loss": 1.0, "nested": {"loss": 1.0}}] * 2
 
 
 def test_the_newest_metrics_are_the_last_reports_and_what_was_logged_since():
