@@ -42,13 +42,16 @@ class Checkpoint:
 
     """
 
+    path: str
+    id: str | None
+    store: Run | None
     open_run: ClassVar[Callable[[str, str], Run]] = Run.open
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = _named(path)
-        self.store: Run | None = None
+        self.store = None
         self._manifest: Manifest | None = None
-        self.id: str | None = None
+        self.id = None
         base, run_name, folder, name = _split(self.path)
         if is_checkpoint_folder(folder, name):
             self.store = type(self).open_run(base, run_name)

@@ -1106,7 +1106,7 @@ def failure(result):
 def test_a_failed_training_raises_what_its_function_raised(failure):
     assert type(failure) is ValueError
     assert isinstance(failure.__cause__, RankFailedError)
-    assert "in fail_after_the_checkpoint" in str(failure.__cause__)
+    assert "in fail_after_the_checkpoint" in failure.__cause__.traceback
 
 
 @behaviour(

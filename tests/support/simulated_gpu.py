@@ -176,14 +176,15 @@ class Memory:
     def live_bytes(self):
         return sum(block.bytes for block in self._blocks.values() if not block.storage.expired())
 
-    def allocate(self, size, stride, dtype):
+    def allocate(self, size, stride, dtype, *, fresh=False):
         tensor = torch._C._acc.create_empty_tensor(tuple(size), dtype)
         storage = tensor.untyped_storage()
         at = 0, tuple(size), tuple(stride)
         torch.ops.aten.set_.source_Storage_storage_offset.redispatch(DispatchKeySet(DispatchKey.Meta), tensor, storage, *at)
         with _lock, torch.inference_mode(False):
             wanted, mine = storage.nbytes(), current_stream()
-            free = next((key for key, block in self._blocks.items() if block.is_free_for(mine, wanted)), None)
+            freed = () if fresh else self._blocks.items()
+            free = next((key for key, block in freed if block.is_free_for(mine, wanted)), None)
             garbage = (
                 torch.full((wanted,), 0xAB, dtype=torch.uint8, device="cpu") if free is None else self._blocks.pop(free).raw
             )
@@ -490,7 +491,8 @@ def register():
 
 def on_device(tensor):
     """Return a tensor of the device with the same values, shape and strides, all of them in place."""
-    placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
+    # Fresh memory, since it is written at once: kernels of a block's last owner may still be queued.
+    placed = memory.allocate(tensor.shape, tensor.stride(), tensor.dtype, fresh=True)
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     if tensor.numel():  # as one line: elements may share memory
         memory.of(placed).as_strided((extent,), (1,)).copy_(tensor.as_strided((extent,), (1,)))

@@ -294,7 +294,7 @@ def _check_exists(code):
             return
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute) and (owner := INSTANCES.get(ast.unparse(part.value))) is not None:
-            known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ()), "path", "ckpt"}  # checkpoint.ckpt is a file
+            known = {*dir(owner), *inspect.get_annotations(owner), "ckpt"}  # checkpoint.ckpt is a file
             assert part.attr in known, code
         if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and (function := _public(part.func.id)) is not None:
             known = getattr(function, "model_fields", None) or inspect.signature(getattr(function, "fn", function)).parameters
