@@ -58,9 +58,11 @@ class ShortTracebackFlow(Flow[P, R]):
             try:
                 with large_parameters_explained():
                     return super().__call__(*args, **kwargs)
-            except Exception as exc:  # noqa: BLE001 - raised again
+            except Exception as exc:
+                if is_defect(exc):
+                    raise
                 shorten(exc)
-                raise exc.with_traceback(None) from exc.__cause__
+                raise exc from exc.__cause__
 
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
             """Return a copy with other options; see `prefect.Flow`."""

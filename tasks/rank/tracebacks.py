@@ -5,10 +5,10 @@ import traceback
 from pathlib import Path
 from traceback import StackSummary, TracebackException, walk_tb
 
-_PACKAGE = str(Path(__file__).parents[2])
+_PACKAGE = f"{Path(__file__).parents[2]}/"
 _PREFECT = "/site-packages/prefect/"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_HIDDEN = (f"{_PACKAGE}/", "<frozen importlib", "<frozen runpy")
+_HIDDEN = (_PACKAGE, "<frozen importlib", "<frozen runpy")
 # An exception of this kind that is raised by this package itself is a defect of it, so its frames are needed.
 _DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError, RecursionError)
 
@@ -20,20 +20,19 @@ def first_line(error: BaseException) -> str:
 
 def is_from_here(error: BaseException) -> bool:
     """Return whether this package is among the callers that `error` has passed."""
-    return any(frame.f_code.co_filename.startswith(_PACKAGE) for frame, _ in walk_tb(error.__traceback__))
+    return any(file.startswith(_PACKAGE) for file in _files(error))
 
 
 def has_user_frames(error: BaseException) -> bool:
     """Return whether `error` has passed a frame of code that is installed neither with Python nor as a package."""
-    files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
-    return any(not _is_hidden(name) and not name.startswith(_INSTALLED) for name in files)
+    return any(not _is_hidden(file) and not file.startswith(_INSTALLED) for file in _files(error))
 
 
 def is_defect(error: BaseException) -> bool:
     """Return whether `error` was raised by this package, and not in order to tell a user of a mistake."""
     if error.__cause__ is not None and _is_ours(type(error.__cause__).__module__):
         return False
-    files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    files = _files(error)
     return isinstance(error, _DEFECTS) and bool(files) and files[-1].startswith(_PACKAGE)
 
 
@@ -51,15 +50,18 @@ def user_traceback(error: BaseException) -> str:
 
 
 def shorten(error: BaseException) -> None:
-    """Drop the frames that `error` has passed, and causes that say nothing to a user; those of a defect stay."""
-    if is_defect(error):
-        return
+    """Drop the frames that `error`, which is no defect, has passed, and causes that say nothing to a user."""
     error.__traceback__ = None
     if _is_ours(type(error).__module__) or error.__cause__ is None or not _is_ours(type(error.__cause__).__module__):
         error.__cause__ = None
         error.__suppress_context__ = True
     else:
         shorten(error.__cause__)
+
+
+def _files(error: BaseException) -> list[str]:
+    """Return the files of the frames that `error` has passed, the one that raised it last."""
+    return [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
 
 
 def _shorten(described: TracebackException) -> None:

@@ -198,7 +198,7 @@ class TimeInside:
 
     def __init__(self):
         self.calls = []
-        for owner, name in ((CheckpointRequests, "ask"), (RankSession, "log_metrics")):
+        for owner, name in ((CheckpointRequests, "should_checkpoint"), (RankSession, "log_metrics")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function):

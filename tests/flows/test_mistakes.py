@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect import flow
 from prefect.settings import PREFECT_API_URL
+from prefect_torch.flows.short_tracebacks import short_tracebacks
+from prefect_torch.tasks.rank import tracebacks
 
 MISTAKES = Path(__file__).parents[1] / "support/mistakes.py"
 HEADING = re.compile(r"^=== (\d+) (.*)$", re.MULTILINE)
@@ -81,6 +84,19 @@ def test_a_second_process_group_is_said_to_be_ready(seen):
 )
 def test_a_storage_that_cannot_be_used_points_to_doctor(seen, name, storage):
     assert f"`prefect-torch doctor {storage}` tries each step that a training needs" in seen[name][1]
+
+
+def test_a_defect_of_this_package_keeps_its_whole_traceback():
+    @short_tracebacks
+    @flow
+    def defective():
+        tracebacks.is_from_here(None)
+
+    with pytest.raises(AttributeError) as caught:
+        defective()
+    files = [str(entry.path) for entry in caught.traceback]
+    assert files[-1] == tracebacks.__file__
+    assert str(Path(__file__)) in files[1:]  # the flow's own frame
 
 
 def test_a_restart_names_its_budget(seen):
