@@ -1,9 +1,106 @@
-"""Multi-GPU PyTorch training in Prefect flows: see `prefect_torch.flows`, `.tasks`, `.ckpt` and `.deployments`."""
+"""Multi-GPU PyTorch training in Prefect flows.
+
+`from prefect_torch import report, train, Checkpoint` works for every name below; `prefect_torch.ckpt`, `.flows`, `.tasks` and
+`.deployments` have these and the rest. Importing this package imports neither prefect nor torch: a name is imported from its
+folder when it is used, so that a rank that takes `report` from here does not wait seconds for prefect.
+"""
 
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from .moved_modules import MovedModules
 
+if TYPE_CHECKING:
+    from prefect_torch.ckpt import (
+        Checkpoint,
+        CheckpointStore,
+        RankLocal,
+        TrainContext,
+        get_checkpoint,
+        get_context,
+        log_metrics,
+        report,
+    )
+    from prefect_torch.ckpt.blocks import CheckpointStorage
+    from prefect_torch.deployments import deploy, make_deployment, serve
+    from prefect_torch.flows import (
+        CheckpointConfig,
+        FailureConfig,
+        Result,
+        RunConfig,
+        ScalingConfig,
+        TrainingFailedError,
+        evaluate,
+        prune,
+        train,
+    )
+    from prefect_torch.tasks import get_device, prepare_data_loader, prepare_model
+
 __version__ = "0.1.0"
 
+_FOLDERS = {
+    "Checkpoint": "ckpt",
+    "CheckpointConfig": "flows",
+    "CheckpointStorage": "ckpt.blocks",
+    "CheckpointStore": "ckpt",
+    "FailureConfig": "flows",
+    "RankLocal": "ckpt",
+    "Result": "flows",
+    "RunConfig": "flows",
+    "ScalingConfig": "flows",
+    "TrainContext": "ckpt",
+    "TrainingFailedError": "flows",
+    "deploy": "deployments",
+    "evaluate": "flows",
+    "get_checkpoint": "ckpt",
+    "get_context": "ckpt",
+    "get_device": "tasks",
+    "log_metrics": "ckpt",
+    "make_deployment": "deployments",
+    "prepare_data_loader": "tasks",
+    "prepare_model": "tasks",
+    "prune": "flows",
+    "report": "ckpt",
+    "serve": "deployments",
+    "train": "flows",
+}
+__all__ = [
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointStorage",
+    "CheckpointStore",
+    "FailureConfig",
+    "RankLocal",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
+    "TrainContext",
+    "TrainingFailedError",
+    "deploy",
+    "evaluate",
+    "get_checkpoint",
+    "get_context",
+    "get_device",
+    "log_metrics",
+    "make_deployment",
+    "prepare_data_loader",
+    "prepare_model",
+    "prune",
+    "report",
+    "serve",
+    "train",
+]
+
 sys.meta_path.append(MovedModules())
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FOLDERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FOLDERS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Return the names that are not imported yet, too: an editor completes them, and Prefect registers the block among them."""
+    return sorted({*globals(), *__all__})

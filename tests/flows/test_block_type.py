@@ -1,9 +1,14 @@
 """The block type "Checkpoint Storage" as a server has it: what the UI shows of it, and that a saved block can be checked."""
 
+import os
+import subprocess
+import sys
 import uuid
+from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.probe import StorageUnfitError
 
@@ -39,3 +44,12 @@ def test_a_saved_block_can_be_checked(name, tmp_path):
     CheckpointStorage(location=str(tmp_path / "file")).save(name, overwrite=True)
     with pytest.raises(StorageUnfitError, match="/file does not write"):
         CheckpointStorage.load(name).check()
+
+
+def test_it_is_registered_from_the_root():
+    command = [Path(sys.executable).with_name("prefect"), "block", "register", "-m", "prefect_torch"]
+    environment = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Successfully registered 1 block" in done.stdout
+    assert "Checkpoint Storage" in done.stdout

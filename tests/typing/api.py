@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import prefect_torch
 from prefect_torch.ckpt import (
     Checkpoint,
     CheckpointStore,
@@ -61,3 +62,8 @@ latest: Manifest | None = store.latest()
 top: list[Manifest] = store.best(3, "val_loss", "min")
 kept = store.prune(RetentionPolicy(num_to_keep=2), dry_run=True).keep
 again: Result = Result.from_storage(Path("checkpoints"), "digits")
+root: tuple[str, prefect_torch.Checkpoint, Result] = (
+    prefect_torch.__version__,
+    prefect_torch.Checkpoint("x"),
+    prefect_torch.train("my_training:train_fn", run=prefect_torch.RunConfig(name="digits")),
+)
