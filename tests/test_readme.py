@@ -1,4 +1,4 @@
-"""The README is true: its programs run in order, its commands exist, its settings are the settings."""
+"""The README is true, and so are the table of settings, and programs of other pages that need several ranks."""
 
 import os
 import re
@@ -13,7 +13,14 @@ from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, Scal
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PROGRAMS = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", README, re.DOTALL)
+SETTINGS = (ROOT / "docs/reference/settings.md").read_text()
+
+
+def programs(text):
+    return re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.DOTALL)
+
+
+PROGRAMS = programs(README)
 COMMANDS = [
     line[2:].partition("#")[0].strip()
     for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
@@ -26,6 +33,10 @@ def server():
     """Yield an environment with one Prefect server for several programs: else each begins one of its own."""
     with prefect_test_harness(server_startup_timeout=120):
         yield {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
+
+
+def test_it_is_read_in_some_minutes():
+    assert len(README.splitlines()) <= 200
 
 
 def test_every_block_is_a_program_or_commands():
@@ -59,9 +70,10 @@ def run_program(arguments, folder, environment):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["my_lightning_training", "my_prepared_training"])
-def test_the_other_trainings_run_on_two_ranks(tmp_path, server, name):
-    (tmp_path / f"{name}.py").write_text(dict(PROGRAMS)[f"{name}.py"])
+@pytest.mark.parametrize(("page", "name"), [("lightning", "with_lightning"), ("own-training-code", "prepared")])
+def test_the_trainings_of_other_pages_run_on_two_ranks(tmp_path, server, page, name):
+    text = (ROOT / f"docs/how-to/{page}.md").read_text()
+    (tmp_path / f"{name}.py").write_text(dict(programs(text))[f"{name}.py"])
     program = f"""
 from prefect_torch.flows import RunConfig, ScalingConfig, train
 result = train("{name}:train_fn", {{"epochs": 2}}, ScalingConfig(num_workers=2), RunConfig(name="run"))
@@ -99,7 +111,7 @@ def test_the_commands_exist(command):
 def test_the_table_of_settings_is_complete():
     for config in (ScalingConfig, RunConfig, CheckpointConfig, FailureConfig):
         for field in config.model_fields:
-            assert f"{field}`" in README, f"{config.__name__}.{field}"
+            assert f"{field}`" in SETTINGS, f"{config.__name__}.{field} is missing in docs/reference/settings.md"
 
 
 def test_links_lead_somewhere():

@@ -3,7 +3,7 @@
     python docs/extensions/ray_pages.py
 
 The tables of docs/how-to/from-ray-train.md are the rows of `prefect-torch migrate-check`; docs/how-to/ray-behaviours.md and
-the table in README.md are made of the decorators in tests/test_ray_behaviours.py.
+the table in docs/how-to/ray-comparison.md are made of the decorators in tests/test_ray_behaviours.py.
 """
 
 import ast
@@ -50,12 +50,12 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Return the text of each page."""
-    moving, readme = ROOT / "docs/how-to/from-ray-train.md", ROOT / "README.md"
+    moving, comparison = ROOT / "docs/how-to/from-ray-train.md", ROOT / "docs/how-to/ray-comparison.md"
     behaviours = read_behaviours(TESTS)
     return {
         moving: _filled(moving.read_text(), {section.title: _section_table(section) for section in sections()}),
         ROOT / "docs/how-to/ray-behaviours.md": _behaviours_page(behaviours),
-        readme: _filled(readme.read_text(), {"behaviours": summary(behaviours)}),
+        comparison: _filled(comparison.read_text(), {"behaviours": summary(behaviours)}),
     }
 
 

@@ -15,7 +15,7 @@ def behaviour(api: str, documented: str, *, verdict: Verdict, reason: str = "", 
         documented: What its documentation says.
         verdict: How it is here.
         reason: In which way it is not the same; empty where it is.
-        short: What the README says of it; empty where it says nothing.
+        short: What docs/how-to/ray-comparison.md says of it; empty where it says nothing.
 
     """
     assert documented
