@@ -1,7 +1,6 @@
 """A handle to a checkpoint: a directory of files, local or in a storage."""
 
 import json
-import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prefect_torch.ckpt.context import place_of_this_rank
-from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from prefect_torch.ckpt.files.download import copy_folder, download, found_files, in_place, readable_files
+from prefect_torch.ckpt.errors import CheckpointNotFoundError
+from prefect_torch.ckpt.files.download import copy_folder, download, readable_files
 from prefect_torch.ckpt.files.folder import USER_METADATA_FILE, existing_directory, read_metadata
 from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_folder
 from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
@@ -22,10 +21,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 
 if TYPE_CHECKING:
-    from prefect_torch.ckpt.state.read import StateReader
-
-
-_logger = logging.getLogger(__name__)
+    from prefect_torch.ckpt.state.loading.load import Source  # it imports torch
 
 
 class Checkpoint:
@@ -223,20 +219,11 @@ class Checkpoint:
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 
         """
-        from prefect_torch.ckpt.state.load import load_state  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.state.loading.load import load_state  # noqa: PLC0415 - torch, for states only
 
         own_rank, own_world_size = place_of_this_rank()
         place = (own_rank if rank is None else rank, own_world_size if world_size is None else world_size)
-        with self._copied_state_files() as copied:
-            if copied is not None:
-                try:
-                    load_state(*copied, state, place, rank_local)
-                except (CheckpointCorruptError, CheckpointNotFoundError) as exc:
-                    _logger.warning("%s; reading it from where it was committed", exc)
-                else:
-                    return
-        with self._state_files() as (reader, files):
-            load_state(reader, files, state, place, rank_local)
+        load_state(self._source(), state, place, rank_local)
 
     def to_safetensors(self, path: str | PathLike[str], *, key: str = "model") -> str:
         """Write the whole tensors of a reported state to one safetensors file, verified, and return its path.
@@ -256,47 +243,16 @@ class Checkpoint:
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 
         """
-        from prefect_torch.ckpt.state.export import export_tensors  # noqa: PLC0415 - torch, for states only
-        from prefect_torch.ckpt.state.load import read_index  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.state.loading.export import export_tensors  # noqa: PLC0415 - torch, for states only
+        from prefect_torch.ckpt.state.loading.load import opened  # noqa: PLC0415 - torch, for states only
 
         target = Path(path)
         if target.is_dir():
             raise IsADirectoryError(f"{target} is a folder: give the path of a file in it")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with self._state_files() as (reader, files):
-            export_tensors(reader, read_index(reader, files), key, target)
+        with opened(self._source()) as reader:
+            export_tensors(reader, key, target)
         return str(target)
-
-    @contextmanager
-    def _copied_state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]] | None]":
-        """Yield the files that a process of this node has downloaded from a bucket, or None if there are none."""
-        from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - torch, for states only
-        from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
-
-        if self.store is None or self.store.storage.local_path(self.store.name) is not None:
-            yield None
-            return
-        manifest = self._committed(self.store)
-        with found_files(self.store, manifest) as folder:
-            files = {entry.path: entry for entry in manifest.files}
-            yield None if folder is None else (StateReader(LocalStorage(folder), "", str(folder)), files)
-
-    @contextmanager
-    def _state_files(self) -> "Iterator[tuple[StateReader, dict[str, FileEntry]]]":
-        from prefect_torch.ckpt.state.load import files_in  # noqa: PLC0415 - torch, for states only
-        from prefect_torch.ckpt.state.read import StateReader  # noqa: PLC0415 - torch, for states only
-
-        if self.store is None:
-            from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
-
-            assert self.directory is not None
-            storage = LocalStorage(self.directory)
-            yield StateReader(storage, "", self.path), files_in(storage)
-            return
-        manifest = self._committed(self.store)
-        files = {entry.path: entry for entry in manifest.files}
-        with in_place(self.store, manifest, manifest.files):
-            yield StateReader(self.store.storage, self.store.layout.data(manifest.id), self.path), files
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the user's metadata; empty where none was set.
@@ -348,6 +304,12 @@ class Checkpoint:
     def _choose(self, run: Run, include: Include, *, own_files: bool) -> tuple[Manifest, tuple[FileEntry, ...]]:
         manifest = self._committed(run)
         return manifest, choose_files(manifest, include, place_of_this_rank() if own_files else None, self.path)
+
+    def _source(self) -> "Source":
+        if self.store is not None:
+            return self.store, self._committed(self.store)
+        assert self.directory is not None
+        return self.directory
 
     def _committed(self, run: Run) -> Manifest:
         """Return the manifest of this handle, which never changes, or else the stored one."""

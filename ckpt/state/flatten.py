@@ -1,22 +1,19 @@
 """The named leaves of a state: the tensors and the plain values in its modules, optimizers and containers."""
 
-import re
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .index import DTYPE_BYTES, rank_name, rank_of
-from .plan import Step, TensorShard
+from .index import rank_name, rank_of
+from .parameters import ParameterNames, clean_name, is_by_parameter, joined_names, renamed_optimizer_state, unwrap
+from .plan import Step, TensorShard, path_name
 from .rank_local import RankLocal
+from .tensors import DTYPE_NAMES, is_dtensor, local_part, storable
 
-_WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and activation checkpointing
 _PLAIN = {type(None), bool, int, float, str}
-_USUAL = {torch.Tensor, torch.nn.Parameter}
-_DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES if hasattr(torch, name)}
 SMALL_BYTES = 64 * 2**10
 
 
@@ -75,11 +72,6 @@ def check_is_dict(state: object) -> None:
         raise ValueError(f"state must be a dict of names, such as {{'model': model}}, not a {type(state).__name__}")  # noqa: TRY004 - one error for a bad state
 
 
-def path_name(path: tuple[Step, ...]) -> str:
-    """Return `path` joined with dots."""
-    return ".".join(str(step[0] if isinstance(step, list) else step) for step in path)
-
-
 def is_stateful(value: object) -> bool:
     """Return whether `value` keeps its state itself: a module, an optimizer, a scheduler, a loader."""
     return not isinstance(value, type) and callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
@@ -92,93 +84,6 @@ def is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
         return not value or (not _has_plain_keys(value) and all(is_plain(item) for item in value.values()))
     return not isinstance(value, list) or all(is_plain(item) and not isinstance(item, Mapping) for item in value)
-
-
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that DDP or torch.compile wraps."""
-    while (inner := _wrapped(module)) is not None:
-        module = inner
-    return module
-
-
-def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        inner: torch.nn.Module = module.module
-        return inner
-    return getattr(module, "_orig_mod", None)
-
-
-def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers insert."""
-    return _WRAPPERS.sub("", name)
-
-
-class ParameterNames:
-    """The names of all parameters of the modules in a state, which identify an optimizer's state on other ranks."""
-
-    def __init__(self, state: Any) -> None:
-        modules = dict(_modules(state, ()))
-        self._names: dict[torch.Tensor, tuple[str, str]] = {}
-        for prefix, module in modules.items():
-            _reshard(module)
-            for name, parameter in unwrap(module).named_parameters():
-                self._names.setdefault(parameter, (prefix, clean_name(name)))
-
-    def of(self, optimizer: torch.optim.Optimizer) -> list[str | int]:
-        """Return the name of each of its parameters, in its own order; their numbers where a parameter has no name."""
-        return _parameter_names(self.in_modules(optimizer))
-
-    def in_modules(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, str] | None]:
-        """Return the module and name of each parameter of an optimizer; None for a parameter in no module."""
-        return [self._names.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _parameter_names(found: list[tuple[str, str] | None]) -> list[str | int]:
-    known = [name for name in found if name is not None]
-    if len(known) < len(found):
-        return list(range(len(found)))
-    if len({prefix for prefix, _ in known}) <= 1:
-        return [name for _, name in known]
-    return [f"{prefix}.{name}" for prefix, name in known]
-
-
-def _reshard(module: torch.nn.Module) -> None:
-    """Reshard a module, so that it has its optimizer's parameters: FSDP2 leaves gathered ones after a forward alone."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    sharded: list[Any] = [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
-    for part in sharded:
-        part.reshard()
-
-
-def is_by_parameter(optimizer_state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer's state has the form of torch's own; that of a wrapper may not."""
-    return {"state", "param_groups"} <= optimizer_state.keys()
-
-
-def renamed_optimizer_state(state: Mapping[str, Any], names: list[Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with `names[i]` instead of each parameter's key i."""
-    renamed: dict[str, Any] = {**state, "state": {_renamed(key, names): value for key, value in state["state"].items()}}
-    renamed["param_groups"] = [
-        {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
-    ]
-    return renamed
-
-
-def _renamed(key: Any, names: list[Any]) -> Any:
-    return names[key] if type(key) is int else key  # some optimizers keep a state that belongs to no parameter
-
-
-def _modules(value: Any, path: tuple[Step, ...]) -> Iterator[tuple[str, torch.nn.Module]]:
-    if isinstance(value, torch.nn.Module):
-        yield path_name(path), value
-    elif isinstance(value, RankLocal):
-        yield from _modules(value.value, path)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _modules(item, (*path, key))
-    elif isinstance(value, list):
-        for place, item in enumerate(value):
-            yield from _modules(item, (*path, [place]))
 
 
 @dataclass(slots=True)
@@ -252,7 +157,7 @@ class _Walk:
         if not at.rank_local:
             self.parts[at.name] = found
         state = optimizer.state_dict()
-        named = renamed_optimizer_state(state, _parameter_names(found)) if is_by_parameter(state) else state
+        named = renamed_optimizer_state(state, joined_names(found)) if is_by_parameter(state) else state
         self.visit(named, replace(at, of_model=True))
 
     def _take(self, value: Any, at: _At, *, by_first: bool = False) -> None:
@@ -260,11 +165,7 @@ class _Walk:
             raise ValueError(f"the name {at.name!r} ends like one of a rank's own values: rename it")
         name = rank_name(at.name, self._rank) if at.rank_local else at.name
         if isinstance(value, torch.Tensor):
-            _check_tensor(name, value)
-            if value.requires_grad:
-                value = value.detach()
-            if type(value) not in _USUAL and not is_dtensor(value):
-                value = value.as_subclass(torch.Tensor)  # the additions of the class could not be read back
+            value = storable(name, value)
         self.leaves.append(Leaf(name, at.path, value, at.of_model, by_first))
 
 
@@ -276,62 +177,6 @@ def _checked_key(key: object, path: tuple[Step, ...]) -> Step:
     if type(key) in (str, int) and key != "":
         return key  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`
     raise ValueError(f"the key {key!r} under {path_name(path) or 'the top level'!r} must be a string or an int, and not empty")
-
-
-def _check_tensor(name: str, value: torch.Tensor) -> None:
-    is_usual = type(value) in _USUAL and value.dtype in _DTYPE_NAMES and value.layout is torch.strided
-    if is_usual and not (value.is_quantized or value.is_meta or value.is_nested):
-        return
-    if (what := _why_unstorable(value)) is not None:
-        raise ValueError(f"the tensor {name!r} is {what}, which cannot be stored: make it a dense tensor")
-    if _has_own_operations(value) and not is_dtensor(value):
-        raise ValueError(f"the tensor {name!r} is a {type(value).__name__}, which wraps others: store those, by a state_dict")
-    if value.dtype not in _DTYPE_NAMES:
-        raise ValueError(f"the tensor {name!r} is {value.dtype}, which cannot be stored: view it as uint8")
-
-
-def _has_own_operations(value: torch.Tensor) -> bool:
-    """Return whether a tensor's class replaces torch's operations: such a class usually wraps tensors and has no other data."""
-    return next(kind for kind in type(value).__mro__ if "__torch_dispatch__" in vars(kind)) is not torch.Tensor
-
-
-def _why_unstorable(value: torch.Tensor) -> str | None:
-    if torch.nn.parameter.is_lazy(value):
-        return "not initialized (lazy)"
-    if value.is_quantized:
-        return "quantized"
-    if value.is_meta:
-        return "without data (meta)"
-    if value.is_nested:
-        return "nested"
-    return None if value.layout is torch.strided else str(value.layout)
-
-
-def is_dtensor(value: object) -> bool:
-    """Return whether `value` is a DTensor, without an import of DTensors that are not in use."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(value, tensors.DTensor)
-
-
-def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
-    """Return the offsets of this rank's part of `value` and the part, sharing its memory; None where it has none.
-
-    Raises:
-        ValueError: If a DTensor's parts are partial sums, still to be reduced.
-
-    """
-    if not is_dtensor(value):
-        return (0,) * value.dim(), value
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - for DTensors only
-
-    if any(placement.is_partial() for placement in value.placements):  # type: ignore[attr-defined]
-        raise ValueError(f"a DTensor with placements {value.placements} holds no values yet: redistribute it")  # type: ignore[attr-defined]
-    local: torch.Tensor = value.to_local()  # type: ignore[attr-defined]
-    if value.device_mesh.get_coordinate() is None or (local.numel() == 0 and value.numel() > 0):  # type: ignore[attr-defined]
-        return None
-    shape, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)  # type: ignore[attr-defined]
-    assert tuple(shape) == tuple(local.shape)
-    return tuple(offsets), local
 
 
 def is_unowned(leaf: Leaf) -> bool:
@@ -357,7 +202,7 @@ class Describer:
         if part is None:
             return None
         offsets, local = part
-        dtype, shape, sizes = _DTYPE_NAMES[local.dtype], value.shape, local.shape
+        dtype, shape, sizes = DTYPE_NAMES[local.dtype], value.shape, local.shape
         described = (leaf.path, dtype, shape, offsets, sizes, leaf.by_first)
         if known is None or (known.path, known.dtype, known.shape, known.offsets, known.sizes, known.by_first) != described:
             known = TensorShard(

@@ -12,6 +12,11 @@ Step: TypeAlias = str | int | list[int]  # a dict's key, or an index of a list a
 _LEAST_SPLIT_BYTES = 2**20  # a smaller tensor is cheaper to copy whole than to describe twice
 
 
+def path_name(path: tuple[Step, ...]) -> str:
+    """Return `path` joined with dots."""
+    return ".".join(str(step[0] if isinstance(step, list) else step) for step in path)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorShard:
     """One rank's part of one tensor.

@@ -70,7 +70,7 @@ def resume(kind, options):
     import obstore
     import torch
 
-    module("state.load", "state_load")  # imports are not timed
+    module("state.loading.load", "state.load", "state_load")  # imports are not timed
     torch.set_num_threads(1)
     store = open_run(options, "state" if kind == "state" else "folder")
     checked = 0.0

@@ -9,9 +9,9 @@ import torch
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RankLocal
 from prefect_torch.ckpt.runs.layout import Layout
-from prefect_torch.ckpt.state.export import Runs
 from prefect_torch.ckpt.state.index import Chunk
-from prefect_torch.ckpt.state.safetensors import DTYPES
+from prefect_torch.ckpt.state.loading.export import Runs
+from prefect_torch.ckpt.state.loading.safetensors import DTYPES
 from ranks import Attempt, folder
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -154,7 +154,7 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 from prefect_torch.ckpt import Checkpoint
-import prefect_torch.ckpt.state.export, prefect_torch.ckpt.state.load
+import prefect_torch.ckpt.state.loading.export, prefect_torch.ckpt.state.loading.load
 Path("/proc/self/clear_refs").write_text("5")  # begin the peak anew
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()

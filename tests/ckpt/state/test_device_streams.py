@@ -447,7 +447,7 @@ MUTANTS = {
     ),
     "loading does not wait for the current stream": (
         test_a_load_waits_for_the_current_stream_and_is_there_for_every_other,
-        Mutant("read", "wait_for_current_streams(slots.devices)", "pass"),
+        Mutant("loading.read", "wait_for_current_streams(slots.devices)", "pass"),
     ),
     "loading waits for another stream": (
         test_a_load_waits_for_the_current_stream_and_is_there_for_every_other,
@@ -455,7 +455,7 @@ MUTANTS = {
     ),
     "blocks are still to be copied when their slot is reused": (
         test_a_load_takes_neither_memory_of_the_gpu_nor_of_the_host_for_whole_tensors,
-        Mutant("read", "target.copy_(source)", "target.copy_(source, non_blocking=True)"),
+        Mutant("loading.read", "target.copy_(source)", "target.copy_(source, non_blocking=True)"),
     ),
     "memory that does not suffice is kept": (
         test_memory_is_locked_in_the_background_and_of_exact_size,
@@ -487,11 +487,11 @@ MUTANTS = {
     ),
     "options are built on the CPU": (
         test_options_and_steps_of_an_optimizer_are_on_the_device_where_it_wants_them,
-        Mutant("restore", "where, _options_like(optimizer.param_groups[number], where))", "where, {})"),
+        Mutant("loading.optimizers", "where, _options_of(optimizer.param_groups[number], where))", "where, {})"),
     ),
     "the step of a scalar parameter is on the device": (
         test_options_and_steps_of_an_optimizer_are_on_the_device_where_it_wants_them,
-        Mutant("restore", 'step == "step" and not has_step_on_device', "False"),
+        Mutant("loading.optimizers", 'key == "step" and not has_step_on_device', "False"),
     ),
 }
 

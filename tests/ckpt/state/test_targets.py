@@ -9,7 +9,7 @@ import torch.distributed as dist
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError
 from prefect_torch.ckpt.runs.layout import Layout
-from prefect_torch.ckpt.state import read
+from prefect_torch.ckpt.state.loading import read
 from ranks import Attempt
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard

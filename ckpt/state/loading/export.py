@@ -8,19 +8,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefect_torch.ckpt.state.image import memory_of
+from prefect_torch.ckpt.state.index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
+from prefect_torch.ckpt.state.values import read_value
 from prefect_torch.ckpt.storage.keys import temporary_name
 from prefect_torch.ckpt.text import show_some
 
-from .image import memory_of
-from .index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
+from .load import read_index
 from .read import Block, StateReader, Take, value_block
 from .safetensors import DTYPES, Tensor, lay_out, write_at
-from .values import read_value
 
 _logger = logging.getLogger(__name__)
 
 
-def export_tensors(reader: StateReader, index: StateIndex, key: str, path: Path) -> None:
+def export_tensors(reader: StateReader, key: str, path: Path) -> None:
     """Write every tensor below `key` to a safetensors file at `path`, which appears whole or not at all.
 
     Each byte is read once, verified by its digest, and written to its offset in the file. Costs the memory of a few blocks of
@@ -28,7 +29,6 @@ def export_tensors(reader: StateReader, index: StateIndex, key: str, path: Path)
 
     Args:
         reader: The reader of the state's files.
-        index: The index of the stored state.
         key: The part to export: its path in the state, joined with dots.
         path: The file; an existing one is replaced.
 
@@ -37,6 +37,7 @@ def export_tensors(reader: StateReader, index: StateIndex, key: str, path: Path)
         CheckpointCorruptError: If the stored data differ from the committed ones.
 
     """
+    index = read_index(reader)
     exports = choose_tensors(index, key, reader.where)
     header, starts, size = lay_out(list(exports))
     partial = path.with_name(temporary_name())

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 from prefect_torch.ckpt.errors import StateMismatchError
-
-from .flatten import local_part
+from prefect_torch.ckpt.state.tensors import local_part
 
 
 def filled(target: Any, value: Any) -> Any:

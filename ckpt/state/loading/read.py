@@ -1,7 +1,7 @@
 """Reads of a stored state: only the needed bytes, in parallel, straight into place, and never used before verification."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,14 +10,14 @@ from queue import SimpleQueue
 import torch
 import xxhash
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.state.device_copies import wait_for_current_streams
+from prefect_torch.ckpt.state.host_memory import HostMemory
+from prefect_torch.ckpt.state.image import memory_of
+from prefect_torch.ckpt.state.index import Chunk, TensorEntry, ValueEntry
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
-
-from .device_copies import wait_for_current_streams
-from .host_memory import HostMemory
-from .image import memory_of
-from .index import Chunk, TensorEntry, ValueEntry
 
 _SPAN_BYTES = 4 * 2**20  # the most that one request reads of small blocks
 _GAP_BYTES = 64 * 2**10  # a gap of this size is read along, rather than with another request
@@ -58,12 +58,14 @@ class StateReader:
         storage: The storage that contains them.
         folder: The prefix of their keys, empty or ending with "/".
         where: Their location, for errors.
+        files: The committed entry of each, by path.
 
     """
 
     storage: Storage
     folder: str
     where: str
+    files: Mapping[str, FileEntry]
 
     def read(self, blocks: Sequence[Block]) -> None:
         """Read `blocks`, neighbours together, several at a time; all are verified and delivered when this returns.

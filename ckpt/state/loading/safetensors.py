@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .index import DTYPE_BYTES
+from prefect_torch.ckpt.state.index import DTYPE_BYTES
 
 DTYPES = {
     "float64": "F64",

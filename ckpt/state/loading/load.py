@@ -1,0 +1,117 @@
+"""The load of a stored state: where its files are, its index, and the load into live objects."""
+
+import logging
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import xxhash
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from prefect_torch.ckpt.files.download import found_files, in_place
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.state.index import INDEX_FILE, StateIndex
+from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.protocol import Storage
+
+from .load_plan import LoadPlan, Redistribute
+from .read import StateReader
+from .restore import plan_restore
+
+Source: TypeAlias = Path | tuple[Run, Manifest]  # a plain directory, or a committed checkpoint
+_logger = logging.getLogger(__name__)
+
+
+def load_state(
+    source: Source, state: MutableMapping[str, Any], place: tuple[int, int], redistribute: Redistribute | None = None
+) -> None:
+    """Restore `state` in place; see `Checkpoint.load_state`.
+
+    The files that a process of this node has downloaded from a bucket are read first. If these are damaged, those of the bucket
+    are.
+
+    Args:
+        source: The checkpoint.
+        state: The state to restore.
+        place: This rank and the number of ranks.
+        redistribute: Called for values that were each rank's own, of another number of ranks.
+
+    """
+    with _opened_copy(source) as reader:
+        if reader is not None:
+            try:
+                _load(reader, state, place, redistribute)
+            except (CheckpointCorruptError, CheckpointNotFoundError) as exc:
+                _logger.warning("%s; reading it from where it was committed", exc)
+            else:
+                return
+    with opened(source) as reader:
+        _load(reader, state, place, redistribute)
+
+
+def _load(
+    reader: StateReader, state: MutableMapping[str, Any], place: tuple[int, int], redistribute: Redistribute | None
+) -> None:
+    index = read_index(reader)
+    plan = LoadPlan(index, reader, *place, redistribute)
+    plan_restore(plan, index, state)
+    reader.read(plan.blocks)
+    for finish in plan.finish:
+        finish()
+
+
+@contextmanager
+def opened(source: Source) -> Iterator[StateReader]:
+    """Yield the reader of a checkpoint's files; in a local directory they stay in place meanwhile, despite any prune."""
+    if isinstance(source, Path):
+        storage = LocalStorage(source)
+        files = {info.key: FileEntry(info.key, info.bytes, "", 0) for info in storage.list("")}  # their digests are not known
+        yield StateReader(storage, "", str(source), files)
+        return
+    run, manifest = source
+    with in_place(run, manifest, manifest.files):
+        yield StateReader(run.storage, run.layout.data(manifest.id), run.path_of(manifest.id), _by_path(manifest))
+
+
+@contextmanager
+def _opened_copy(source: Source) -> Iterator[StateReader | None]:
+    """Yield the reader of the files that a process of this node has downloaded from a bucket, or None if there are none."""
+    if isinstance(source, Path) or source[0].storage.local_path(source[0].name) is not None:
+        yield None
+        return
+    run, manifest = source
+    with found_files(run, manifest) as folder:
+        yield None if folder is None else StateReader(LocalStorage(folder), "", str(folder), _by_path(manifest))
+
+
+def _by_path(manifest: Manifest) -> dict[str, FileEntry]:
+    return {entry.path: entry for entry in manifest.files}
+
+
+def read_index(reader: StateReader) -> StateIndex:
+    """Return the index of a stored state, every entry of it inside its file.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint holds no state.
+        CheckpointCorruptError: If the index differs from the committed one.
+
+    """
+    where = f"{reader.where}/{INDEX_FILE}"
+    known = reader.files.get(INDEX_FILE)
+    if known is None:
+        raise CheckpointNotFoundError(
+            f"{reader.where} holds no state: it was reported as a folder; read it with as_directory()"
+        )
+
+    def read(storage: Storage) -> StateIndex:
+        try:
+            data = storage.get_bytes(f"{reader.folder}{INDEX_FILE}")
+        except FileNotFoundError as exc:
+            raise CheckpointNotFoundError(f"{where} is missing") from exc
+        if known.digest and xxhash.xxh3_128_hexdigest(data) != known.digest:
+            raise CheckpointCorruptError(f"{where} differs from what was committed")
+        return StateIndex.decode(data, where, {path: entry.bytes for path, entry in reader.files.items()})
+
+    return confirm_damage(reader.storage, read)

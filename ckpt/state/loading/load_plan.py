@@ -1,0 +1,215 @@
+"""The plan of a load: what is stored under each path for this rank, the reads, and what follows when they are done."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from prefect_torch.ckpt.errors import RankLocalStateError, StateMismatchError
+from prefect_torch.ckpt.state.index import StateIndex, TensorEntry, ValueEntry, rank_of
+from prefect_torch.ckpt.state.plan import Step, path_name
+from prefect_torch.ckpt.state.tensors import local_part
+from prefect_torch.ckpt.state.values import read_value
+
+from .read import Block, StateReader, tensor_blocks, value_block
+from .targets import why_unwritable
+
+Path: TypeAlias = tuple[Step, ...]
+Get: TypeAlias = Callable[[], Any]
+Redistribute: TypeAlias = Callable[[str, list[Any], int, int], Any]
+_MOST_LISTED = 5
+
+
+class Node:
+    """The tensors and values stored at a path and below.
+
+    Attributes:
+        names: The names of those stored at the path itself, by rank; None stands for all ranks.
+        children: The nodes below.
+
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int | None, str] = {}
+        self.children: dict[Any, Node] = {}
+
+    @classmethod
+    def tree(cls, index: StateIndex) -> "Node":
+        """Return the root of all stored tensors and values."""
+        root = cls()
+        for name, path in index.paths():
+            node = root
+            for step in path:
+                node = node.children.setdefault(hashable(step), cls())
+            node.names[rank_of(name)] = name
+        return root
+
+
+class LoadPlan:
+    """The reads of a load, and what is to be done with their data; reads nothing but small values that it must compare.
+
+    Args:
+        index: The index of the stored state.
+        reader: The reader of its files.
+        rank: This rank.
+        world_size: The number of ranks.
+        redistribute: Called with a name, the values of all former ranks, this rank and the number of ranks, where another
+            number of ranks had values of their own; None refuses.
+
+    Attributes:
+        blocks: The blocks to read.
+        finish: The actions once they are read, in order.
+        problems: The differences between what is stored and the state to load into.
+
+    """
+
+    def __init__(
+        self, index: StateIndex, reader: StateReader, rank: int, world_size: int, redistribute: Redistribute | None = None
+    ) -> None:
+        self.blocks: list[Block] = []
+        self.finish: list[Callable[[], None]] = []
+        self.problems: list[str] = []
+        self._index = index
+        self._reader = reader
+        self._rank = rank
+        self._world_size = world_size
+        self._redistribute = redistribute
+        self._of_ranks: list[str] = []
+
+    def check(self) -> None:
+        """Raise if the load cannot be done as planned.
+
+        Raises:
+            StateMismatchError: If there are problems, naming the first five.
+            RankLocalStateError: If values were each rank's own, of another number of ranks.
+
+        """
+        if self.problems:
+            more = len(self.problems) - _MOST_LISTED
+            listed = "\n  ".join(self.problems[:_MOST_LISTED]) + (f"\n  and {more} more" if more > 0 else "")
+            raise StateMismatchError(
+                f"{self._reader.where} does not fit the state to load into:\n  {listed}\n"
+                "To train another model, give the run another name, or resume='never'"
+            )
+        if self._of_ranks:
+            raise RankLocalStateError(
+                f"{', '.join(self._of_ranks[:_MOST_LISTED])} differed between the {self._index.world_size} ranks that stored "
+                f"{self._reader.where}, and now there are {self._world_size}: give load_state(..., rank_local=function), leave "
+                "them out of the state to load into, or run on as many ranks"
+            )
+
+    def name_of(self, node: Node, path: Path) -> str | None:
+        """Return the stored name of `node` for this rank; None where there is a problem, or ranks must be redistributed."""
+        if None in node.names:
+            return node.names[None]
+        as_many = self._index.world_size == self._world_size
+        if as_many and self._rank in node.names:
+            return node.names[self._rank]
+        if as_many or not node.names:
+            self.problems.append(f"{path_name(path)!r} is not in the checkpoint{' for this rank' if node.names else ''}")
+        elif self._redistribute is None:
+            self._of_ranks.append(path_name(path))
+        return None
+
+    def entry_of(self, name: str) -> TensorEntry | ValueEntry:
+        """Return the entry of a stored name."""
+        return self._index.tensors.get(name) or self._index.values[name]
+
+    def has_any(self, node: Node) -> bool:
+        """Return whether any value at `node` is for this rank: others may have had more in a container than it had."""
+        if node.names:
+            own = self._rank in node.names if self._index.world_size == self._world_size else self._redistribute is not None
+            return None in node.names or own
+        return any(self.has_any(child) for child in node.children.values())
+
+    def is_of_others(self, node: Node) -> bool:
+        """Return whether only other ranks had the values at `node`, where every rank receives its own values."""
+        return self._index.world_size == self._world_size and not self.has_any(node)
+
+    def is_redistributed(self, node: Node) -> bool:
+        """Return whether the values that another number of ranks had at `node` are given to the user's function."""
+        return bool(node.names) and self._redistribute is not None and self._index.world_size != self._world_size
+
+    def build(self, node: Node, path: Path, like: Mapping[Path, torch.Tensor]) -> Get:
+        """Plan to read all data at `node` into new memory, with the shapes of `like` at the same paths."""
+        if not node.names:
+            children = {step: child for step, child in node.children.items() if not self.is_of_others(child)}
+            parts = {step: self.build(child, (*path, step_of(step)), like) for step, child in children.items()}
+            if parts and all(isinstance(step, tuple) for step in parts):
+                return lambda: [parts[step]() for step in sorted(parts)]
+            return lambda: {step: get() for step, get in parts.items()}
+        name = self.name_of(node, path)
+        if name is not None:
+            return self._read(name, like.get(key_of(path)))
+        if self._redistribute is None or not self.is_redistributed(node):
+            return lambda: None  # a problem is recorded
+        redistribute = self._redistribute
+        of_ranks = [self._read(node.names[rank], None) for rank in sorted(rank for rank in node.names if rank is not None)]
+        return lambda: redistribute(path_name(path), [get() for get in of_ranks], self._rank, self._world_size)
+
+    def value(self, name: str) -> Get:
+        """Plan to read a stored value."""
+        data: list[bytes] = []
+        self.blocks.append(value_block(self._index.values[name], lambda read: data.append(bytes(read))))
+        return lambda: read_value(data[0])
+
+    def values_now(self, names: Sequence[str]) -> list[Any]:
+        """Return stored values, read at once."""
+        return [read_value(data) for data in self._reader.read_values([self._index.values[name] for name in names])]
+
+    def fill(self, target: torch.Tensor, entry: TensorEntry) -> None:
+        """Plan to read a stored tensor into `target`; of a DTensor, this rank's part."""
+        if (part := local_part(target)) is not None:
+            self.blocks.extend(tensor_blocks(entry, self._index.block_bytes, part[1], part[0]))
+
+    def fits(self, target: torch.Tensor, dtype: str, shape: Sequence[int], name: str) -> bool:
+        """Return whether a stored tensor can be read into `target`; otherwise a problem is recorded."""
+        what = why_unwritable(target)
+        if what is not None:
+            self.problems.append(f"{name!r} is to be loaded into a tensor that is {what}: make it one with memory of its own")
+            return False
+        mine = str(target.dtype).removeprefix("torch.")
+        if (mine, tuple(target.shape)) == (dtype, tuple(shape)):
+            return True
+        self.problems.append(f"{name!r} is {dtype} {list(shape)} in the checkpoint, not {mine} {list(target.shape)}")
+        return False
+
+    def _read(self, name: str, like: torch.Tensor | None) -> Get:
+        if name in self._index.values:
+            return self.value(name)
+        entry = self._index.tensors[name]
+        dtype = getattr(torch, entry.dtype)
+        if like is not None and tuple(like.shape) == entry.shape:
+            tensor = like if like.dtype == dtype else torch.empty_like(like, dtype=dtype)
+        else:
+            tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
+        self.fill(tensor, entry)
+        return lambda: tensor
+
+
+def tensors_in(value: Any, path: Path) -> dict[Path, torch.Tensor]:
+    """Return the tensors in `value`, which is at `path`, by their paths; `LoadPlan.build` reads into tensors like them."""
+    if isinstance(value, torch.Tensor):
+        return {key_of(path): value.detach()}
+    found: dict[Path, torch.Tensor] = {}
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            found.update(tensors_in(item, (*path, key)))
+    if isinstance(value, list):
+        for place, item in enumerate(value):
+            found.update(tensors_in(item, (*path, [place])))
+    return found
+
+
+def key_of(path: Path) -> Path:
+    """Return `path` in a hashable form."""
+    return tuple(hashable(step) for step in path)
+
+
+def hashable(step: Step) -> Any:
+    """Return a step of a path as a node's key for its child."""
+    return (step[0],) if isinstance(step, list) else step
+
+
+def step_of(key: Any) -> Step:
+    """Return the step of a path for a node's key for its child."""
+    return [key[0]] if isinstance(key, tuple) else key

@@ -1,0 +1,128 @@
+"""The load of an optimizer: its state by the names of its parameters, and the options of its parameter groups."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from prefect_torch.ckpt.state.index import TensorEntry
+from prefect_torch.ckpt.state.plan import path_name
+
+from .load_plan import Get, LoadPlan, Node, Path, key_of, step_of, tensors_in
+from .targets import undo_casts
+
+
+def restore_optimizer(
+    plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Sequence[str | int], node: Node, path: Path
+) -> None:
+    """Plan the load of what is stored at `node` into an optimizer with the state of torch's own.
+
+    Args:
+        plan: The plan of the load.
+        optimizer: The optimizer, which may be fresh.
+        names: The name of each of its parameters, in its own order.
+        node: What is stored.
+        path: The path of the optimizer in the state.
+
+    """
+    if not _check_groups(plan, optimizer, names, node, path):
+        return
+    parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    states = _read_states(plan, optimizer, parameters, names, node, path)
+    groups = []
+    for (number,), options in sorted(_children(node, "param_groups").items()):
+        where = (*path, "param_groups", [number])
+        groups.append(plan.build(options, where, _options_of(optimizer.param_groups[number], where)))
+    known = ("state", "param_groups")
+    more = {key: plan.build(child, (*path, key), {}) for key, child in node.children.items() if key not in known}
+
+    def load() -> None:
+        restored = {number: get() for number, get in states.items()}
+        loaded = [{**get(), "params": group["params"]} for get, group in zip(groups, _numbered(optimizer), strict=True)]
+        optimizer.load_state_dict({**{key: get() for key, get in more.items()}, "state": restored, "param_groups": loaded})
+        for number, (parameter, _) in enumerate(parameters):
+            undo_casts(optimizer.state.get(parameter, {}), restored.get(number, {}))
+
+    plan.finish.append(load)
+
+
+def _children(node: Node, key: str) -> dict[Any, Node]:
+    return node.children.get(key, Node()).children
+
+
+def _read_states(
+    plan: LoadPlan,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[tuple[torch.Tensor, Mapping[str, Any]]],
+    names: Sequence[str | int],
+    node: Node,
+    path: Path,
+) -> dict[Any, Get]:
+    """Plan to read the state of each parameter, by its number."""
+    numbers = {name: number for number, name in enumerate(names)}
+    states: dict[Any, Get] = {}
+    for name, of_parameter in _children(node, "state").items():
+        if plan.is_of_others(of_parameter):
+            continue
+        where, number = (*path, "state", name), numbers.get(name)
+        like = {} if number is None else _state_like(plan, optimizer, *parameters[number], of_parameter, where)
+        states[name if number is None else number] = plan.build(of_parameter, where, like)
+    return states
+
+
+def _check_groups(plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Sequence[str | int], node: Node, path: Path) -> bool:
+    """Return whether the stored parameter groups have the optimizer's parameters; otherwise a problem is recorded."""
+    groups, where = _children(node, "param_groups"), path_name(path)
+    if len(groups) != len(optimizer.param_groups):
+        plan.problems.append(
+            f"{where!r} has {len(groups)} parameter groups in the checkpoint, not {len(optimizer.param_groups)}"
+        )
+        return False
+    found: list[str] = []
+    for number in range(len(groups)):
+        name = plan.name_of(groups[number,].children.get("params", Node()), (*path, "param_groups", [number], "params"))
+        if name is None:
+            return False
+        found.append(name)
+    for number, (group, stored) in enumerate(zip(_numbered(optimizer), plan.values_now(found), strict=True)):
+        mine = [names[parameter] for parameter in group["params"]]
+        if stored != mine:
+            plan.problems.append(f"group {number} of {where!r} has other parameters: {_difference(stored, mine)}")
+            return False
+    return True
+
+
+def _difference(stored: Sequence[Any], mine: Sequence[Any]) -> str:
+    differing = sorted({str(name) for name in {*stored} ^ {*mine}})
+    is_alone = {type(name) for name in stored} == {str} and {type(name) for name in mine} == {int}
+    hint = "; they have their names from their module: load that, too" if is_alone else ""
+    return (", ".join(differing) or "another order") + hint
+
+
+def _state_like(
+    plan: LoadPlan, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any], node: Node, path: Path
+) -> dict[Path, torch.Tensor]:
+    """Return the tensors into which an optimizer's state of one parameter is read: its own, or new ones like the parameter."""
+    like = tensors_in(optimizer.state.get(parameter, {}), path)
+    has_step_on_device = group.get("fused") or group.get("capturable")
+    for key, child in node.children.items():
+        if key == "step" and not has_step_on_device:  # of the shape of a scalar parameter, and read by the host at each step
+            continue
+        entry = next((plan.entry_of(name) for name in child.names.values()), None)
+        at = key_of((*path, step_of(key)))
+        if isinstance(entry, TensorEntry) and at not in like and entry.shape == tuple(parameter.shape):
+            like[at] = torch.empty_like(parameter.detach(), dtype=getattr(torch, entry.dtype))
+    return like
+
+
+def _options_of(group: Mapping[str, Any], path: Path) -> dict[Path, torch.Tensor]:
+    """Return the tensors into which a parameter group's options, such as `lr`, are read: its own."""
+    return tensors_in({name: value for name, value in group.items() if name != "params"}, path)
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return each group's parameters as the numbers that load_state_dict uses."""
+    start, groups = 0, []
+    for group in optimizer.param_groups:
+        groups.append({"params": list(range(start, start + len(group["params"])))})
+        start += len(group["params"])
+    return groups

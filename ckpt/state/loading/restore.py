@@ -1,0 +1,143 @@
+"""The load of a state into live objects, in place: every difference is found before anything changes."""
+
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from prefect_torch.ckpt.state.flatten import check_is_dict, is_plain, is_stateful
+from prefect_torch.ckpt.state.index import StateIndex, TensorEntry
+from prefect_torch.ckpt.state.parameters import ParameterNames, clean_name, is_by_parameter, unwrap
+from prefect_torch.ckpt.state.plan import Step, path_name
+from prefect_torch.ckpt.state.rank_local import RankLocal
+from prefect_torch.ckpt.state.tensors import local_part
+
+from .load_plan import Get, LoadPlan, Node, Path, hashable, tensors_in
+from .optimizers import restore_optimizer
+from .targets import does_more_than_copy, fill_tensor, filled
+
+
+def plan_restore(plan: LoadPlan, index: StateIndex, state: MutableMapping[str, Any]) -> None:
+    """Plan the load of a stored state into `state`.
+
+    Raises:
+        ValueError: If `state` is no dict.
+        StateMismatchError: If a part of `state` is not stored, or has another shape or dtype; `state` is unchanged.
+        RankLocalStateError: If values were each rank's own, of another number of ranks.
+
+    """
+    check_is_dict(state)
+    restore = _Restore(plan, ParameterNames(state))
+    root = Node.tree(index)
+    for key in state:
+        restore.item(state, key, root, ())
+    plan.check()
+
+
+class _Restore:
+    """Plans the load into each kind of object."""
+
+    def __init__(self, plan: LoadPlan, parameters: ParameterNames) -> None:
+        self._plan = plan
+        self._parameters = parameters
+
+    def item(self, container: Any, key: Any, node: Node, path: Path, step: Step | None = None) -> None:
+        """Plan the load into `container[key]`."""
+        at: Path = (*path, key if step is None else step)
+        child = node.children.get(hashable(at[-1]))
+        if child is None:
+            self._plan.problems.append(f"{path_name(at)!r} is not in the checkpoint")
+            return
+        get = self._restore(container[key], child, at)
+        if get is not None:
+            self._plan.finish.append(lambda: container.__setitem__(key, filled(container[key], get())))
+
+    def _restore(self, target: Any, node: Node, path: Path) -> Get | None:
+        """Plan the load into `target`; return a function for its new value where it cannot be restored in place."""
+        plan = self._plan
+        if isinstance(target, RankLocal):
+            inner = self._restore(target.value, node, path)
+            if inner is not None:
+                plan.finish.append(lambda: setattr(target, "value", filled(target.value, inner())))
+        elif isinstance(target, torch.nn.Module):
+            self._restore_module(unwrap(target), node, path)
+        elif isinstance(target, torch.optim.Optimizer) and is_by_parameter(target.state_dict()):
+            restore_optimizer(plan, target, self._parameters.of(target), node, path)
+        elif isinstance(target, torch.Tensor):
+            self._restore_tensor(target, node, path)
+        elif is_stateful(target):
+            get = plan.build(node, path, tensors_in(target.state_dict(), path))
+            plan.finish.append(lambda: target.load_state_dict(get()))
+        elif node.names or is_plain(target):
+            return plan.build(node, path, {})
+        else:
+            self._restore_container(target, node, path)
+        return None
+
+    def _restore_container(self, target: Any, node: Node, path: Path) -> None:
+        plan = self._plan
+        if isinstance(target, list):
+            if len(target) != len(node.children):
+                plan.problems.append(f"{path_name(path)!r} has {len(node.children)} items in the checkpoint, not {len(target)}")
+                return
+            for place in range(len(target)):
+                self.item(target, place, node, path, [place])
+            return
+        for key in target:
+            self.item(target, key, node, path)
+        for key in node.children.keys() - target.keys():  # such as averages that a fresh process has not created yet
+            if plan.has_any(node.children[key]):
+                plan.finish.append(_assigns(target, key, plan.build(node.children[key], (*path, key), {})))
+
+    def _restore_tensor(self, target: torch.Tensor, node: Node, path: Path) -> None:
+        plan = self._plan
+        name = plan.name_of(node, path)
+        if name is None:
+            if plan.is_redistributed(node):
+                get = plan.build(node, path, {})
+                plan.finish.append(lambda: fill_tensor(target, get(), path_name(path)))
+            return
+        entry = plan.entry_of(name)
+        if isinstance(entry, TensorEntry):
+            if plan.fits(target, entry.dtype, entry.shape, name):
+                plan.fill(target, entry)
+        elif entry.tensor is None:
+            plan.problems.append(f"{name!r} is a plain value in the checkpoint and a tensor in the state to load into")
+        elif plan.fits(target, *entry.tensor, name):
+            value = plan.value(name)
+            plan.finish.append(lambda: fill_tensor(target, value(), name))
+
+    def _restore_module(self, module: torch.nn.Module, node: Node, path: Path) -> None:
+        state = module.state_dict()
+        own = {tensor.untyped_storage().data_ptr() for tensor in _local((*module.parameters(), *module.buffers()))}
+        names = {clean_name(key): key for key in state}
+        for name, key in names.items():
+            self.item(state, key, node, path, name)
+        unknown = (key for key in node.children.keys() - names.keys() if not self._plan.is_of_others(node.children[key]))
+        for unexpected in sorted(str(key) for key in unknown):
+            self._plan.problems.append(
+                f"{path_name((*path, unexpected))!r} is in the checkpoint and not in the module: give its state_dict() to load "
+                "what it has"
+            )
+        if does_more_than_copy(module) or not all(_is_in(own, value) for value in state.values()):
+            self._plan.finish.append(_calls(module.load_state_dict, state))
+
+
+def _is_in(memory: set[int], value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and all(part.untyped_storage().data_ptr() in memory for part in _local([value]))
+
+
+def _local(tensors: Any) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        if (part := local_part(tensor)) is not None:
+            yield part[1]
+
+
+def _assigns(target: MutableMapping[Any, Any], key: Any, get: Get) -> Callable[[], None]:
+    return lambda: target.__setitem__(key, get())
+
+
+def _calls(function: Callable[[Any], object], argument: Any) -> Callable[[], None]:
+    def call() -> None:
+        function(argument)
+
+    return call

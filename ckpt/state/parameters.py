@@ -1,0 +1,101 @@
+"""The names of modules' parameters, by which an optimizer's state is known on other ranks and after a resume."""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .plan import Step, path_name
+from .rank_local import RankLocal
+
+_WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and activation checkpointing
+
+
+class ParameterNames:
+    """The names of all parameters of the modules in a state, which identify an optimizer's state on other ranks."""
+
+    def __init__(self, state: Any) -> None:
+        modules = dict(_modules(state, ()))
+        self._names: dict[torch.Tensor, tuple[str, str]] = {}
+        for prefix, module in modules.items():
+            _reshard(module)
+            for name, parameter in unwrap(module).named_parameters():
+                self._names.setdefault(parameter, (prefix, clean_name(name)))
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[str | int]:
+        """Return the name of each of its parameters, in its own order; their numbers where a parameter has no name."""
+        return joined_names(self.in_modules(optimizer))
+
+    def in_modules(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, str] | None]:
+        """Return the module and name of each parameter of an optimizer; None for a parameter in no module."""
+        return [self._names.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def joined_names(found: list[tuple[str, str] | None]) -> list[str | int]:
+    """Return a name for each parameter, with that of its module where there are several; numbers if one has no name."""
+    known = [name for name in found if name is not None]
+    if len(known) < len(found):
+        return list(range(len(found)))
+    if len({prefix for prefix, _ in known}) <= 1:
+        return [name for _, name in known]
+    return [f"{prefix}.{name}" for prefix, name in known]
+
+
+def _reshard(module: torch.nn.Module) -> None:
+    """Reshard a module, so that it has its optimizer's parameters: FSDP2 leaves gathered ones after a forward alone."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded: list[Any] = [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+    for part in sharded:
+        part.reshard()
+
+
+def is_by_parameter(optimizer_state: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer's state has the form of torch's own; that of a wrapper may not."""
+    return {"state", "param_groups"} <= optimizer_state.keys()
+
+
+def renamed_optimizer_state(state: Mapping[str, Any], names: list[Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with `names[i]` instead of each parameter's key i."""
+    renamed: dict[str, Any] = {**state, "state": {_renamed(key, names): value for key, value in state["state"].items()}}
+    renamed["param_groups"] = [
+        {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+    ]
+    return renamed
+
+
+def _renamed(key: Any, names: list[Any]) -> Any:
+    return names[key] if type(key) is int else key  # some optimizers keep a state that belongs to no parameter
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that DDP or torch.compile wraps."""
+    while (inner := _wrapped(module)) is not None:
+        module = inner
+    return module
+
+
+def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        inner: torch.nn.Module = module.module
+        return inner
+    return getattr(module, "_orig_mod", None)
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers insert."""
+    return _WRAPPERS.sub("", name)
+
+
+def _modules(value: Any, path: tuple[Step, ...]) -> Iterator[tuple[str, torch.nn.Module]]:
+    if isinstance(value, torch.nn.Module):
+        yield path_name(path), value
+    elif isinstance(value, RankLocal):
+        yield from _modules(value.value, path)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _modules(item, (*path, key))
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _modules(item, (*path, [place]))

@@ -1,0 +1,80 @@
+"""The tensors that a state may hold, and this rank's part of each."""
+
+import sys
+
+import torch
+
+from .index import DTYPE_BYTES
+
+_USUAL = {torch.Tensor, torch.nn.Parameter}
+DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES if hasattr(torch, name)}
+
+
+def storable(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as it is stored: detached, of torch's own class or a DTensor, sharing its memory.
+
+    Raises:
+        ValueError: If it cannot be stored, giving `name` and the reason.
+
+    """
+    is_usual = type(value) in _USUAL and value.dtype in DTYPE_NAMES and value.layout is torch.strided
+    if not is_usual or value.is_quantized or value.is_meta or value.is_nested:
+        _check_unusual(name, value)
+    if value.requires_grad:
+        value = value.detach()
+    if type(value) not in _USUAL and not is_dtensor(value):
+        value = value.as_subclass(torch.Tensor)  # the additions of the class could not be read back
+    return value
+
+
+def _check_unusual(name: str, value: torch.Tensor) -> None:
+    if (what := _why_unstorable(value)) is not None:
+        raise ValueError(f"the tensor {name!r} is {what}, which cannot be stored: make it a dense tensor")
+    if _has_own_operations(value) and not is_dtensor(value):
+        raise ValueError(f"the tensor {name!r} is a {type(value).__name__}, which wraps others: store those, by a state_dict")
+    if value.dtype not in DTYPE_NAMES:
+        raise ValueError(f"the tensor {name!r} is {value.dtype}, which cannot be stored: view it as uint8")
+
+
+def _has_own_operations(value: torch.Tensor) -> bool:
+    """Return whether a tensor's class replaces torch's operations: such a class usually wraps tensors and has no other data."""
+    return next(kind for kind in type(value).__mro__ if "__torch_dispatch__" in vars(kind)) is not torch.Tensor
+
+
+def _why_unstorable(value: torch.Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(value):
+        return "not initialized (lazy)"
+    if value.is_quantized:
+        return "quantized"
+    if value.is_meta:
+        return "without data (meta)"
+    if value.is_nested:
+        return "nested"
+    return None if value.layout is torch.strided else str(value.layout)
+
+
+def is_dtensor(value: object) -> bool:
+    """Return whether `value` is a DTensor, without an import of DTensors that are not in use."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
+def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    """Return the offsets of this rank's part of `value` and the part, sharing its memory; None where it has none.
+
+    Raises:
+        ValueError: If a DTensor's parts are partial sums, still to be reduced.
+
+    """
+    if not is_dtensor(value):
+        return (0,) * value.dim(), value
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - for DTensors only
+
+    if any(placement.is_partial() for placement in value.placements):  # type: ignore[attr-defined]
+        raise ValueError(f"a DTensor with placements {value.placements} holds no values yet: redistribute it")  # type: ignore[attr-defined]
+    local: torch.Tensor = value.to_local()  # type: ignore[attr-defined]
+    if value.device_mesh.get_coordinate() is None or (local.numel() == 0 and value.numel() > 0):  # type: ignore[attr-defined]
+        return None
+    shape, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)  # type: ignore[attr-defined]
+    assert tuple(shape) == tuple(local.shape)
+    return tuple(offsets), local
