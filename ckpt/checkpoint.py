@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from prefect_torch.ckpt.context import place_of_this_rank
+from prefect_torch.ckpt.context import rank_and_world_size
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.files.download import copy_folder, download, readable_files
 from prefect_torch.ckpt.files.folder import USER_METADATA_FILE, existing_directory, read_metadata
@@ -95,7 +95,7 @@ class Checkpoint:
         """
         if self._manifest is None:
             if self.store is None or self.id is None:
-                raise CheckpointNotFoundError(f"{self.path} is a plain folder: it has no manifest")
+                raise CheckpointNotFoundError(f"{self.path} is a plain directory: it has no manifest")
             self._manifest = self.store.get(self.id)
         return self._manifest
 
@@ -221,9 +221,9 @@ class Checkpoint:
         """
         from prefect_torch.ckpt.state.loading.load import load_state  # noqa: PLC0415 - torch, for states only
 
-        own_rank, own_world_size = place_of_this_rank()
-        place = (own_rank if rank is None else rank, own_world_size if world_size is None else world_size)
-        load_state(self._source(), state, place, rank_local)
+        own_rank, own_world_size = rank_and_world_size()
+        loading = (own_rank if rank is None else rank, own_world_size if world_size is None else world_size)
+        load_state(self._source(), state, loading, rank_local)
 
     def to_safetensors(self, path: str | PathLike[str], *, key: str = "model") -> str:
         """Write the whole tensors of a reported state to one safetensors file, verified, and return its path.
@@ -248,7 +248,7 @@ class Checkpoint:
 
         target = Path(path)
         if target.is_dir():
-            raise IsADirectoryError(f"{target} is a folder: give the path of a file in it")
+            raise IsADirectoryError(f"{target} is a directory: give the path of a file in it")
         target.parent.mkdir(parents=True, exist_ok=True)
         with opened(self._source()) as reader:
             export_tensors(reader, key, target)
@@ -303,7 +303,7 @@ class Checkpoint:
 
     def _choose(self, run: Run, include: Include, *, own_files: bool) -> tuple[Manifest, tuple[FileEntry, ...]]:
         manifest = self._committed(run)
-        return manifest, choose_files(manifest, include, place_of_this_rank() if own_files else None, self.path)
+        return manifest, choose_files(manifest, include, rank_and_world_size() if own_files else None, self.path)
 
     def _source(self) -> "Source":
         if self.store is not None:
@@ -326,7 +326,7 @@ def _made(path: str | PathLike[str] | None) -> Path:
 def _named(path: str | PathLike[str]) -> str:
     named = fspath(path)
     if not named:
-        raise ValueError("the path of a checkpoint is empty; '.' is the working folder")
+        raise ValueError("the path of a checkpoint is empty; '.' is the working directory")
     return named.rstrip("/") or "/"
 
 

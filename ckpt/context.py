@@ -93,6 +93,6 @@ def context_or_none() -> TrainContext | None:
     return _current
 
 
-def place_of_this_rank() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return this rank and the number of ranks; outside of a training, rank 0 of 1."""
     return (0, 1) if _current is None else (_current.world_rank, _current.world_size)

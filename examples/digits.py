@@ -39,7 +39,7 @@ def start_over_if_completed(storage: str, name: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="digits", help="the run's name; an unfinished run of that name continues")
-    parser.add_argument("--storage", default="demo-checkpoints", help="the folder for checkpoints")
+    parser.add_argument("--storage", default="demo-checkpoints", help="the directory for checkpoints")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--no-kill", dest="kill", action="store_false", help="do not kill rank 1")
     options = parser.parse_args()

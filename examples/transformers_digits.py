@@ -16,7 +16,7 @@ from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConf
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="transformers-digits", help="the run's name; with more epochs it continues")
-    parser.add_argument("--storage", default="demo-checkpoints", help="the folder for checkpoints")
+    parser.add_argument("--storage", default="demo-checkpoints", help="the directory for checkpoints")
     parser.add_argument("--epochs", type=int, default=6)
     options = parser.parse_args()
 

@@ -87,7 +87,7 @@ def epochs(manifests):
     "ray.train.report",
     "is a barrier: all workers call it the same number of times",
     verdict="better",
-    reason="a rank that leaves early, or reports another step, is an error on every rank instead of a wait without end, and "
+    reason="a rank that leaves early, or reports another step, is an error on every rank instead of an unlimited wait, and "
     "one that is late is named in the log",
     short="ranks that disagree are an error, not a wait",
 )
@@ -174,7 +174,7 @@ def test_a_returned_report_is_what_the_next_attempt_restores(store, tmp_path):
 
 @behaviour(
     "ray.train.report",
-    "with upload mode ASYNC returns at once, so the local directory must live until the upload is done",
+    "with upload mode ASYNC returns immediately, so the local directory must live until the upload is done",
     verdict="better",
     reason="the files are taken over before it returns: a TemporaryDirectory may go",
 )
@@ -225,7 +225,7 @@ def test_ranks_upload_in_one_way(store, tmp_path):
     "ray.train.report",
     "deletes the local directory after an ASYNC upload, and leaves it after a SYNC one",
     verdict="different",
-    reason="an async report takes the files at once and leaves the folder, empty, to be used again or deleted",
+    reason="an async report takes the files immediately and leaves the directory, empty, to be used again or deleted",
 )
 def test_a_sync_report_leaves_the_folder(store, tmp_path):
     def train_fn(session, rank):
@@ -821,14 +821,14 @@ def test_no_restart_after_an_exception_by_default():
     assert FailureConfig().max_failures == 0
 
 
-@behaviour("ray.train.FailureConfig", "-1 restarts without end", verdict="same")
+@behaviour("ray.train.FailureConfig", "-1 restarts without limit", verdict="same")
 def test_minus_one_is_without_end():
     assert FailureConfig(max_failures=-1).max_failures == -1
     with pytest.raises(ValidationError):
         FailureConfig(max_failures=-2)
 
 
-@behaviour("ray.train.FailureConfig", "preemptions have a budget of their own, without end by default", verdict="same")
+@behaviour("ray.train.FailureConfig", "preemptions have a budget of their own, unlimited by default", verdict="same")
 def test_preemptions_are_counted_apart():
     assert FailureConfig().max_preemptions == -1
 
@@ -909,7 +909,7 @@ def test_the_default_storage():
     "ray.train.RunConfig",
     "takes any name that a directory may have",
     verdict="different",
-    reason="letters, digits, `.`, `_` and `-`, since a name is a folder on every storage",
+    reason="letters, digits, `.`, `_` and `-`, since a name is a directory on every storage",
 )
 def test_a_name_is_a_folder_on_every_storage():
     with pytest.raises(ValidationError, match="use 1 to 200 letters, digits"):
@@ -1077,7 +1077,7 @@ def test_ranks_can_wait_for_each_other_and_tell_each_other(result):
     "ray.train.torch.TorchTrainer",
     "runs the function in a working directory of the run's own, the same for all workers of a node",
     verdict="different",
-    reason="in the folder that the flow runs in",
+    reason="in the directory that the flow runs in",
 )
 def test_ranks_run_in_the_flows_folder(result):
     assert Path(result.return_value["folder"]) == Path.cwd()

@@ -142,7 +142,7 @@ def _cache_root() -> Path:
         root.mkdir(mode=0o700)
     found = root.lstat()  # not the target of a link
     if not stat.S_ISDIR(found.st_mode):
-        problem = "is a link" if stat.S_ISLNK(found.st_mode) else "is no folder"
+        problem = "is a link" if stat.S_ISLNK(found.st_mode) else "is no directory"
     elif found.st_uid != os.geteuid():
         problem = f"belongs to user {found.st_uid}, not to {os.geteuid()}, who runs this"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -151,7 +151,7 @@ def _cache_root() -> Path:
         return root
     raise PermissionError(
         f"{root}, where checkpoints are downloaded to, {problem}, so that its files may be anybody's: remove it, or set TMPDIR "
-        "to a folder of your own"
+        "to a directory of your own"
     )
 
 

@@ -26,7 +26,7 @@ def existing_directory(path: str) -> Path:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise CheckpointNotFoundError(f"there is no folder {path}")
+        raise CheckpointNotFoundError(f"there is no directory {path}")
     return directory
 
 
@@ -62,7 +62,7 @@ def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> I
     status = directory.stat()
     identity = (status.st_dev, status.st_ino)
     if identity in above:
-        raise ValueError(f"{directory} links back to a folder above it; a checkpoint must be finite")
+        raise ValueError(f"{directory} links back to a directory above it; a checkpoint must be finite")
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         path = f"{prefix}{entry.name}"
         try:
@@ -76,7 +76,7 @@ def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> I
         elif stat.S_ISREG(mode):
             yield _storable(path)
         else:
-            raise ValueError(f"{entry.path} is neither a file nor a folder; remove it from the checkpoint")
+            raise ValueError(f"{entry.path} is neither a file nor a directory; remove it from the checkpoint")
 
 
 def _storable(path: str) -> str:
@@ -103,7 +103,7 @@ def check_apart(directory: Path, run: Path | None) -> None:
 
     """
     if run is not None and run.resolve().is_relative_to(directory.resolve()):
-        raise ValueError(f"the folder {directory} holds the run itself, {run}: report one that holds the checkpoint alone")
+        raise ValueError(f"the directory {directory} holds the run itself, {run}: report one that holds the checkpoint alone")
 
 
 def adopt_files(directory: Path, paths: Iterable[str]) -> Path:

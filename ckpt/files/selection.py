@@ -48,7 +48,7 @@ def choose_in_folder(folder: Path, include: Include, *, own_files: bool) -> list
 
     """
     if own_files:
-        raise ValueError(f"{folder} is a plain folder, of which no file is one rank's own")
+        raise ValueError(f"{folder} is a plain directory, of which no file is one rank's own")
     return None if include is None else sorted(matching(scan_files(folder), include, str(folder)))
 
 

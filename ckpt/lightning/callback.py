@@ -90,7 +90,7 @@ class ReportCallback(CheckpointCallback):
         self._context: TrainContext | None = None
         self._signal_handler: Any = None
         self._seen_step = 0
-        self._ends_soon = False
+        self._is_terminating = False
         self._is_due = False
         self._random_state: dict[str, Any] | None = None
         self.reported_step = 0
@@ -108,7 +108,7 @@ class ReportCallback(CheckpointCallback):
                 f"the Trainer is one of {type(trainer).__module__}: take it from lightning.pytorch for ReportCallback"
             )
         self._context = context_or_none()
-        self._ends_soon = False
+        self._is_terminating = False
         if self._context is None:
             rank_zero_warn("ReportCallback reports nothing: this is no training function of prefect_torch.flows.train()")
             return
@@ -165,11 +165,11 @@ class ReportCallback(CheckpointCallback):
     ) -> None:
         """Report if a multiple of `every_n_train_steps` was reached, or a checkpoint is requested."""
         before, self._seen_step = self._seen_step, trainer.global_step
-        if self._context is None or self._ends_soon:
+        if self._context is None or self._is_terminating:
             return
         is_told = self._context.should_checkpoint()
         if is_told and self._context.ends_soon():
-            self._ends_soon = trainer.should_stop = True
+            self._is_terminating = trainer.should_stop = True
         if is_told or _crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
             self._report_or_await_the_end(trainer)
 
@@ -186,7 +186,7 @@ class ReportCallback(CheckpointCallback):
 
     def _report_or_await_the_end(self, trainer: Trainer) -> None:
         """Report; after the last batch, only when the epoch has ended: a resume from before would skip its validation."""
-        if trainer.is_last_batch and not self._ends_soon:
+        if trainer.is_last_batch and not self._is_terminating:
             self._is_due = True
         else:
             self._report(trainer, within_epoch=True)

@@ -68,8 +68,8 @@ class Agreement:
         owners: For each path that several ranks reported, the rank that stores it; the others only digest theirs, to compare.
         metadata: The ranks' metadata merged; a lower rank's value wins.
         state: The decision on the ranks' states, or None.
-        refusal: The error that every rank must raise instead; then nothing is stored.
-        is_background_failure: Whether the refusal is the error of a background commit, and not about this report.
+        error: The error that every rank must raise instead; then nothing is stored.
+        is_background_failure: Whether that error is of a background commit, and not about this report.
 
     """
 
@@ -80,7 +80,7 @@ class Agreement:
     owners: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     state: StateDecision | None = None
-    refusal: RemoteError | None = None
+    error: RemoteError | None = None
     is_background_failure: bool = False
 
     def encode(self) -> bytes:
@@ -91,10 +91,10 @@ class Agreement:
     def decode(cls, data: bytes) -> "Agreement":
         """Undo `encode`."""
         fields = json.loads(data)
-        refusal, state = fields.pop("refusal"), fields.pop("state")
+        error, state = fields.pop("error"), fields.pop("state")
         return cls(
             **fields,
-            refusal=None if refusal is None else RemoteError(**refusal),
+            error=None if error is None else RemoteError(**error),
             state=None if state is None else StateDecision(**state),
         )
 
@@ -146,8 +146,8 @@ class Rounds:
         if self._background.commits and intent.upload is not None:
             self._background.wait_for_slot(for_another=intent.upload == "async" and intent.state is None)
         agreement = self._take_part(intent, meanwhile)
-        if agreement.refusal is not None:
-            raise agreement.refusal.error()
+        if agreement.error is not None:
+            raise agreement.error.exception()
         return agreement
 
     def abstain(self, error: Exception, step: int) -> None:
@@ -166,8 +166,8 @@ class Rounds:
             agreement = self._take_part(intent, lambda: None)
         except CheckpointError:  # the ranks are desynchronized, which `finish` raises; `error` comes first
             return
-        if agreement.refusal is not None and agreement.is_background_failure:
-            raise agreement.refusal.error() from error
+        if agreement.error is not None and agreement.is_background_failure:
+            raise agreement.error.exception() from error
 
     def _take_part(self, intent: Intent, meanwhile: Callable[[], None]) -> Agreement:
         peers, topic, begun = self._peers, _topic(self.number), self.next_begun
@@ -202,7 +202,7 @@ class Rounds:
             state = exc
         failure = self._background.take_failure() if self._background.commits else None
         if failure is not None:
-            return Agreement(intents[0].step, refusal=RemoteError.of(failure), is_background_failure=True)
+            return Agreement(intents[0].step, error=RemoteError.of(failure), is_background_failure=True)
         return decide(intents, self._attempt, topic, state)
 
     def _decide_state(self, intents: Sequence[Intent]) -> StateDecision | None:
@@ -240,12 +240,12 @@ def decide(
     for intent in intents:
         if intent.error is not None:
             refused = ReportWithdrawnError(f"rank {intent.rank} could not report, so no rank did: {intent.error}")
-            return Agreement(step, refusal=RemoteError.of(refused))
+            return Agreement(step, error=RemoteError.of(refused))
     storing = [intent for intent in intents if intent.upload is not None]
     if (mismatch := _mismatch(intents, storing)) is not None:
-        return Agreement(step, refusal=RemoteError.of(ReportMismatchError(mismatch)))
+        return Agreement(step, error=RemoteError.of(ReportMismatchError(mismatch)))
     if isinstance(state, ReportMismatchError):
-        return Agreement(step, refusal=RemoteError.of(state))
+        return Agreement(step, error=RemoteError.of(state))
     if not storing:
         return Agreement(step)
     metadata: dict[str, Any] = {}
@@ -281,7 +281,7 @@ def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
         for parent in _parents(path):
             if parent in merged:
                 raise ReportMismatchError(
-                    f"rank {merged[parent].rank} reported a file {parent!r} where rank {entry.rank} reported a folder"
+                    f"rank {merged[parent].rank} reported a file {parent!r} where rank {entry.rank} reported a directory"
                 )
     return tuple(merged[path] for path in sorted(merged))
 

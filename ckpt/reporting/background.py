@@ -71,7 +71,7 @@ class BackgroundCommits:
         while self.commits and self.commits[0].done.done():
             failure = self.commits.popleft().done.exception()
             if failure is not None:
-                return RemoteError.of(failure).error()
+                return RemoteError.of(failure).exception()
         return None
 
     def forget_failure(self) -> None:

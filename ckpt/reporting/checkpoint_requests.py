@@ -24,7 +24,7 @@ class CheckpointRequests:
         peers: The ranks.
         rounds: The rounds of their reports.
         budget: The overhead budget, which determines when the next checkpoint is due.
-        ends_soon: Returns whether termination of the training is requested.
+        is_terminating: Returns whether termination of the training is requested.
         clock: A monotonic clock in seconds.
 
     Attributes:
@@ -38,13 +38,13 @@ class CheckpointRequests:
         peers: Peers,
         rounds: Rounds,
         budget: OverheadBudget,
-        ends_soon: Callable[[], bool],
+        is_terminating: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._peers = peers
         self._rounds = rounds
         self._budget = budget
-        self._ends_soon = ends_soon
+        self._is_terminating = is_terminating
         self._clock = clock
         self.num_requests = 0
         self.stop_requested = False
@@ -85,7 +85,7 @@ class CheckpointRequests:
         if self._rounds.number != self._round:
             self.forget_answers()
             self._round = self._rounds.number
-        if self._ends_soon():
+        if self._is_terminating():
             answer_of_span: tuple[Answer, int] = ("end", 1)
         elif self._budget.is_due():
             answer_of_span = ("checkpoint", 1)

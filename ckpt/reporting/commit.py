@@ -205,7 +205,7 @@ def _try_commit(run: Run, peers: Peers, job: CommitJob, topic: str) -> Manifest 
     if parts is None:
         data = peers.decision(decided)
         peers.forget(f"{topic}/files")
-        _raise_refusal(data)
+        _raise_error(data)
         return None
     manifest: Manifest | None = None
 
@@ -215,7 +215,7 @@ def _try_commit(run: Run, peers: Peers, job: CommitJob, topic: str) -> Manifest 
         return Part()
 
     job.decided.append(decided)
-    _raise_refusal(peers.decide(decided, _encode_part(write)))
+    _raise_error(peers.decide(decided, _encode_part(write)))
     return manifest
 
 
@@ -302,22 +302,22 @@ def _encode_part(work: Callable[[], Part]) -> bytes:
     try:
         part = work()
     except Exception as exc:  # noqa: BLE001 - all ranks must receive any error rather than wait
-        return json.dumps({"refusal": asdict(RemoteError.of(exc))}).encode()
+        return json.dumps({"error": asdict(RemoteError.of(exc))}).encode()
     files = [asdict(entry) for entry in part.files]
     return json.dumps({"files": files, "state": part.state, "stall_s": part.stall_s, "stored_s": part.stored_s}).encode()
 
 
 def _decode_part(rank: int, data: bytes) -> Part:
     part = json.loads(data)
-    if "refusal" in part:
-        kind = StorageFullError if part["refusal"]["kind"] == StorageFullError.__name__ else CommitFailedError
+    if "error" in part:
+        kind = StorageFullError if part["error"]["kind"] == StorageFullError.__name__ else CommitFailedError
         raise kind(
-            f"rank {rank} could not store its part: {part['refusal']['message']}; the previous checkpoint is still the latest"
+            f"rank {rank} could not store its part: {part['error']['message']}; the previous checkpoint is still the latest"
         )
     return Part([FileEntry(**entry) for entry in part["files"]], part["state"], part["stall_s"], part["stored_s"])
 
 
-def _raise_refusal(data: bytes) -> None:
+def _raise_error(data: bytes) -> None:
     decision = json.loads(data)
-    if "refusal" in decision:
-        raise RemoteError(**decision["refusal"]).error()
+    if "error" in decision:
+        raise RemoteError(**decision["error"]).exception()

@@ -200,7 +200,7 @@ class ReportPreparation:
         if checkpoint is None:
             return None
         if not isinstance(checkpoint, Checkpoint):
-            raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(folder)")  # noqa: TRY004 - one error
+            raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(path)")  # noqa: TRY004 - one error
         directory = None if checkpoint.store is not None else existing_directory(checkpoint.path)
         if directory is not None:
             check_apart(directory, self._run.storage.local_path(self._run.layout.run))
@@ -213,7 +213,7 @@ class ReportPreparation:
     def _capture(self, state: Mapping[str, Any], files: tuple[str, ...]) -> "StateSnapshot":
         for path in filter(is_own_file, files):
             raise ValueError(
-                f"the folder reported beside a state holds {path!r}, as which the state is stored: rename that file"
+                f"the directory reported beside a state holds {path!r}, as which the state is stored: rename that file"
             )
         if self._saver is None:
             from prefect_torch.ckpt.state.save import StateSaver  # noqa: PLC0415 - torch, for states only

@@ -31,7 +31,7 @@ class RemoteError:
             return cls(StorageFullError.__name__, str(error))
         return cls(CommitFailedError.__name__, f"{type(error).__name__}: {error}")
 
-    def error(self) -> CheckpointError:
-        """Return the error to raise."""
+    def exception(self) -> CheckpointError:
+        """Return the exception to raise."""
         error: CheckpointError = getattr(errors, self.kind)(self.message)
         return error

@@ -50,7 +50,7 @@ class RankSession:
         key_value: The dictionary that the ranks and the leader share.
         restored: The checkpoint that this attempt begins from.
         settings: The settings of the training's checkpoints.
-        ends_soon: Returns whether termination of the training is requested.
+        is_terminating: Returns whether termination of the training is requested.
 
     """
 
@@ -61,7 +61,7 @@ class RankSession:
         key_value: KeyValue,
         restored: Checkpoint | None = None,
         settings: ReportSettings = ReportSettings(),
-        ends_soon: Callable[[], bool] = lambda: False,
+        is_terminating: Callable[[], bool] = lambda: False,
     ) -> None:
         self.run = run
         self.restored = restored
@@ -72,7 +72,7 @@ class RankSession:
         self._rounds = Rounds(peers, context.attempt, background)
         self._commits = RankCommits(run, peers, background, self._events, context.attempt, restored)
         budget = OverheadBudget(settings.target_overhead, self._commits.costs)
-        self._requests = CheckpointRequests(peers, self._rounds, budget, ends_soon)
+        self._requests = CheckpointRequests(peers, self._rounds, budget, is_terminating)
         self.context = replace(
             context, _should_checkpoint=self._requests.should_checkpoint, _stop_requested=lambda: self._requests.stop_requested
         )
@@ -135,9 +135,9 @@ class RankSession:
         self._peers.end(RankExit(self.context.world_rank, self._num_reports, "returned"))
         ends = self._peers.wait_for_all_exits()
         self._requests.forget_answers()
-        gone = [end for end in ends if end.ending != "returned"]
-        if gone:
-            raise PeerGoneError(f"{gone[0]}, so the training of rank {self.context.world_rank} has no result")
+        lost = [end for end in ends if end.ending != "returned"]
+        if lost:
+            raise PeerGoneError(f"{lost[0]}, so the training of rank {self.context.world_rank} has no result")
         uneven = [end for end in ends if end.reports != self._num_reports]
         if uneven:
             raise ReportMismatchError(

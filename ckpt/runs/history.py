@@ -99,7 +99,7 @@ class HistoryWriter:
     def _store_some(self, most: int) -> int:
         taken = self._pending[: min(most, CHUNK_RECORDS - len(self._lines))]
         number = self._first + len(self._lines)
-        lines = [encode_line(number + place, asdict(record)) for place, record in enumerate(taken)]
+        lines = [encode_line(number + index, asdict(record)) for index, record in enumerate(taken)]
         part = new_chunk(self._run.layout, self._attempt, number + len(lines) - 1, len(lines))
         self._parts[part] = False
         self._run.storage.put_bytes(part.key, join_lines(lines))
@@ -151,7 +151,7 @@ def read_history(run: Run) -> list[MetricRecord]:
 
 def newest_metrics(history: Sequence[MetricRecord]) -> Metrics:
     """Return the last report's metrics, with the newest of each that was logged since; empty without a record."""
-    last_report = max((place for place, record in enumerate(history) if not record.is_logged), default=0)
+    last_report = max((index for index, record in enumerate(history) if not record.is_logged), default=0)
     metrics: Metrics = {}
     for record in history[last_report:]:
         metrics.update(record.metrics)

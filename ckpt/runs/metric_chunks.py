@@ -95,10 +95,10 @@ def read_chunk(storage: Storage, chunk: Chunk, kind: type[T]) -> dict[int, T] | 
         return None
     records: dict[int, T] = {}
     problems: list[str] = []
-    for place, line in enumerate(lines):
-        where = f"line {place + 1} of {storage.url}/{chunk.key}"
+    for index, line in enumerate(lines):
+        where = f"line {index + 1} of {storage.url}/{chunk.key}"
         try:
-            number, record = _decode_line(chunk, place, line, where, kind)
+            number, record = _decode_line(chunk, index, line, where, kind)
         except (CheckpointCorruptError, UnsupportedFormatError) as exc:
             problems.append(str(exc))
         else:
@@ -111,11 +111,11 @@ def read_chunk(storage: Storage, chunk: Chunk, kind: type[T]) -> dict[int, T] | 
     return records
 
 
-def _decode_line(chunk: Chunk, place: int, line: bytes, where: str, kind: type[T]) -> tuple[int, T]:
+def _decode_line(chunk: Chunk, index: int, line: bytes, where: str, kind: type[T]) -> tuple[int, T]:
     if chunk.proves_itself:
         fields = unseal(line, where, _WHAT)
         return decode(_Number, fields, where, _WHAT).number, decode(kind, fields, where, _WHAT)
-    return chunk.last - chunk.count + 1 + place, decode(kind, parse(line, where, _WHAT), where, _WHAT)
+    return chunk.last - chunk.count + 1 + index, decode(kind, parse(line, where, _WHAT), where, _WHAT)
 
 
 def read_records(storage: Storage, layout: Layout, kind: type[T]) -> list[T]:
@@ -131,7 +131,7 @@ def read_records(storage: Storage, layout: Layout, kind: type[T]) -> list[T]:
         if known.keys() >= set(unread):
             break
     by_number = {(chunk.attempt, number): record for chunk in sorted(known) for number, record in known[chunk].items()}
-    return [by_number[place] for place in sorted(by_number)]
+    return [by_number[index] for index in sorted(by_number)]
 
 
 def _named(key: str) -> Chunk | None:

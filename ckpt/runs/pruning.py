@@ -52,7 +52,7 @@ def _delete_all(
 ) -> set[str]:
     """Delete the checkpoints that were not pinned meanwhile, and return the ids of those that were."""
     failures: list[tuple[Manifest, Exception]] = []
-    spared: set[str] = set()
+    kept: set[str] = set()
     pinned: frozenset[str] | None = None
     for manifest in dropped:
         try:
@@ -62,7 +62,7 @@ def _delete_all(
             if pinned is None:
                 pinned = run.pinned()
             if manifest.id in pinned:
-                spared.add(manifest.id)
+                kept.add(manifest.id)
             else:
                 _delete(run, manifest, evaluations[manifest.id])
         except (StorageError, OSError) as exc:
@@ -73,7 +73,7 @@ def _delete_all(
             f"{len(failures)} of {len(dropped)} checkpoints of run {run.name!r} could not be deleted, "
             f"{manifest.id} first: {first}; the next prune tries again"
         ) from first
-    return spared
+    return kept
 
 
 def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:

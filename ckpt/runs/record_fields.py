@@ -23,15 +23,15 @@ Reader: TypeAlias = Callable[[Any], Any]
 class FieldError(ValueError):
     """A value does not fit the type of its field."""
 
-    def __init__(self, problem: str, place: str = "") -> None:
-        super().__init__(f"{place}: {problem}" if place else problem)
+    def __init__(self, problem: str, path: str = "") -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
         self._problem = problem
-        self._place = place
+        self._path = path
 
     def within(self, name: str) -> "FieldError":
         """Return the same error for the record that has the value in its field `name`."""
         shown = name[:_SHOWN]
-        return FieldError(self._problem, f"{shown}/{self._place}" if self._place else shown)
+        return FieldError(self._problem, f"{shown}/{self._path}" if self._path else shown)
 
 
 @dataclass(frozen=True, slots=True)

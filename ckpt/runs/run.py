@@ -71,11 +71,11 @@ class Run:
     @property
     def path(self) -> str:
         """The run's location: a local path or a URL."""
-        return self._place_of(self.name)
+        return self._location_of(self.name)
 
     def path_of(self, checkpoint_id: str) -> str:
         """Return a checkpoint's location: a local path or a URL, as `Checkpoint` takes it."""
-        return self._place_of(self.layout.data(checkpoint_id)).rstrip("/")
+        return self._location_of(self.layout.data(checkpoint_id)).rstrip("/")
 
     def ids(self, *, after: str | None = None) -> Iterator[str]:
         """Yield the ids of committed checkpoints, oldest first; one request per thousand."""
@@ -178,9 +178,9 @@ class Run:
             data = storage.get_bytes(key)
         except FileNotFoundError as exc:
             raise self._not_found(checkpoint_id) from exc
-        manifest = Manifest.decode(data, self._place_of(key))
+        manifest = Manifest.decode(data, self._location_of(key))
         if manifest.id != checkpoint_id:
-            raise MalformedRecordError(f"{self._place_of(key)} describes {manifest.id}")
+            raise MalformedRecordError(f"{self._location_of(key)} describes {manifest.id}")
         return manifest
 
     def readable(self, listed: Iterable[ListedCheckpoint]) -> list[Manifest]:
@@ -239,7 +239,7 @@ class Run:
             UnsupportedFormatError: If a newer version wrote it.
 
         """
-        return self._read_small(key, what, lambda found: decode(kind, found, self._place_of(key), what))
+        return self._read_small(key, what, lambda found: decode(kind, found, self._location_of(key), what))
 
     def leave_out_newer(self, read: Callable[[], T | None]) -> T | None:
         """Return what `read` returns; None, with a warning, if a newer version wrote it."""
@@ -251,7 +251,7 @@ class Run:
 
     def _read_small(self, key: str, what: str, read: Callable[[dict[str, Any]], T]) -> T | None:
         try:
-            return confirm_damage(self.storage, lambda it: read(parse(it.get_bytes(key), self._place_of(key), what)))
+            return confirm_damage(self.storage, lambda it: read(parse(it.get_bytes(key), self._location_of(key), what)))
         except FileNotFoundError:
             return None
         except MalformedRecordError as exc:
@@ -266,7 +266,7 @@ class Run:
         """Record `checkpoint_id` as a recent one, so that finding the latest costs no full listing."""
         self.put_json(self.layout.latest, {"id": checkpoint_id})
 
-    def _place_of(self, key: str) -> str:
+    def _location_of(self, key: str) -> str:
         return f"{self.storage.url.rstrip('/')}/{key}"
 
     def _hint(self) -> str | None:

@@ -128,8 +128,8 @@ class _Walk:
         elif isinstance(value, Mapping):
             self._visit_items(value, at)
         else:
-            for place, item in enumerate(value):
-                self.visit(item, at.below(place, [place]))
+            for index, item in enumerate(value):
+                self.visit(item, at.below(index, [index]))
 
     def _visit_items(self, value: Mapping[Any, Any], at: _At) -> None:
         for key, item in value.items():

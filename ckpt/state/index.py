@@ -67,7 +67,7 @@ def _check_path(path: Sequence[Step]) -> None:
         raise ValueError("an empty path")
     for step in path:
         if isinstance(step, list) and (len(step) != 1 or step[0] < 0):
-            raise ValueError(f"{reprlib.repr(step)} is no place in a list")
+            raise ValueError(f"{reprlib.repr(step)} is no index of a list")
 
 
 Counts: TypeAlias = tuple[Count, ...]

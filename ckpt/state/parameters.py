@@ -97,5 +97,5 @@ def _modules(value: Any, path: tuple[Step, ...]) -> Iterator[tuple[str, torch.nn
         for key, item in value.items():
             yield from _modules(item, (*path, key))
     elif isinstance(value, list):
-        for place, item in enumerate(value):
-            yield from _modules(item, (*path, [place]))
+        for index, item in enumerate(value):
+            yield from _modules(item, (*path, [index]))

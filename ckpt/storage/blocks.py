@@ -37,7 +37,7 @@ class CheckpointStorage(Block):
 
     _block_type_name = "Checkpoint Storage"
     _block_type_slug = "checkpoint-storage"
-    _description = "Where trainings keep their checkpoints: a folder, a bucket, or a place below another block."
+    _description = "Where trainings keep their checkpoints: a directory, a bucket, or a path below another block."
     _documentation_url = cast("HttpUrl", "https://docs.prefect.io/v3/concepts/blocks")
     # Prefect takes no data: URL; this one is pinned to a commit, and every server that shows its own file systems shows it.
     _logo_url = cast("HttpUrl", LocalFileSystem._logo_url)  # noqa: SLF001 - Prefect has no public name for it
@@ -45,17 +45,19 @@ class CheckpointStorage(Block):
     location: str = Field(
         default="",
         title="Location",
-        description="A local path or a URL such as s3://bucket/prefix; a folder below the file system's own place when one is "
+        description="A local path or a URL such as s3://bucket/prefix; a path below the file system's own location when one is "
         "chosen.",
     )
     file_system: LocalFileSystem | RemoteFileSystem | S3Bucket | None = Field(
-        default=None, title="File system", description="The block that holds the place and the credentials, if any is needed."
+        default=None,
+        title="File system",
+        description="The block that holds the location and the credentials, if any is needed.",
     )
 
     password: SecretStr | None = Field(
         default=None,
         title="Password",
-        description="For a location with a user, such as sftp://user@host/folder; only when no file system is chosen.",
+        description="For a location with a user, such as sftp://user@host/path; only when no file system is chosen.",
     )
 
     @field_validator("file_system", mode="before")
@@ -95,7 +97,7 @@ class CheckpointStorage(Block):
 def _with_password(spec: StorageSpec, password: str) -> StorageSpec:
     if "@" not in spec.url.partition("://")[2].partition("/")[0]:
         raise ValueError(
-            f"the block has a password, but its location names no user: {spec.url} should be as sftp://user@host/folder"
+            f"the block has a password, but its location names no user: {spec.url} should be as sftp://user@host/path"
         )
     return replace(spec, options={**spec.options, "password": password})
 

@@ -52,9 +52,7 @@ def refuse_password(text: str) -> None:
     """
     if _PASSWORD.match(text):
         scheme = text.partition("://")[0].lower()
-        way = (
-            f"save a CheckpointStorage block with {scheme}://user@host/folder and the password in its field, or log in by a key"
-        )
+        way = f"save a CheckpointStorage block with {scheme}://user@host/path and the password in its field, or log in by a key"
         if scheme in OBJECT_STORES:
             way = "give them as a block, as environment variables or in a profile"
         raise ValueError(
@@ -97,7 +95,7 @@ def normalized(spec: StorageSpec) -> StorageSpec:
     if scheme in ("http", "https"):
         raise ValueError(
             f"{scheme}:// cannot be written to: give an S3 server's address as the block's endpoint_url, or in "
-            "AWS_ENDPOINT_URL, and the storage as s3://bucket/folder"
+            "AWS_ENDPOINT_URL, and the storage as s3://bucket/prefix"
         )
     if scheme in _BUCKETS and "@" in rest.partition("/")[0]:
         raise ValueError(
@@ -105,12 +103,14 @@ def normalized(spec: StorageSpec) -> StorageSpec:
             "environment variables or in a profile"
         )
     if scheme in OBJECT_STORES and ("?" in rest or "#" in rest):
-        raise ValueError(f"{scheme}://{re.split('[?#]', rest)[0]} goes on with '?' or '#': write %3F or %23 in a folder's name")
+        raise ValueError(
+            f"{scheme}://{re.split('[?#]', rest)[0]} goes on with '?' or '#': write %3F or %23 in a directory's name"
+        )
     return replace(spec, url=f"{scheme}://{rest.rstrip('/')}")
 
 
 def _file_path(rest: str) -> str:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
-        raise ValueError(f"file://{rest} names no absolute path: write file:///folder, or the path alone")
+        raise ValueError(f"file://{rest} names no absolute path: write file:///directory, or the path alone")
     return f"/{unquote(path).strip('/')}"

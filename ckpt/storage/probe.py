@@ -22,9 +22,9 @@ PROBE_RETRY_POLICY = RetryPolicy(deadline_s=20.0)  # a person waits for the resu
 _CONTENT = b"prefect-torch probe"
 _NAMES = ("a.json", "a/b.json", "a-c/d", "b.json", "c")  # each known order of listings sorts these differently
 _ADVICE: dict[int | None, str] = {
-    errno.ENOSPC: "free some space, or give another place",
-    errno.EDQUOT: "free some space, or give another place",
-    errno.EROFS: "mount it writable, or give another place",
+    errno.ENOSPC: "free some space, or give another location",
+    errno.EDQUOT: "free some space, or give another location",
+    errno.EROFS: "mount it writable, or give another location",
 }
 _RIGHTS: dict[Step, str] = {
     "write": "s3:PutObject",
@@ -161,7 +161,7 @@ def _advice(step: Step, error: Exception, url: str) -> str:
         return _ADVICE[error.errno]
     lists_wrong = step in ("list", "forget") and isinstance(error, ValueError)
     what = "switch off what answers listings from a cache" if lists_wrong else f"let this user {step} there"
-    return f"{what}, or give another place"
+    return f"{what}, or give another location"
 
 
 @contextmanager

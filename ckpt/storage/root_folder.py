@@ -184,13 +184,13 @@ class RootFolder:
 
     def _inside(self, link: Path) -> tuple[str, ...]:
         """Return the names that lead to the target of `link`."""
-        place = Path(os.path.realpath(link))
+        target = Path(os.path.realpath(link))
         root = Path(os.path.realpath(self.path))
-        if not place.is_relative_to(root):
-            raise PermissionError(f"{link} leads out of the storage {self.path} to {place}: give that as the storage")
-        if place.is_symlink():  # a link to itself resolves to a link
+        if not target.is_relative_to(root):
+            raise PermissionError(f"{link} leads out of the storage {self.path} to {target}: give that as the storage")
+        if target.is_symlink():  # a link to itself resolves to a link
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
-        return place.relative_to(root).parts
+        return target.relative_to(root).parts
 
 
 def sync_folder(descriptor: int) -> None:

@@ -96,7 +96,7 @@ def is_local(folder: Path) -> bool:
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in _MOUNTS.read_text().splitlines():  # proc_pid_mountinfo(5): the third field, and the first after " - "
-        place, _, mounted = line.partition(" - ")
-        if place.split()[2] == number:
+        mount, _, mounted = line.partition(" - ")
+        if mount.split()[2] == number:
             return mounted.split()[0] in _OF_ONE_KERNEL
     return False

@@ -136,7 +136,7 @@ class ReportCallback(TrainerCallback):
         self._reported_step = state.global_step
         folder = _output_dir(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if state.is_world_process_zero and not folder.is_dir():
-            raise CheckpointNotFoundError(f"the Trainer has saved, but there is no folder {folder}")
+            raise CheckpointNotFoundError(f"the Trainer has saved, but there is no directory {folder}")
         PartialState().wait_for_everyone()  # the Trainer does not: other ranks may be writing
         progress = min(1.0, state.global_step / state.max_steps)
         with part_of_rank(folder, self._context) as part:

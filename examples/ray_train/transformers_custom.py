@@ -21,7 +21,7 @@ class MyReportCallback(transformers.TrainerCallback):
         self.metrics.update(logs or {})
 
     def on_save(self, args: transformers.TrainingArguments, *_: Any, **__: Any) -> None:
-        """Report the folder that rank 0 has saved."""
+        """Report the directory that rank 0 has saved."""
         checkpoint = None
         if get_context().get_world_rank() == 0:
             saved: Any = transformers.trainer_utils.get_last_checkpoint(args.output_dir)  # type: ignore[no-untyped-call]  # it has none

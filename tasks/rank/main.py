@@ -98,7 +98,7 @@ def _open_run(spec: RankSpec) -> CheckpointStore:
     if next(store.storage.list(store.layout.attempts), None) is None:
         raise RuntimeError(
             f"rank {spec.rank} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process has written: "
-            "every rank needs the same storage (a shared folder or a URL; memory:// lives in one process only)"
+            "every rank needs the same storage (a shared directory or a URL; memory:// lives in one process only)"
         )
     return store
 

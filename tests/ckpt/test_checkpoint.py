@@ -219,7 +219,7 @@ def test_a_cache_that_is_no_folder_is_refused(cache, tmp_path, kind):
         _root(cache).symlink_to(tmp_path)
     else:
         _root(cache).touch()
-    with pytest.raises(PermissionError, match=r"prefect-torch-\d+, where .* (is a link|is no folder), so"):
+    with pytest.raises(PermissionError, match=r"prefect-torch-\d+, where .* (is a link|is no directory), so"):
         downloaded("one", entries("x"), _write).__enter__()
 
 
@@ -407,7 +407,7 @@ def test_no_file_is_a_ranks_own_when_there_were_more_or_fewer_ranks_or_no_rank_s
     with pytest.raises(RankLocalStateError, match=r"2 ranks stored .*, and now there are 3"):
         sharded.to_directory(own_files=True)
     plain = Checkpoint(sharded.to_directory(tmp_path / "whole"))
-    with pytest.raises(ValueError, match="plain folder"), plain.as_directory(own_files=True):
+    with pytest.raises(ValueError, match="plain directory"), plain.as_directory(own_files=True):
         pass
 
 
@@ -455,7 +455,7 @@ def test_a_plain_folder_has_no_id_and_no_metrics(tmp_path):
     assert (checkpoint.id, checkpoint.metrics) == (None, {})
     with checkpoint.as_directory() as directory:
         assert directory == str(tmp_path / "c")
-    with pytest.raises(CheckpointNotFoundError, match="plain folder"):
+    with pytest.raises(CheckpointNotFoundError, match="plain directory"):
         _ = checkpoint.manifest
 
 

@@ -123,7 +123,7 @@ def test_when_none_is_whole_all_that_were_tried_are_listed(store, tmp_path):
     with pytest.raises(CheckpointCorruptError) as caught:
         choose_checkpoint(store, lineage=1, verify="size")
     assert all(manifest.id in str(caught.value) for manifest in manifests)
-    with pytest.raises(CheckpointCorruptError, match="does not start from zero unasked"):
+    with pytest.raises(CheckpointCorruptError, match="does not start fresh unasked"):
         choose_checkpoint(store, lineage=1, verify="size")  # nor does the next start
     assert choose_checkpoint(store, lineage=2, verify="size") is None
 

@@ -141,13 +141,13 @@ class Runs:
         dimensions = reversed([*zip(chunk.sizes[:cut], strides[:cut], strict=True)])
         return cls(math.prod(chunk.sizes[cut:]) * item_bytes, start, tuple(dimensions))
 
-    def place(self, number: int) -> int:
+    def offset_of(self, number: int) -> int:
         """Return the offset of run `number` in the tensor."""
-        place = self.start
+        offset = self.start
         for count, stride in self.dimensions:
             number, index = divmod(number, count)
-            place += index * stride
-        return place
+            offset += index * stride
+        return offset
 
     def writes(self, descriptor: int, start: int, at: int) -> Take:
         """Return a function that writes the block at offset `at` of the chunk to a file whose tensor begins at `start`."""
@@ -157,7 +157,7 @@ class Runs:
             while done < len(data):
                 number, inside = divmod(at + done, self.bytes)
                 stop = min(done + self.bytes - inside, len(data))
-                write_at(descriptor, data[done:stop], start + self.place(number) + inside)
+                write_at(descriptor, data[done:stop], start + self.offset_of(number) + inside)
                 done = stop
 
         return write

@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 def load_state(
-    source: Source, state: MutableMapping[str, Any], place: tuple[int, int], redistribute: Redistribute | None = None
+    source: Source, state: MutableMapping[str, Any], rank_and_size: tuple[int, int], redistribute: Redistribute | None = None
 ) -> None:
     """Restore `state` in place; see `Checkpoint.load_state`.
 
@@ -35,27 +35,27 @@ def load_state(
     Args:
         source: The checkpoint.
         state: The state to restore.
-        place: This rank and the number of ranks.
+        rank_and_size: This rank and the number of ranks.
         redistribute: Called for values that were each rank's own, of another number of ranks.
 
     """
     with _opened_copy(source) as reader:
         if reader is not None:
             try:
-                _load(reader, state, place, redistribute)
+                _load(reader, state, rank_and_size, redistribute)
             except (CheckpointCorruptError, CheckpointNotFoundError) as exc:
                 _logger.warning("%s; reading it from where it was committed", exc)
             else:
                 return
     with opened(source) as reader:
-        _load(reader, state, place, redistribute)
+        _load(reader, state, rank_and_size, redistribute)
 
 
 def _load(
-    reader: StateReader, state: MutableMapping[str, Any], place: tuple[int, int], redistribute: Redistribute | None
+    reader: StateReader, state: MutableMapping[str, Any], rank_and_size: tuple[int, int], redistribute: Redistribute | None
 ) -> None:
     index = read_index(reader)
-    plan = LoadPlan(index, reader, *place, redistribute)
+    plan = LoadPlan(index, reader, *rank_and_size, redistribute)
     plan_restore(plan, index, state)
     reader.read(plan.blocks)
     for finish in plan.finish:
@@ -102,7 +102,7 @@ def read_index(reader: StateReader) -> StateIndex:
     known = reader.files.get(INDEX_FILE)
     if known is None:
         raise CheckpointNotFoundError(
-            f"{reader.where} holds no state: it was reported as a folder; read it with as_directory()"
+            f"{reader.where} holds no state: it was reported as a directory; read it with as_directory()"
         )
 
     def read(storage: Storage) -> StateIndex:

@@ -153,7 +153,7 @@ class LoadPlan:
         return lambda: read_value(data[0])
 
     def values_now(self, names: Sequence[str]) -> list[Any]:
-        """Return stored values, read at once."""
+        """Return stored values, read immediately."""
         return [read_value(data) for data in self._reader.read_values([self._index.values[name] for name in names])]
 
     def fill(self, target: torch.Tensor, entry: TensorEntry) -> None:
@@ -195,8 +195,8 @@ def tensors_in(value: Any, path: Path) -> dict[Path, torch.Tensor]:
         for key, item in value.items():
             found.update(tensors_in(item, (*path, key)))
     if isinstance(value, list):
-        for place, item in enumerate(value):
-            found.update(tensors_in(item, (*path, [place])))
+        for index, item in enumerate(value):
+            found.update(tensors_in(item, (*path, [index])))
     return found
 
 

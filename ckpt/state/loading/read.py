@@ -87,10 +87,10 @@ class StateReader:
         """Return the bytes of each value."""
         found: list[bytes] = [b""] * len(values)
 
-        def block(place: int, value: ValueEntry) -> Block:
-            return value_block(value, lambda data: found.__setitem__(place, bytes(data)))
+        def block(number: int, value: ValueEntry) -> Block:
+            return value_block(value, lambda data: found.__setitem__(number, bytes(data)))
 
-        self.read([block(place, value) for place, value in enumerate(values)])
+        self.read([block(number, value) for number, value in enumerate(values)])
         return found
 
     def _read_span(self, slots: "_Slots", span: Sequence[Block]) -> None:

@@ -79,8 +79,8 @@ class _Restore:
             if len(target) != len(node.children):
                 plan.problems.append(f"{path_name(path)!r} has {len(node.children)} items in the checkpoint, not {len(target)}")
                 return
-            for place in range(len(target)):
-                self.item(target, place, node, path, [place])
+            for index in range(len(target)):
+                self.item(target, index, node, path, [index])
             return
         for key in target:
             self.item(target, key, node, path)

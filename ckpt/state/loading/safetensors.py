@@ -72,8 +72,8 @@ def lay_out(tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int], int]:
     return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
 
 
-def write_at(descriptor: int, data: memoryview, place: int) -> None:
-    """Write all of `data` to a file, from offset `place`; several threads may call it concurrently."""
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` to a file, from `offset`; several threads may call it concurrently."""
     while data:  # one call may write less than it was given
-        count = os.pwrite(descriptor, data, place)
-        data, place = data[count:], place + count
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count

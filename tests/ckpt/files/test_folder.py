@@ -61,7 +61,7 @@ def test_one_folder_by_two_names_is_no_loop(tmp_path):
 
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="neither a file nor a folder"):
+    with pytest.raises(ValueError, match="neither a file nor a directory"):
         scan_files(tmp_path)
 
 
@@ -69,7 +69,7 @@ def test_a_link_to_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "mine/link").symlink_to("../pipe")
-    with pytest.raises(ValueError, match="link is neither a file nor a folder"):
+    with pytest.raises(ValueError, match="link is neither a file nor a directory"):
         scan_files(tmp_path / "mine")
 
 

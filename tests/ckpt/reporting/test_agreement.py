@@ -16,12 +16,12 @@ def test_one_rank_is_enough_for_a_checkpoint():
 
 def test_different_steps_name_both_ranks():
     with pytest.raises(ReportMismatchError, match="rank 1 reported step 6 but rank 0 reported step 5"):
-        raise decide([Intent(0, 5), Intent(1, 6)], attempt=1).refusal.error()
+        raise decide([Intent(0, 5), Intent(1, 6)], attempt=1).error.exception()
 
 
 def test_different_ways_to_upload_name_both_ranks():
     agreement = decide([Intent(0, 1, "sync"), Intent(1, 1, "async")], attempt=1)
-    assert "rank 1 reported with upload='async' but rank 0" in agreement.refusal.message
+    assert "rank 1 reported with upload='async' but rank 0" in agreement.error.message
 
 
 def test_a_shared_name_belongs_to_the_lowest_rank():
@@ -57,12 +57,12 @@ def test_different_files_of_one_name_name_both_ranks(other):
 
 
 def test_a_file_where_another_rank_has_a_folder_names_both_ranks():
-    with pytest.raises(ReportMismatchError, match="rank 1 reported a file 'a/b' where rank 0 reported a folder"):
+    with pytest.raises(ReportMismatchError, match="rank 1 reported a file 'a/b' where rank 0 reported a directory"):
         merge_files([[entry("a/b/c/d", 0)], [entry("a/b", 1)]])
 
 
 def test_a_folder_where_an_earlier_rank_has_a_file_names_both_ranks():
-    with pytest.raises(ReportMismatchError, match="rank 0 reported a file 'a' where rank 1 reported a folder"):
+    with pytest.raises(ReportMismatchError, match="rank 0 reported a file 'a' where rank 1 reported a directory"):
         merge_files([[entry("a", 0)], [entry("a/b", 1)]])
 
 

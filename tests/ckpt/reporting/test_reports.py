@@ -191,7 +191,7 @@ def test_bad_metrics_are_refused_before_anything_is_stored(store, tmp_path):
 
 def test_a_folder_that_does_not_exist_is_not_found(store, tmp_path):
     session = Attempt(store).session()
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
+    with pytest.raises(FileNotFoundError, match="there is no directory"):
         session.report({}, Checkpoint.from_directory(tmp_path / "missing"))
 
 

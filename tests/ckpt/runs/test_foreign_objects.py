@@ -240,7 +240,7 @@ def test_a_run_that_holds_nothing_but_what_cannot_be_read_is_not_begun_anew(tmp_
     store = CheckpointStore.open(f"memory://{tmp_path}", "run")
     store.storage.put_bytes(f"run/manifests/{NEWER}.json", b"\x82")
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=rf"(?s)does not start from zero unasked .*{NEWER}: .* is not a manifest"):
+        with pytest.raises(CheckpointError, match=rf"(?s)does not start fresh unasked .*{NEWER}: .* is not a manifest"):
             choose_checkpoint(store, lineage=1, verify="digest")
     assert objects(store).keys() == {f"run/manifests/{NEWER}.json"}
     assert choose_checkpoint(store, lineage=3, verify="digest") is None

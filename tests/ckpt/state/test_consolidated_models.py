@@ -89,7 +89,7 @@ def test_what_each_rank_has_on_its_own_has_no_whole(store, tmp_path):
 def test_a_folder_of_files_holds_no_state_to_consolidate(store, tmp_path):
     Attempt(store).session().report({}, folder(tmp_path / "c", model="x"))
     for checkpoint in (store.checkpoint(store.latest()), folder(tmp_path / "d", model="x")):
-        with pytest.raises(CheckpointNotFoundError, match="holds no state: it was reported as a folder"):
+        with pytest.raises(CheckpointNotFoundError, match="holds no state: it was reported as a directory"):
             checkpoint.to_safetensors(tmp_path / "model")
 
 

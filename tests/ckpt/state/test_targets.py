@@ -99,7 +99,7 @@ def test_a_module_gets_its_part_of_a_larger_one_by_its_state_dict(store):
 
 def test_a_folder_is_no_file_to_write_a_model_to(store, tmp_path):
     checkpoint = stored(store, {"model": torch.nn.Linear(2, 2)})
-    with pytest.raises(IsADirectoryError, match="is a folder: give the path of a file in it"):
+    with pytest.raises(IsADirectoryError, match="is a directory: give the path of a file in it"):
         checkpoint.to_safetensors(tmp_path)
 
 

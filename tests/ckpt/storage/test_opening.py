@@ -39,7 +39,7 @@ def test_a_file_url_loses_nothing_of_its_path(url, path):
 @pytest.mark.parametrize(
     ("url", "hint"),
     [
-        ("file://data/x", "write file:///folder"),  # "data" would be a host
+        ("file://data/x", "write file:///directory"),  # "data" would be a host
         ("s3:/bucket/x", "lost a slash"),
         (Path("s3://bucket/x"), "lost a slash"),
         ("s3://bucket/x?versionId=1", "write %3F"),

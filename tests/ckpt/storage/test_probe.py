@@ -119,7 +119,10 @@ class Forgetful(LocalStorage):
     ("step", "found"),
     [
         ("list", "does not list: it lists [] instead of"),
-        ("fresh", "/c'], which were stored just before; switch off what answers listings from a cache, or give another place"),
+        (
+            "fresh",
+            "/c'], which were stored just before; switch off what answers listings from a cache, or give another location",
+        ),
         ("after", "/b, it leaves out ['prefect-torch-probe-"),
         ("read", "does not read: it gives back b'something else' instead of"),
         ("delete", "does not delete: who are you"),

@@ -76,7 +76,7 @@ def test_a_model_is_pulled_as_one_file(store, pull, tmp_path):
 def test_what_cannot_be_consolidated_leaves_nothing(store, pull, tmp_path):
     for chosen, said in (
         ("latest", "has no tensor below 'model': choose another key, of 'optimizer', 'student'"),
-        (next(store.ids()), "holds no state: it was reported as a folder"),
+        (next(store.ids()), "holds no state: it was reported as a directory"),
     ):
         code, out, err = pull("--consolidate", chosen, tmp_path / "new")
         assert (code, out) == (1, "")
