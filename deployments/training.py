@@ -220,5 +220,5 @@ def _job_variables(pool: WorkPool, scaling: ScalingConfig, run: RunConfig) -> di
             "a block, or the absolute path of a volume"
         )
     if has_variable(pool, "num_gpus"):
-        variables["num_gpus"] = scaling.num_workers if scaling.use_gpu else 0
+        variables["num_gpus"] = scaling.most_workers if scaling.use_gpu and scaling.cluster is None else 0
     return variables

@@ -1,6 +1,15 @@
 """The flows `train`, `evaluate` and `prune`, their configurations and results."""
 
-from prefect_torch.tasks import CheckpointConfig, FailureConfig, GpusBusyError, RankFailedError, RunConfig, ScalingConfig
+from prefect_torch.tasks import (
+    CheckpointConfig,
+    FailureConfig,
+    GpusBusyError,
+    Hosts,
+    NotEnoughMachinesError,
+    RankFailedError,
+    RunConfig,
+    ScalingConfig,
+)
 
 from .evaluation import evaluate
 from .pruning import prune
@@ -11,6 +20,8 @@ __all__ = [
     "CheckpointConfig",
     "FailureConfig",
     "GpusBusyError",
+    "Hosts",
+    "NotEnoughMachinesError",
     "RankFailedError",
     "Result",
     "RunConfig",

@@ -15,6 +15,7 @@ from prefect_torch.ckpt.runs.layout import check_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.tasks import ScalingConfig
 from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
@@ -31,9 +32,16 @@ def seat_for(scaling: ScalingConfig) -> GpuSeat:
 
     """
     owner = f"flow run {flow_run.name}"
-    seat = GpuSeat(scaling.num_workers if scaling.use_gpu else 0, scaling.wait_for_gpus_s, owner)
+    seat = GpuSeat(scaling.most_workers if scaling.use_gpu and scaling.cluster is None else 0, scaling.wait_for_gpus_s, owner)
     seat.check()
     return seat
+
+
+def machines_for(scaling: ScalingConfig) -> Machines | None:
+    """Return the machines that ranks need, which are yet to be lent; None if they are on this one."""
+    if scaling.cluster is None:
+        return None
+    return Machines(scaling.cluster, scaling.fewest_workers, scaling.most_workers, use_gpu=scaling.use_gpu)
 
 
 def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) -> CheckpointRef:

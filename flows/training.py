@@ -36,7 +36,7 @@ from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from .api_outage import outlast_api_outages
-from .arguments import count_call_in_task, find_named, name_run, seat_for
+from .arguments import count_call_in_task, find_named, machines_for, name_run, seat_for
 from .embedded_server import tie_embedded_server
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
@@ -143,7 +143,7 @@ def train(
     shorten_logs()
     tie_embedded_server()
     scaling, failure = scaling or ScalingConfig(), failure or FailureConfig()
-    seat = seat_for(scaling)
+    seat, machines = seat_for(scaling), machines_for(scaling)
     job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure,
                resume_from)  # fmt: skip
     flow_run_id = flow_run.id
@@ -167,7 +167,7 @@ def train(
         observers = Observers([*console_progress(job.run), PageObserver(job), EventObserver(job)])
         try:
             with outlast_api_outages():
-                return_value = led(job, observers, termination, restarts, seat)
+                return_value = led(job, observers, termination, restarts, seat, machines)
         except TERMINATIONS:
             _record_termination(termination.outcome)
             raise

@@ -7,13 +7,14 @@ uses.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from prefect_torch.tasks.gang.engines.hosts import Hosts
     from prefect_torch.tasks.gang.gpus import GpusBusyError
     from prefect_torch.tasks.gang.rank_task import train_rank
     from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from prefect_torch.tasks.prepare.data_loader import prepare_data_loader
     from prefect_torch.tasks.prepare.device import get_device
     from prefect_torch.tasks.prepare.model import prepare_model
-    from prefect_torch.tasks.rank.errors import RankFailedError
+    from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
     from prefect_torch.tasks.training.workers_task import train_workers
 
     from .evaluation_task import evaluate_checkpoint
@@ -23,6 +24,8 @@ _MODULES = {
     "CheckpointConfig": "options.config",
     "FailureConfig": "options.config",
     "GpusBusyError": "gang.gpus",
+    "Hosts": "gang.engines.hosts",
+    "NotEnoughMachinesError": "rank.errors",
     "RankFailedError": "rank.errors",
     "RunConfig": "options.config",
     "ScalingConfig": "options.config",
@@ -39,6 +42,8 @@ __all__ = [
     "CheckpointConfig",
     "FailureConfig",
     "GpusBusyError",
+    "Hosts",
+    "NotEnoughMachinesError",
     "RankFailedError",
     "RunConfig",
     "ScalingConfig",

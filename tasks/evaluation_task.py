@@ -19,7 +19,7 @@ from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.function import PackedFunction
 from prefect_torch.tasks.rank.rendezvous import Address
-from prefect_torch.tasks.rank.spec import RankSpec, on_one_machine
+from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 
 from .run_logs import library_logs_in_run
 
@@ -122,10 +122,10 @@ def _log_skipped(checkpoint: CheckpointRef) -> None:
 
 
 def _specs(job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat, rendezvous: Address) -> list[RankSpec]:
-    return on_one_machine(
+    return on_machines(
         RankSpec(
-            world_size=job.scaling.num_workers,
-            local_world_size=job.scaling.num_workers,
+            world_size=job.scaling.most_workers,
+            local_world_size=job.scaling.most_workers,
             rendezvous=rendezvous,
             storage=checkpoint.storage,
             run=checkpoint.run,
@@ -138,5 +138,6 @@ def _specs(job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat, rendezv
             visible_gpus=seat.environment,
             gpu_locks=seat.locks,
             evaluates=True,
-        )
+        ),
+        (job.scaling.most_workers,),
     )

@@ -255,6 +255,14 @@ def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
     run.put_json(run.layout.attempt(attempt.number, attempt.token), record)
 
 
+def record_world_size(run: Run, attempt: Attempt, world_size: int) -> Attempt:
+    """Record in a claim, and return, with how many ranks the attempt begins, where that was unknown when it was made."""
+    known = replace(attempt, world_size=world_size)
+    if known != attempt:
+        run.put_json(run.layout.attempt(attempt.number, attempt.token), asdict(known))
+    return known
+
+
 def check_fence(run: Run, attempt: int) -> None:
     """Raise FencedError unless `attempt` is the newest; one listing, usually of this attempt's claim alone.
 

@@ -3,9 +3,9 @@
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
@@ -14,6 +14,8 @@ from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver, Repo
 from prefect_torch.ckpt.reporting.key_value import KeyValue
 from prefect_torch.ckpt.reporting.peers import has_failure
 from prefect_torch.ckpt.text import show_some
+from prefect_torch.tasks.gang.machine.lending import Lease
+from prefect_torch.tasks.gang.machine.machine import RemoteMachine
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import cause_first
 from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, TERMINATION_KEY, Address, Rendezvous, heartbeat_key
@@ -52,17 +54,19 @@ class Gang:
     Args:
         specs: The ranks.
         hang_timeout_s: The longest time without a report; None for unlimited.
+        machines: Their machines; empty for ranks on this one.
 
     """
 
-    def __init__(self, specs: list[RankSpec], hang_timeout_s: float | None) -> None:
+    def __init__(self, specs: list[RankSpec], hang_timeout_s: float | None, machines: Sequence[RemoteMachine] = ()) -> None:
+        self._machines = machines
         self._watch = RankWatch(len(specs), hang_timeout_s)
         self._heartbeats_due_s = 0.0
         self._receiver: EventReceiver | None = None
         # Asking a running future for its state costs an API request, so a callback collects those that are done.
         self._finished: set[int] = set()
         self._stop_deadline_s: float | None = None  # from the first `stop` on
-        self._futures = [train_rank.submit(spec) for spec in specs]
+        self._futures = [train_rank.submit(spec, machines[spec.node_rank] if machines else None) for spec in specs]
         for rank, future in enumerate(self._futures):
             future.add_done_callback(partial(self._record_finished, rank))
 
@@ -85,6 +89,8 @@ class Gang:
             if termination.is_requested:
                 self._drain(key_value, recorder, termination)
                 termination.raise_if_requested()
+            if terminated := [machine.name for machine in self._machines if machine.is_terminated]:
+                self._leave(terminated, key_value, recorder, termination)
             time.sleep(_POLL_S)
             problem = self._find_problem(key_value)
         if problem is not None:
@@ -128,6 +134,17 @@ class Gang:
         key_value.set(TERMINATION_KEY, b"")
         _wait_until(lambda: self._advance(recorder) or termination.grace_left_s == 0, math.inf)
 
+    def _leave(self, machines: list[str], key_value: KeyValue, recorder: Recorder | None, termination: Termination) -> NoReturn:
+        """Leave machines that are going to be taken away: all ranks have the grace for a last checkpoint, and then stop."""
+        message = f"machine {show_some(machines)} is being terminated (SIGTERM at its agent)"
+        get_run_logger().warning("%s: ranks have %.0f s for a last checkpoint", message, termination.grace_left_s)
+        key_value.set(TERMINATION_KEY, b"")
+        _wait_until(lambda: self._advance(recorder) or termination.is_requested, termination.grace_left_s)
+        termination.raise_if_requested()
+        self.stop(key_value, message)
+        self._advance(recorder)
+        raise RankFailedError(message, None, "preemption")
+
     def _advance(self, recorder: Recorder | None) -> bool:
         """Record the new events of rank 0, and return whether all ranks have exited."""
         finished = self._all_finished()  # first: a rank sends its events before it exits
@@ -166,16 +183,19 @@ class Gang:
         self._finished.add(rank)
 
 
-def meet(specs_at: Callable[[Address], list[RankSpec]], hang_timeout_s: float | None) -> tuple[Gang, KeyValue]:
+def meet(
+    specs_at: Callable[[Address], list[RankSpec]], hang_timeout_s: float | None, lease: Lease | None = None
+) -> tuple[Gang, KeyValue]:
     """Start ranks and return them with the store that they share, which serves as long as there is a reference to it.
 
     Args:
         specs_at: Returns the ranks that connect to an address.
         hang_timeout_s: The longest time without a report; None for unlimited.
+        lease: The machines of the ranks; None for this one.
 
     """
-    rendezvous = Rendezvous()
-    gang = Gang(specs_at(rendezvous.address), hang_timeout_s)
+    rendezvous = Rendezvous() if lease is None else Rendezvous(lease.host)
+    gang = Gang(specs_at(rendezvous.address), hang_timeout_s, () if lease is None else lease.machines)
     try:
         return gang, rendezvous.serve()  # imports torch while the ranks do so
     finally:

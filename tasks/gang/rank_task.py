@@ -1,14 +1,11 @@
 """The Prefect task of one rank: supervises its process, logs its output, and ends as the process does."""
 
 import math
-import os
 import pickle
-import signal
-import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
-import cloudpickle
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
@@ -16,30 +13,49 @@ from prefect.states import Cancelled, Failed
 from prefect_torch.ckpt.reporting.key_value import KeyValue
 from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import CONSEQUENCES, hint_at_death, of_returncode
-from prefect_torch.tasks.rank.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.failures import CONSEQUENCES
 from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, connect, heartbeat_key
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
-from .flight_recorder import FlightRecorder
-from .process import ProcessExit, RankProcess
+from .local_rank import LocalRank
 from .watch import HEARTBEAT_S
 
-# Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.
-_RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
 _POLL_S = 0.1
-_SECRETS_OF_PREFECT = {
-    "PREFECT_API_AUTH_STRING",
-    "PREFECT_API_DATABASE_CONNECTION_URL",
-    "PREFECT_API_DATABASE_PASSWORD",
-    "PREFECT_API_KEY",
-    "PREFECT_SERVER_API_AUTH_STRING",
-    "PREFECT_SERVER_DATABASE_CONNECTION_URL",
-    "PREFECT_SERVER_DATABASE_PASSWORD",
-}
 _STOP_GRACE_S = 3.0
 _STACK_TRACES_S = 1.0  # enough to print them
 _RECORD_S = 5.0  # NCCL's thread looks at its pipe every second
+
+
+class StartedRank(Protocol):
+    """A rank that runs, on this machine or another."""
+
+    def lines(self, poll_s: float) -> Iterator[list[str]]:
+        """Yield the lines written since the last yield, at least every `poll_s`, until the process exits or is lost."""
+        ...
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process; no effect once it has exited."""
+        ...
+
+    def write_stack_traces(self) -> bool:
+        """Have the process print its stack traces, and return whether NCCL writes a record as well, which takes seconds."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the process and all its descendants (SIGKILL); no effect once they have exited."""
+        ...
+
+    def finish(self) -> RankResult:
+        """Kill what is left of the process, and return how it ended."""
+        ...
+
+
+class Machine(Protocol):
+    """A machine on which ranks are started."""
+
+    def start(self, spec: RankSpec) -> StartedRank:
+        """Start a rank."""
+        ...
 
 
 @task(
@@ -51,45 +67,35 @@ _RECORD_S = 5.0  # NCCL's thread looks at its pipe every second
     retries=1,
     retry_condition_fn=lambda *_: False,
 )
-def train_rank(spec: RankSpec) -> Any:
+def train_rank(spec: RankSpec, machine: Machine | None = None) -> Any:
     """Run one rank to its end and return what its function returned (rank 0; None on the others).
 
     The process's output becomes this task run's log, line by line. The process cannot outlive this one. When the attempt
     is over because another rank failed, the process is killed and this task run is cancelled.
+
+    Args:
+        spec: The rank.
+        machine: Its machine; None for this one.
 
     Raises:
         RankFailedError: With the rank's traceback, exit code or signal; the failed state has the same message. If another rank
             caused the failure, the state is Cancelled.
 
     """
-    command = [sys.executable, "-u", "-c", _RUN, "prefect_torch.tasks.rank.main"]
-    oom_kills = count_oom_kills()
-    recorder = FlightRecorder(spec.rank) if spec.records_collectives else None
-    environment = {**_environment(spec), **({} if recorder is None else recorder.environment)}
-    process = RankProcess(command, environment, cloudpickle.dumps(spec), spec.gpu_locks[spec.local_rank : spec.local_rank + 1])
+    rank = LocalRank(spec) if machine is None else machine.start(spec)
     try:
         key_value = connect(spec.rendezvous)
-        stopped = _supervise(process, key_value, spec.rank, recorder)
+        stopped = _supervise(rank, key_value, spec.rank)
     finally:
-        process.kill()
-        process_exit = process.reap()
-        if recorder is not None and (record := recorder.close()) is not None:
-            get_run_logger().warning("the rank's last collectives are in %s: read that of all ranks with torchfrtrace", record)
+        rank.kill()
+        result = rank.finish()
     if stopped is not None:
         return Cancelled(message=stopped)
-    result = rank_result(process_exit, oom_kills, count_oom_kills())
     if result.kind is not None:
         # The rank may have announced it; if its process died, it has not.
         announce_exit(key_value, RankExit(spec.rank, None, "died", result.error))
         return _failed(spec, result)
     return None if result.return_value is None else _load_value(result.return_value)
-
-
-def _environment(spec: RankSpec) -> dict[str, str]:
-    """Return this process's environment without the secrets of Prefect's API; only a storage from a block may need them."""
-    comes_from_block = spec.storage.credential_source is not None
-    kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in _SECRETS_OF_PREFECT}
-    return {**kept, **spec.environment()}
 
 
 def _load_value(pickled: bytes) -> Any:
@@ -100,12 +106,12 @@ def _load_value(pickled: bytes) -> Any:
         return None
 
 
-def _supervise(process: RankProcess, key_value: KeyValue, rank: int, recorder: FlightRecorder | None) -> str | None:
+def _supervise(started: StartedRank, key_value: KeyValue, rank: int) -> str | None:
     """Log lines until the process has exited; return why it was stopped, or None if it exited by itself."""
     logger = get_run_logger()
     reason: str | None = None
     heartbeat_at_s, terminate_at_s, kill_at_s = 0.0, math.inf, math.inf
-    for lines in process.lines(_POLL_S):
+    for lines in started.lines(_POLL_S):
         for line in lines:
             logger.info("%s", line)
         now_s = time.monotonic()
@@ -116,42 +122,13 @@ def _supervise(process: RankProcess, key_value: KeyValue, rank: int, recorder: F
             reason = key_value.get([STOP_KEY], 0.0)[0].decode()
             terminate_at_s = now_s
             if key_value.check(STACK_TRACES_KEY):
-                process.write_stack_traces()
-                is_recording = recorder is not None and recorder.request()
-                terminate_at_s += _RECORD_S if is_recording else _STACK_TRACES_S
+                terminate_at_s += _RECORD_S if started.write_stack_traces() else _STACK_TRACES_S
         if now_s >= terminate_at_s:
-            process.terminate()
+            started.terminate()
             terminate_at_s, kill_at_s = math.inf, now_s + _STOP_GRACE_S
         if now_s >= kill_at_s:
-            process.kill()
+            started.kill()
     return reason
-
-
-def rank_result(process_exit: ProcessExit, oom_kills_before: int | None, oom_kills: int | None) -> RankResult:
-    """Return the result that a rank left, or one made from the exit status of its process.
-
-    Args:
-        process_exit: How the process exited.
-        oom_kills_before: How many processes the kernel had killed for lack of memory when it started; None if unknown.
-        oom_kills: How many it has killed by now; None if unknown.
-
-    """
-    if process_exit.message:
-        result: RankResult = pickle.loads(process_exit.message)  # noqa: S301 - from our own process
-        return result
-    oom_killed = None if oom_kills is None else oom_kills > (oom_kills_before or 0)
-    kind = of_returncode(process_exit.returncode, oom_killed=bool(oom_killed))
-    hint = hint_at_death(process_exit.returncode, oom_killed=oom_killed)
-    return RankResult(kind=kind, error=f"{_death(process_exit.returncode)}{hint}")
-
-
-def _death(returncode: int | None) -> str:
-    if returncode is None:
-        return "its process and the guard of it were killed"
-    if returncode < 0:
-        name = signal.Signals(-returncode).name if -returncode in set(signal.Signals) else f"signal {-returncode}"
-        return f"its process was killed by {name} ({-returncode})"
-    return f"its process exited with code {returncode} before the training function returned"
 
 
 def _failed(spec: RankSpec, result: RankResult) -> State[Any]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.runs.layout import check_run_name
+from prefect_torch.tasks.gang.engines.choice import ClusterChoice
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -16,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from .ranks import Ranks
 from .run_form import show_what_may_be_empty
 from .storage import StorageChoice
 
@@ -37,7 +39,12 @@ class _Config(BaseModel):
 class ScalingConfig(_Config):
     """How many ranks train, and on which devices."""
 
-    num_workers: int = Field(default=1, ge=1, title="Ranks", description="How many processes train together.")
+    num_workers: Ranks = Field(
+        default=1,
+        title="Ranks",
+        description="How many processes train together; a list of two numbers for at least as many and at most as many, by "
+        "what there is room for when an attempt begins.",
+    )
     use_gpu: bool = Field(default=False, title="GPUs", description="Give each rank a GPU of its own.")
     backend: Backend | None = Field(
         default=None,
@@ -58,6 +65,19 @@ class ScalingConfig(_Config):
         description="How long to wait while other trainings use the GPUs of the machine. 0: fail immediately. Without limit "
         "when empty.",
     )
+    cluster: ClusterChoice | None = Field(
+        default=None, title="Cluster", description="Other machines for the ranks. The flow's machine when empty."
+    )
+
+    @property
+    def fewest_workers(self) -> int:
+        """With how many ranks an attempt can start."""
+        return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def most_workers(self) -> int:
+        """How many ranks an attempt has if there is room."""
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
 
 class RunConfig(_Config):

@@ -36,3 +36,7 @@ class RankFailedError(RuntimeError):
 
 class RestartsUsedUpError(RuntimeError):
     """A flow run was started again, and a budget of its `FailureConfig` was used up before."""
+
+
+class NotEnoughMachinesError(RuntimeError):
+    """A cluster has room for fewer ranks than an attempt needs; another attempt may find more."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from traceback import walk_tb
+from typing import TypeGuard
 
 from prefect_torch.ckpt import (
     CheckpointError,
@@ -26,7 +27,7 @@ from prefect_torch.ckpt import (
 from prefect_torch.ckpt.errors import ReportWithdrawnError
 from prefect_torch.ckpt.runs.attempts import FailureKind
 
-from .errors import RankFailedError, RankFailureKind
+from .errors import NotEnoughMachinesError, RankFailedError, RankFailureKind
 
 # From the most probable cause to the surest consequence of another failure, each with the budget that it counts against.
 _BUDGETS: dict[RankFailureKind, FailureKind] = {
@@ -75,6 +76,11 @@ _OF_PREFECT = "httpx.HTTPError"
 # Gloo throws a plain RuntimeError whose text begins with the location in its source. It may be raised anywhere: in a
 # collective, in work.wait() of the user, in the backward pass of DDP.
 _THROWN_BY_GLOO = re.compile(r"\[\S*\bgloo/\S+\.(?:cc|h):\d+\] ")
+
+
+def is_kind(name: object) -> TypeGuard[RankFailureKind]:
+    """Return whether `name` is a kind of failure."""
+    return name in _BUDGETS
 
 
 def of_exception(
@@ -137,7 +143,7 @@ def counts_against(error: BaseException) -> FailureKind:
     failed = error if isinstance(error, RankFailedError) else error.__cause__
     if isinstance(failed, RankFailedError):
         return _BUDGETS[failed.kind]
-    if isinstance(error, StorageError) or _OF_PREFECT in _type_names(error):
+    if isinstance(error, (StorageError, NotEnoughMachinesError)) or _OF_PREFECT in _type_names(error):
         return "infrastructure"
     if _is_full(error):
         return "user"

@@ -25,8 +25,11 @@ from .device import is_memory_held_by_others, take_device
 from .errors import RankFailureKind
 from .failures import of_exception
 from .function import TrainFunction, takes_config, unpack_function
+from .group_store import GroupStore
 from .guard import STACK_TRACES_SIGNAL
+from .machine_paths import enter_paths
 from .oom_kills import count_oom_kills
+from .plain_result import encode_result
 from .rendezvous import TERMINATION_KEY, TcpKeyValue, connect
 from .spec import RankResult, RankSpec
 from .tracebacks import user_traceback
@@ -47,7 +50,7 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     with os.fdopen(result_fd, "wb") as pipe:
-        pickle.dump(result, pipe)
+        pipe.write(pickle.dumps(result) if spec.master_host is None else encode_result(result))
     # Not sys.exit: a failed collective or a thread of the user that hangs must not keep the process alive.
     os._exit(0 if result.kind is None else 1)
 
@@ -57,6 +60,10 @@ def _run(spec: RankSpec) -> RankResult:
     try:
         # Before the function's module is imported, which may make a tensor on "cuda": that is the current device.
         device = take_device(spec.local_rank) if spec.use_gpu else None
+    except Exception as exc:  # noqa: BLE001 - returned as the result
+        return _failure(exc, of_exception(exc, in_function=False))
+    try:
+        group_store = GroupStore.open(spec)  # before the function's module is imported, which may read MASTER_PORT
     except Exception as exc:  # noqa: BLE001 - returned as the result
         return _failure(exc, of_exception(exc, in_function=False))
     try:
@@ -71,10 +78,12 @@ def _run(spec: RankSpec) -> RankResult:
         except (RuntimeError, ValueError) as exc:
             return _failure(exc, "final")
         session = _session(spec, store, key_value)
-        _join_process_group(spec, backend, device, key_value)
+        _join_process_group(spec, backend, device, key_value if group_store is None else group_store.key_value)
         result = _train(function, config, session, spec)
         if result.kind is None:  # a group that lost a rank may wait for it without limit
             _leave_process_group()
+            if group_store is not None:
+                group_store.close(spec, key_value)
     except Exception as exc:  # noqa: BLE001 - returned as the result
         return _failure(exc, of_exception(exc, in_function=False))
     return result
@@ -89,8 +98,7 @@ def _prepare(spec: RankSpec) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cpus() // spec.local_world_size)))
     if not spec.use_gpu:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator treats each rank as a separate training
-    os.chdir(spec.function.cwd)
-    sys.path[:] = spec.function.sys_path
+    enter_paths(spec.function, is_elsewhere=spec.master_host is not None)
 
 
 def _open_run(spec: RankSpec) -> CheckpointStore:

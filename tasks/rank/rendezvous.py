@@ -42,8 +42,13 @@ class Rendezvous:
         self._socket = socket.create_server((host, 0), family=family, backlog=4096)
         self.address = Address(host, self._socket.getsockname()[1])
 
-    def serve(self) -> "TcpKeyValue":
-        """Start to answer; the server lives as long as the returned object."""
+    def serve(self, timeout_s: float | None = None) -> "TcpKeyValue":
+        """Start to answer; the server lives as long as the returned object.
+
+        Args:
+            timeout_s: As for `connect`.
+
+        """
         store = _tcp_store(
             self.address.host,
             self.address.port,
@@ -51,6 +56,7 @@ class Rendezvous:
             wait_for_workers=False,
             master_listen_fd=self._socket.detach(),
         )
+        store.set_timeout(_WAIT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s))
         return TcpKeyValue(store)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """What the process of a rank is given and what it returns; plain data that pickles."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt import StorageSpec
@@ -37,6 +37,9 @@ class RankSpec:
         reports: The settings of reports.
         flush_s: How long a rank that fails waits for its background commit.
         evaluates: Whether it evaluates a checkpoint instead of training.
+        num_nodes: The number of machines.
+        master_host: The address of rank 0's machine, where rank 0 serves the store of the process groups; None on one machine,
+            where that is the rendezvous.
 
     """
 
@@ -60,6 +63,8 @@ class RankSpec:
     reports: ReportSettings = field(default_factory=ReportSettings)
     flush_s: float = 0.0
     evaluates: bool = False
+    num_nodes: int = 1
+    master_host: str | None = None
 
     @property
     def group(self) -> str:
@@ -77,9 +82,11 @@ class RankSpec:
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "GROUP_RANK": str(self.node_rank),
-            "MASTER_ADDR": self.rendezvous.host,
-            "MASTER_PORT": str(self.rendezvous.port),
-            # The flow's process serves the store, so rank 0 must not try to (torch.distributed.rendezvous).
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "NODE_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_host or self.rendezvous.host,
+            "MASTER_PORT": str(self.rendezvous.port),  # of rank 0's own store: once that listens
+            # The store is served already, so rank 0 must not try to (torch.distributed.rendezvous).
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
@@ -104,6 +111,24 @@ class RankResult:
     exception: bytes | None = None
 
 
-def on_one_machine(first: RankSpec) -> list[RankSpec]:
-    """Return all ranks of the group whose rank 0 is `first`, on its machine."""
-    return [replace(first, rank=rank, local_rank=rank) for rank in range(first.world_size)]
+def on_machines(first: RankSpec, num_ranks: Sequence[int]) -> list[RankSpec]:
+    """Return all ranks of the group whose rank 0 is `first`; neighbours share a machine.
+
+    Args:
+        first: The first rank; the numbers that depend on the machines are set here.
+        num_ranks: How many ranks each machine has.
+
+    """
+    places = [(node, local) for node, count in enumerate(num_ranks) for local in range(count)]
+    return [
+        replace(
+            first,
+            rank=rank,
+            local_rank=local,
+            node_rank=node,
+            world_size=len(places),
+            local_world_size=num_ranks[node],
+            num_nodes=len(num_ranks),
+        )
+        for rank, (node, local) in enumerate(places)
+    ]

@@ -46,7 +46,7 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
         return claim_attempt(
             store,
             owner,
-            world_size=job.scaling.num_workers,
+            world_size=job.scaling.most_workers,
             lineage=_lineage(previous, job, owner.flow_run_id),
             settings=asdict(job.policy),
         )

@@ -1,6 +1,7 @@
 """The Prefect task that leads one attempt of a training; Prefect's own retries start the next one."""
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,19 +10,20 @@ from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.reporting.session import ReportSettings
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, record_world_size, write_outcome
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.records import check_depth
 from prefect_torch.tasks.gang.gang import meet
 from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.rendezvous import Address
-from prefect_torch.tasks.rank.spec import RankSpec, on_one_machine
+from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.run_logs import library_logs_in_run
 
 from .job import TrainJob
@@ -36,7 +38,12 @@ _MAX_RETURN_BYTES = 1 << 20
 
 @task(name="train_workers", task_run_name="train-{job.run}", cache_policy=NO_CACHE, persist_result=False)
 def train_workers(
-    job: TrainJob, observers: Observers, termination: Termination, restarts: Restarts, seat: GpuSeat | None = None
+    job: TrainJob,
+    observers: Observers,
+    termination: Termination,
+    restarts: Restarts,
+    seat: GpuSeat | None = None,
+    machines: Machines | None = None,
 ) -> Any:
     """Run one attempt of all ranks to its end and return rank 0's return value.
 
@@ -48,7 +55,8 @@ def train_workers(
         observers: They are notified of every event of the attempt.
         termination: Whether the flow run is being terminated.
         restarts: The failures of this flow run before.
-        seat: The GPUs of the ranks, which stay taken between the attempts of a flow run; None if they have none.
+        seat: The GPUs of the ranks, which stay taken between the attempts of a flow run; None if they have none here.
+        machines: The machines of the ranks, lent for each attempt; None for this one.
 
     Raises:
         Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
@@ -57,16 +65,23 @@ def train_workers(
         GpusBusyError: If others use the GPUs that the ranks need, longer than the job waits for them.
 
     """
-    return termination.outlast(_Leader(job, observers, termination, restarts, seat or GpuSeat(0, None, job.run)).lead)
+    return termination.outlast(_Leader(job, observers, termination, restarts, seat or GpuSeat(0, None, job.run), machines).lead)
 
 
 class _Leader:
     """Leads one attempt, in a thread that no signal interrupts."""
 
     def __init__(
-        self, job: TrainJob, observers: Observers, termination: Termination, restarts: Restarts, seat: GpuSeat
+        self,
+        job: TrainJob,
+        observers: Observers,
+        termination: Termination,
+        restarts: Restarts,
+        seat: GpuSeat,
+        machines: Machines | None,
     ) -> None:
         self._job = job
+        self._machines = machines
         self._seat = seat
         self._restarts = restarts
         self._observers = observers
@@ -79,15 +94,9 @@ class _Leader:
         claimed = claim(self._store, self._job, self._restarts)
         try:
             self._seat.take(self._termination.raise_if_requested)
-            with library_logs_in_run():
-                start = choose_start(self._store, self._job, claimed, self._observers)
-            self._observers.notify(AttemptStarted(claimed, start.path))
-            try:
-                # Without it, Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
-                with transaction(commit_mode=CommitMode.EAGER):
-                    value = self._run_ranks(claimed.number, start)
-            finally:
-                start.node_copy.release()
+            with self._lend() as lease:
+                claimed = claimed if lease is None else record_world_size(self._store, claimed, sum(lease.num_ranks))
+                value = self._train(claimed, lease)
         except Exception as exc:
             if self._termination.is_requested:
                 self._record_termination(claimed)
@@ -102,13 +111,27 @@ class _Leader:
         self._record(Outcome(claimed.number, "completed", claimed.owner.flow_run_id, return_value=_as_json(value)))
         return value
 
-    def _run_ranks(self, attempt: int, start: Start) -> Any:
+    def _lend(self) -> AbstractContextManager[Lease | None]:
+        return nullcontext() if self._machines is None else self._machines.lend(self._termination.raise_if_requested)
+
+    def _train(self, claimed: Attempt, lease: Lease | None) -> Any:
+        with library_logs_in_run():
+            start = choose_start(self._store, self._job, claimed, self._observers)
+        self._observers.notify(AttemptStarted(claimed, start.path))
+        try:
+            # Without it, Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
+            with transaction(commit_mode=CommitMode.EAGER):
+                return self._run_ranks(claimed.number, start, lease)
+        finally:
+            start.node_copy.release()
+
+    def _run_ranks(self, attempt: int, start: Start, lease: Lease | None) -> Any:
         job, termination, restored = self._job, self._termination, start.restored
         recorder = self._recorder = RunRecorder(self._store, job, attempt, start.own, self._observers)
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         termination.raise_if_requested()
-        specs_at = partial(_specs, job, attempt, restored, self._seat)
-        gang, key_value = meet(specs_at, job.failure.hang_timeout_s)
+        specs_at = partial(_specs, job, attempt, restored, self._seat, lease)
+        gang, key_value = meet(specs_at, job.failure.hang_timeout_s, lease)
         try:
             return gang.run(key_value, recorder, termination)
         finally:
@@ -157,12 +180,14 @@ def _failure(claimed: Attempt, error: Exception) -> Outcome:
     return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)
 
 
-def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, seat: GpuSeat, rendezvous: Address) -> list[RankSpec]:
+def _specs(
+    job: TrainJob, attempt: int, restored: CheckpointRef | None, seat: GpuSeat, lease: Lease | None, rendezvous: Address
+) -> list[RankSpec]:
     scaling, checkpoint = job.scaling, job.checkpoint
-    return on_one_machine(
+    return on_machines(
         RankSpec(
-            world_size=scaling.num_workers,
-            local_world_size=scaling.num_workers,
+            world_size=scaling.most_workers,
+            local_world_size=scaling.most_workers,
             rendezvous=rendezvous,
             storage=job.storage,
             run=job.run,
@@ -177,7 +202,9 @@ def _specs(job: TrainJob, attempt: int, restored: CheckpointRef | None, seat: Gp
             records_collectives=scaling.use_gpu and job.failure.hang_timeout_s is not None,
             reports=ReportSettings(checkpoint.max_in_flight, checkpoint.target_overhead, checkpoint.checkpoint_score_attribute),
             flush_s=_FLUSH_S,
-        )
+            master_host=None if lease is None else lease.machines[0].address,
+        ),
+        (scaling.most_workers,) if lease is None else lease.num_ranks,
     )
 
 

@@ -1,0 +1,109 @@
+"""What a cluster is to a training: something that starts node agents on its machines, and lets the machines go again."""
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The ranks of one attempt that need machines.
+
+    Attributes:
+        fewest: With how many ranks the attempt can start.
+        most: How many ranks it has if there is room.
+        use_gpu: Whether each rank needs a GPU.
+        avoid: The names of machines that were lost some minutes ago, which must not be lent.
+
+    """
+
+    fewest: int
+    most: int
+    use_gpu: bool
+    avoid: frozenset[str]
+
+
+class Agents(Protocol):
+    """The leader's side of the agents that a cluster starts: what to run, and what is to be expected.
+
+    Attributes:
+        address: "HOST:PORT", where the leader waits for the agents.
+        key: The secret that agents need, of this attempt alone: for their stdin, or for the variable
+            PREFECT_TORCH_AGENT_KEY; never for a command line, which every user of a machine can read.
+
+    """
+
+    address: str
+    key: str
+
+    def arguments(self, name: str | None = None, slots: int | None = None) -> list[str]:
+        """Return the arguments of the agent's command, to come after "prefect-torch agent" or "python -m …".
+
+        Args:
+            name: The machine's name in messages, and in `Wanted.avoid`; its host name if None.
+            slots: How many ranks it has room for; None for as many as it has GPUs, or one without.
+
+        """
+        ...
+
+    def run(self, command: str, names: list[str]) -> None:
+        """Run a shell command on this machine that brings one agent for each of `names`; its stdin is the key.
+
+        It is killed, with all its descendants, when the machines are released or this process is gone. If it exits before its
+        agents have come, its last lines say why they do not come.
+        """
+        ...
+
+    def expect(self, name: str) -> None:
+        """Expect an agent that the cluster has started in another way."""
+        ...
+
+    def fail(self, name: str, reason: str) -> None:
+        """Expect no agent on the machine `name` any longer, for this reason."""
+        ...
+
+
+class Cluster(BaseModel, ABC):
+    """Machines that a cluster lends to a training, each with one node agent that starts its ranks.
+
+    Each kind of cluster has a field `kind`, by which JSON names it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    # Variables of the process that starts an agent which ranks must not inherit, such as Ray's OMP_NUM_THREADS=1.
+    not_for_ranks: ClassVar[tuple[str, ...]] = ()
+
+    wait_s: float = Field(
+        default=60.0,
+        ge=0,
+        le=1e9,
+        title="Wait (seconds)",
+        description="How long to wait for machines, once it is known that there is room for too few ranks.",
+    )
+    leader_address: str | None = Field(
+        default=None,
+        title="Leader's address",
+        description="The host name or address of the flow's machine by which the others reach it. That of its default route "
+        "when empty.",
+    )
+    leader_port: int = Field(
+        default=0, ge=0, le=65535, title="Leader's port", description="The port for node agents. A free one when 0."
+    )
+    environment: dict[str, str] = Field(
+        default={}, title="Environment", description="Variables of the ranks, in addition to those of their machine."
+    )
+
+    @abstractmethod
+    def lend(self, wanted: Wanted, agents: Agents) -> AbstractContextManager[None]:
+        """Start one agent on each of several machines, and release the machines at the end of the context.
+
+        Called for each attempt. More agents than are needed may be started: the first that come and have room for
+        `wanted.most` ranks are used, and the others end.
+
+        Raises:
+            NotEnoughMachinesError: If it is already known that there is room for fewer than `wanted.fewest` ranks.
+
+        """

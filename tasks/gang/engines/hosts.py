@@ -1,0 +1,53 @@
+"""Machines that a command reaches, such as `ssh {host}`."""
+
+import math
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .cluster import Agents, Cluster, Wanted
+
+
+class Hosts(Cluster):
+    """Machines by name, on each of which a command starts a program."""
+
+    kind: Literal["hosts"] = "hosts"
+    hosts: list[str] = Field(min_length=1, title="Hosts", description="The names of the machines.")
+    command: str = Field(
+        default="ssh {host}",
+        title="Command",
+        description="The command that runs a program on a machine: the program is appended, or takes the place of {agent}.",
+    )
+    ranks_per_host: int | None = Field(
+        default=None,
+        ge=1,
+        title="Ranks per host",
+        description="For how many ranks a machine has room. When empty, as many as it has GPUs; without GPUs, so many that "
+        "all ranks are spread evenly over all hosts.",
+    )
+    python: str = Field(
+        default=sys.executable, title="Python", description="The interpreter on the machines. The flow's own path by default."
+    )
+
+    def __init__(self, hosts: list[str] | None = None, /, **fields: Any) -> None:
+        super().__init__(**(fields if hosts is None else {"hosts": hosts, **fields}))
+
+    @contextmanager
+    def lend(self, wanted: Wanted, agents: Agents) -> Iterator[None]:
+        """Run the command for every host that is not to be avoided."""
+        slots = self.ranks_per_host
+        if slots is None and not wanted.use_gpu:
+            slots = math.ceil(wanted.most / len(self.hosts))
+        for host in self.hosts:
+            if host not in wanted.avoid:
+                program = [self.python, "-m", "prefect_torch.tasks.gang.machine.agent", *agents.arguments(host, slots)]
+                agents.run(self._command(host, shlex.join(program)), [host])
+        yield
+
+    def _command(self, host: str, program: str) -> str:
+        template = self.command if "{agent}" in self.command else f"{self.command} {{agent}}"
+        return template.replace("{host}", shlex.quote(host)).replace("{agent}", program)

@@ -1,0 +1,89 @@
+"""A rank on this machine: its process, the record of its collectives, and what it leaves."""
+
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+
+import cloudpickle
+from prefect import get_run_logger
+from prefect_torch.tasks.rank.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.spec import RankResult, RankSpec
+
+from .flight_recorder import FlightRecorder
+from .process import ProcessExit, RankProcess
+from .rank_exit import result_of_exit
+
+# Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.
+RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
+_SECRETS_OF_PREFECT = {
+    "PREFECT_API_AUTH_STRING",
+    "PREFECT_API_DATABASE_CONNECTION_URL",
+    "PREFECT_API_DATABASE_PASSWORD",
+    "PREFECT_API_KEY",
+    "PREFECT_SERVER_API_AUTH_STRING",
+    "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+    "PREFECT_SERVER_DATABASE_PASSWORD",
+}
+
+
+class LocalRank:
+    """A rank as a child of this process."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._oom_kills = count_oom_kills()
+        self._recorder = FlightRecorder(spec.rank) if spec.records_collectives else None
+        environment = {**_environment(spec), **({} if self._recorder is None else self._recorder.environment)}
+        self._process = RankProcess(
+            [sys.executable, "-u", "-c", RUN, "prefect_torch.tasks.rank.main"],
+            environment,
+            cloudpickle.dumps(spec),
+            spec.gpu_locks[spec.local_rank : spec.local_rank + 1],
+        )
+
+    def lines(self, poll_s: float) -> Iterator[list[str]]:
+        """Yield the lines written since the last yield, at least every `poll_s`, until the process exits."""
+        return self._process.lines(poll_s)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process."""
+        self._process.terminate()
+
+    def write_stack_traces(self) -> bool:
+        """Have the process print its stack traces, and return whether NCCL writes a record as well, which takes seconds."""
+        self._process.write_stack_traces()
+        return self._recorder is not None and self._recorder.request()
+
+    def kill(self) -> None:
+        """Kill the process and all its descendants (SIGKILL)."""
+        self._process.kill()
+
+    def finish(self) -> RankResult:
+        """Kill what is left of the process, and return how it ended."""
+        process_exit = self._process.reap()
+        if self._recorder is not None and (record := self._recorder.close()) is not None:
+            get_run_logger().warning("the rank's last collectives are in %s: read that of all ranks with torchfrtrace", record)
+        return rank_result(process_exit, self._oom_kills, count_oom_kills())
+
+
+def rank_result(process_exit: ProcessExit, oom_kills_before: int | None, oom_kills: int | None) -> RankResult:
+    """Return the result that a rank left, or one made from the exit status of its process.
+
+    Args:
+        process_exit: How the process exited.
+        oom_kills_before: How many processes the kernel had killed for lack of memory when it started; None if unknown.
+        oom_kills: How many it has killed by now; None if unknown.
+
+    """
+    if process_exit.message:
+        result: RankResult = pickle.loads(process_exit.message)  # noqa: S301 - from our own process
+        return result
+    oom_killed = None if oom_kills is None else oom_kills > (oom_kills_before or 0)
+    return result_of_exit(process_exit.returncode, oom_killed=oom_killed)
+
+
+def _environment(spec: RankSpec) -> dict[str, str]:
+    """Return this process's environment without the secrets of Prefect's API; only a storage from a block may need them."""
+    comes_from_block = spec.storage.credential_source is not None
+    kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in _SECRETS_OF_PREFECT}
+    return {**kept, **spec.environment()}

@@ -1,0 +1,181 @@
+"""The node agent: starts the ranks of one machine, under a guard each, as the leader of a training orders over one connection.
+
+    python -m prefect_torch.tasks.gang.machine.agent HOST:PORT [--name NAME] [--slots N]
+
+The key is in PREFECT_TORCH_AGENT_KEY, or is the first line of stdin. The agent imports neither torch nor prefect, and unpickles
+nothing. It ends, and its ranks with it, when the leader says so, closes the connection, or is silent for 30 seconds. On SIGTERM
+it tells the leader, who lets the ranks of the attempt checkpoint.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
+from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.rank.oom_kills import count_oom_kills
+
+from .interface import interface_of
+from .link import BEAT_S, Link, LinkError, greet_leader
+from .versions import versions
+
+KEY_VARIABLE = "PREFECT_TORCH_AGENT_KEY"
+_CONNECT_S = 20.0
+_SILENT_S = 30.0
+_POLL_S = 1.0
+_END_S = 10.0
+# Not "-m", which looks in the working directory first.
+_RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve one leader to the end; return 0, or 1 where there is none, or it refuses this machine."""
+    parser = argparse.ArgumentParser(prog="prefect-torch agent", description="Start ranks of a training on this machine.")
+    parser.add_argument("leader", metavar="HOST:PORT", help="where the leader of the training waits")
+    parser.add_argument("--name", default=socket.gethostname(), help="this machine's name in messages")
+    parser.add_argument("--slots", type=int, help="for how many ranks there is room; as many as GPUs, or one, if not given")
+    options = parser.parse_args(arguments)
+    key = os.environ.pop(KEY_VARIABLE, None) or sys.stdin.readline().strip()
+    if not key:
+        print(f"give the key in {KEY_VARIABLE}, or as a line on stdin", file=sys.stderr)  # noqa: T201 - a program
+        return 1
+    try:
+        connection, link = _connect(options.leader, key)
+    except OSError as exc:
+        print(f"no connection to the leader at {options.leader}: {exc}", file=sys.stderr)  # noqa: T201 - a program
+        return 1
+    address = connection.getsockname()[0]
+    agent = Agent(link, address)
+    link.send({"type": "hello", "name": options.name, "slots": options.slots, "address": address, "versions": versions()})
+    return agent.run()
+
+
+def _connect(leader: str, key: str) -> tuple[socket.socket, Link]:
+    host, _, port = leader.rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S)
+    return connection, greet_leader(connection, key, _CONNECT_S, _SILENT_S)
+
+
+class Agent:
+    """Does what the leader orders.
+
+    Args:
+        link: The connection to the leader.
+        address: The address of this machine on which the leader reaches it.
+
+    """
+
+    def __init__(self, link: Link, address: str) -> None:
+        self._link = link
+        self._interface = interface_of(address)
+        self._ranks: dict[int, _Rank] = {}
+        self._terminated = threading.Event()
+        self._has_ended = threading.Event()
+
+    def run(self) -> int:
+        """Return when the leader is gone, and no rank is left."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._terminated.set())
+        if hasattr(signal, "SIGHUP"):
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal; the connection tells when the leader is gone
+        threading.Thread(target=self._beat, daemon=True).start()
+        returncode = 0
+        try:
+            while True:
+                header, body = self._link.receive()
+                if header["type"] == "refused":
+                    print(header["reason"], file=sys.stderr)  # noqa: T201 - a program
+                    returncode = 1
+                elif header["type"] == "start":
+                    self._start(header, body)
+                else:
+                    self._ranks[header["rank"]].obey(header["type"])
+        except LinkError:  # the leader has closed the connection, or is silent
+            pass
+        self._has_ended.set()
+        for rank in self._ranks.values():
+            rank.obey("kill")
+        for rank in self._ranks.values():
+            rank.thread.join(_END_S)
+        return returncode
+
+    def _start(self, header: Mapping[str, Any], spec: bytes) -> None:
+        kept = {name: value for name, value in os.environ.items() if name not in header["not_for_ranks"]}
+        if self._interface is not None:
+            kept = {**dict.fromkeys(_INTERFACES, self._interface), **kept}
+        self._ranks[header["rank"]] = _Rank(self._link, header, {**kept, **header["environment"]}, spec)
+
+    def _beat(self) -> None:
+        """Beat, and close the connection when the leader no longer does."""
+        is_reported = False
+        with suppress(LinkError):
+            while not self._has_ended.is_set():
+                if self._terminated.is_set() and not is_reported:
+                    self._link.send({"type": "terminated"})
+                    is_reported = True
+                self._link.beat()
+                if time.monotonic() - self._link.heard_s > _SILENT_S:
+                    break
+                if is_reported:
+                    self._has_ended.wait(BEAT_S)
+                else:
+                    self._terminated.wait(BEAT_S)
+        self._link.close()
+
+
+class _Rank:
+    """One rank's process, and the thread that passes on its output."""
+
+    def __init__(self, link: Link, header: Mapping[str, Any], environment: dict[str, str], spec: bytes) -> None:
+        self._link = link
+        self._number = header["rank"]
+        self._recorder = FlightRecorder(self._number) if header["records_collectives"] else None
+        self._oom_kills = count_oom_kills()
+        command = [sys.executable, "-u", "-c", _RUN, "prefect_torch.tasks.rank.main"]
+        recorded = {} if self._recorder is None else self._recorder.environment
+        self._process = RankProcess(command, {**environment, **recorded}, spec)
+        self.thread = threading.Thread(target=self._supervise, daemon=True)
+        self.thread.start()
+
+    def obey(self, order: str) -> None:
+        if order == "terminate":
+            self._process.terminate()
+        elif order == "write_stack_traces":
+            self._process.write_stack_traces()
+            if self._recorder is not None:
+                self._recorder.request()
+        elif order == "kill":
+            self._process.kill()
+
+    def _supervise(self) -> None:
+        with suppress(LinkError):  # the leader is gone: the agent ends, and kills the ranks
+            for lines in self._process.lines(_POLL_S):
+                if lines:
+                    self._link.send({"type": "lines", "rank": self._number, "lines": lines})
+        self._process.kill()
+        ended = self._process.reap()
+        record = None if self._recorder is None else self._recorder.close()
+        before, now = self._oom_kills, count_oom_kills()
+        with suppress(LinkError):
+            self._link.send(
+                {
+                    "type": "exit",
+                    "rank": self._number,
+                    "returncode": ended.returncode,
+                    "oom_killed": None if now is None else now > (before or 0),
+                    "record": None if record is None else str(record),
+                },
+                ended.message,
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The agents that a cluster has started for an attempt: those that came, and why others will not."""
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from prefect_torch.tasks.gang.engines.cluster import Cluster, Wanted
+
+from .agent_command import AgentCommand
+from .door import Door
+from .link import Link
+from .machine import Pulse, RemoteMachine
+from .versions import explain_mixture
+
+_START_S = 60.0  # until an agent has come; longer than the slowest start of an interpreter from a cold network disk
+_MORE_S = 10.0  # how long to wait for more machines than are needed
+_END_S = 2.0
+_POLL_S = 0.05
+_ANYWHERE = ("192.0.2.1", 9)  # RFC 5737; connecting a datagram socket sends nothing
+
+
+class Gathering:
+    """The leader's side of one time that a cluster was asked for machines: what `Agents` promises, and who came.
+
+    Args:
+        cluster: The cluster.
+        wanted: The ranks that need machines.
+
+    Attributes:
+        address: "HOST:PORT", where the leader waits for agents.
+        host: Its host alone.
+        key: The secret of the agents.
+
+    """
+
+    def __init__(self, cluster: Cluster, wanted: Wanted) -> None:
+        self.key = secrets.token_hex(32)
+        self._cluster, self._wanted = cluster, wanted
+        self._expected: list[str] = []
+        self._came: dict[str, RemoteMachine] = {}
+        self._failed: dict[str, str] = {}
+        self._commands: list[AgentCommand] = []
+        self._changing = threading.Lock()
+        self._pulse = Pulse()
+        self._door = Door(_address(cluster.leader_address), cluster.leader_port, self.key, self._enter)
+        self.host = self._door.host
+        self.address = f"{f'[{self.host}]' if ':' in self.host else self.host}:{self._door.port}"
+
+    def arguments(self, name: str | None = None, slots: int | None = None) -> list[str]:
+        """Return the arguments of an agent's command."""
+        named = [] if name is None else ["--name", name]
+        return [self.address, *named, *([] if slots is None else ["--slots", str(slots)])]
+
+    def run(self, command: str, names: list[str]) -> None:
+        """Run a shell command that brings one agent for each of `names`."""
+        for name in names:
+            self.expect(name)
+        self._commands.append(AgentCommand(command, self.key, partial(self._fail_all, names)))
+
+    def expect(self, name: str) -> None:
+        """Expect an agent."""
+        self._expected.append(name)
+
+    def fail(self, name: str, reason: str) -> None:
+        """Expect no agent on `name` any longer."""
+        self._failed.setdefault(name, reason)
+
+    def wait(self, raise_if_requested: Callable[[], None]) -> tuple[RemoteMachine, ...]:
+        """Return the machines whose agents came, as expected, once there is room for all ranks, or no more will come."""
+        begun_s, enough_s = time.monotonic(), None
+        while (now_s := time.monotonic()) - begun_s < _START_S:
+            raise_if_requested()
+            room = sum(room_on(machine) for machine in self._alive())
+            if room >= self._wanted.most or all(name in self._came or name in self._failed for name in self._expected):
+                break
+            enough_s = (enough_s or now_s) if room >= self._wanted.fewest else None
+            if enough_s is not None and now_s - enough_s > _MORE_S:
+                break
+            time.sleep(_POLL_S)
+        else:
+            for name in self._expected:
+                self.fail(name, f"its agent did not come within {_START_S:g} s")
+        self._door.close()
+        return self._alive()
+
+    def missing(self) -> list[str]:
+        """Return the machines that did not come, and why."""
+        reasons = {name: machine.lost for name, machine in self._came.items() if machine.lost is not None}
+        reasons.update({name: reason for name, reason in self._failed.items() if name not in self._came})
+        return [f"{name}: {reason}" for name, reason in reasons.items()]
+
+    def release(self) -> None:
+        """Let all machines go."""
+        self._door.close()
+        with self._changing:
+            for machine in self._came.values():
+                machine.release()
+
+    def close(self) -> None:
+        """Return when all commands have ended."""
+        self._pulse.stop()
+        deadline_s = time.monotonic() + _END_S
+        for command in self._commands:
+            command.end(max(0.0, deadline_s - time.monotonic()))
+
+    def _alive(self) -> tuple[RemoteMachine, ...]:
+        order = {name: number for number, name in enumerate(self._expected)}
+        with self._changing:
+            alive = [machine for machine in self._came.values() if machine.lost is None]
+        return tuple(sorted(alive, key=lambda machine: order.get(machine.name, len(order))))
+
+    def _fail_all(self, names: list[str], reason: str) -> None:
+        for name in names:
+            self.fail(name, reason)
+
+    def _enter(self, link: Link, hello: Mapping[str, Any]) -> None:
+        machine = RemoteMachine(link, hello, self._cluster.environment, self._cluster.not_for_ranks)
+        refusal = explain_mixture(hello["versions"])
+        with self._changing:
+            if refusal is not None:
+                self.fail(machine.name, refusal)
+            elif machine.name in self._came:
+                refusal = f"there is an agent called {machine.name} already"
+            else:
+                self._pulse.machines.append(machine)
+                self._came[machine.name] = machine
+        if refusal is not None:
+            machine.refuse(refusal)
+
+
+@contextmanager
+def gather(cluster: Cluster, wanted: Wanted) -> Iterator[Gathering]:
+    """Ask a cluster for machines, and let them go at the end of the context."""
+    gathering = Gathering(cluster, wanted)
+    try:
+        with cluster.lend(wanted, gathering):
+            try:
+                yield gathering
+            finally:
+                gathering.release()
+    finally:
+        gathering.close()
+
+
+def room_on(machine: RemoteMachine) -> int:
+    """Return for how many ranks a machine has room."""
+    return 1 if machine.slots is None else machine.slots
+
+
+def _address(given: str | None) -> str:
+    """Return the address of this machine that `given` names, or that of the default route."""
+    if given is not None:
+        return str(socket.getaddrinfo(given, None, type=socket.SOCK_STREAM)[0][4][0])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as routed:
+        routed.connect(_ANYWHERE)
+        return str(routed.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,122 @@
+"""The machines of a training: lent for each attempt, all that are needed or none; lost ones are avoided for a while."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from prefect import get_run_logger
+from prefect_torch.tasks.gang.engines.cluster import Cluster, Wanted
+from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
+
+from .gathering import gather, room_on
+from .machine import RemoteMachine
+
+_AVOID_S = 300.0
+_AGAIN_S = 5.0  # between two times that a cluster is asked
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The machines of one attempt.
+
+    Attributes:
+        host: The address of the leader that they reach.
+        machines: The machines.
+        num_ranks: How many ranks each of them has.
+
+    """
+
+    host: str
+    machines: tuple[RemoteMachine, ...]
+    num_ranks: tuple[int, ...]
+
+
+class Machines:
+    """The machines that a cluster lends to a training, from one attempt to the next.
+
+    Args:
+        cluster: The cluster.
+        fewest: With how many ranks an attempt can start.
+        most: How many ranks it has if there is room.
+        use_gpu: Whether each rank needs a GPU.
+
+    """
+
+    def __init__(self, cluster: Cluster, fewest: int, most: int, *, use_gpu: bool) -> None:
+        self._cluster = cluster
+        self._fewest, self._most, self._use_gpu = fewest, most, use_gpu
+        self._lost: dict[str, float] = {}
+
+    @contextmanager
+    def lend(self, raise_if_requested: Callable[[], None]) -> Iterator[Lease]:
+        """Lend machines with room for the ranks, which are released at the end of the context.
+
+        Args:
+            raise_if_requested: Called again and again while this waits.
+
+        Raises:
+            NotEnoughMachinesError: If there is room for too few ranks, and still is after the cluster's `wait_s`.
+
+        """
+        with ExitStack() as lent:
+            lease = self._wait_for(lent, raise_if_requested)
+            try:
+                yield lease
+            finally:
+                now_s = time.monotonic()
+                self._lost.update({each.name: now_s for each in lease.machines if each.lost or each.is_terminated})
+
+    def _wait_for(self, lent: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
+        avoid = frozenset(name for name, lost_s in self._lost.items() if time.monotonic() - lost_s < _AVOID_S)
+        deadline_s = time.monotonic() + self._cluster.wait_s
+        while True:
+            wanted = Wanted(self._fewest, self._most, self._use_gpu, avoid)
+            try:
+                with ExitStack() as tried:
+                    lease = self._try(wanted, tried, raise_if_requested)
+                    lent.push(tried.pop_all())
+                    return lease
+            except NotEnoughMachinesError as exc:
+                if not avoid and time.monotonic() >= deadline_s:
+                    raise
+                get_run_logger().warning("%s; the cluster is asked again", exc)
+            if avoid:
+                avoid = frozenset()  # a machine that was lost is better than none
+            else:
+                _sleep(_AGAIN_S, raise_if_requested)
+
+    def _try(self, wanted: Wanted, tried: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
+        gathering = tried.enter_context(gather(self._cluster, wanted))
+        machines = gathering.wait(raise_if_requested)
+        num_ranks = _fill(machines, wanted.most)
+        if sum(num_ranks) < wanted.fewest:
+            raise NotEnoughMachinesError(_shortage(wanted, machines, gathering.missing()))
+        used = sum(number > 0 for number in num_ranks)
+        for machine in machines[used:]:
+            machine.release()
+        return Lease(gathering.host, machines[:used], tuple(num_ranks[:used]))
+
+
+def _fill(machines: Sequence[RemoteMachine], most: int) -> list[int]:
+    """Return how many ranks each machine gets, the first ones as many as they have room for."""
+    num_ranks: list[int] = []
+    for machine in machines:
+        num_ranks.append(min(room_on(machine), most - sum(num_ranks)))
+    return num_ranks
+
+
+def _shortage(wanted: Wanted, machines: Sequence[RemoteMachine], missing: list[str]) -> str:
+    ranks = f"{wanted.fewest} ranks" if wanted.fewest == wanted.most else f"at least {wanted.fewest} ranks"
+    there = [f"{machine.name}: {room_on(machine)}" for machine in machines]
+    avoided = [f"{name}: lost some minutes ago" for name in sorted(wanted.avoid)]
+    room = sum(map(room_on, machines))
+    return f"{ranks} wanted, the cluster has room for {room}: {'; '.join([*there, *missing, *avoided]) or 'no machine'}"
+
+
+def _sleep(seconds: float, raise_if_requested: Callable[[], None]) -> None:
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s:
+        raise_if_requested()
+        time.sleep(_POLL_S)

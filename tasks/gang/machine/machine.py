@@ -1,0 +1,151 @@
+"""A machine of the training, as the leader knows it by the link to its agent."""
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import cloudpickle
+from prefect_torch.tasks.rank.spec import RankSpec
+
+from .link import BEAT_S, Link, LinkError
+from .remote_rank import RemoteRank
+
+SILENT_S = 10.0
+_ASLEEP_S = 2 * BEAT_S
+# What the libraries of storages read.
+_OF_STORAGES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "FSSPEC_")
+
+
+class RemoteMachine:
+    """A machine whose agent has connected; ranks are started on it, and it may be lost at any time.
+
+    Args:
+        link: The link to its agent.
+        hello: What the agent said of it: its name, its address, the ranks for which it has room.
+        environment: Variables of its ranks in addition to its own.
+        not_for_ranks: Variables of the agent that its ranks do not inherit.
+
+    Attributes:
+        name: Its name.
+        address: Its address, by which the leader and the other machines reach it.
+        slots: For how many ranks it has room; None if the agent was not told.
+        lost: Why it is lost; None while it is not.
+        is_terminated: Whether its agent was sent SIGTERM: the machine is going to be taken away.
+
+    """
+
+    def __init__(
+        self, link: Link, hello: Mapping[str, Any], environment: Mapping[str, str], not_for_ranks: Sequence[str]
+    ) -> None:
+        self.name = str(hello["name"])
+        self.address = str(hello["address"])
+        self.slots: int | None = hello["slots"]
+        self.lost: str | None = None
+        self.is_terminated = False
+        self._link = link
+        self._environment = dict(environment)
+        self._not_for_ranks = list(not_for_ranks)
+        self._ranks: dict[int, RemoteRank] = {}
+        self._losing = threading.Lock()
+        threading.Thread(target=self._receive, name=f"machine-{self.name}", daemon=True).start()
+
+    def start(self, spec: RankSpec) -> RemoteRank:
+        """Start a rank; if the machine is lost, the rank is lost as well."""
+        order = partial(self._order, spec.rank)
+        rank = RemoteRank(order, self.name, records_collectives=spec.records_collectives)
+        with self._losing:
+            self._ranks[spec.rank] = rank
+            if self.lost is not None:
+                rank.record({"type": "lost", "reason": self.lost})
+        self._send(
+            {
+                "type": "start",
+                "rank": spec.rank,
+                "environment": {**_carried(spec), **self._environment, **spec.environment()},
+                "not_for_ranks": self._not_for_ranks,
+                "records_collectives": spec.records_collectives,
+            },
+            cloudpickle.dumps(spec),
+        )
+        return rank
+
+    def refuse(self, reason: str) -> None:
+        """Tell the agent why its machine is not used, and close the link."""
+        self._send({"type": "refused", "reason": reason})
+        self.release()
+
+    def release(self) -> None:
+        """Close the link: the agent kills what is left of its ranks, and ends."""
+        self._lose("the attempt is over")
+
+    def look(self, slept_s: float) -> None:
+        """Send a beat, and lose the machine if it has sent none for ten seconds.
+
+        Args:
+            slept_s: For how long of the time since the last call this process was stopped itself.
+
+        """
+        self._link.heard_s += slept_s
+        if time.monotonic() - self._link.heard_s > SILENT_S:
+            self._lose(f"it has sent nothing for {SILENT_S:g} s, so it, or the network to it, is gone")
+        elif self.lost is None:
+            try:
+                self._link.beat()
+            except LinkError as exc:
+                self._lose(str(exc))
+
+    def _order(self, rank: int, order: str) -> None:
+        self._send({"type": order, "rank": rank})
+
+    def _send(self, header: Mapping[str, Any], body: bytes = b"") -> None:
+        with suppress(LinkError):  # the thread that receives sees it, too, and says so to all ranks
+            self._link.send(header, body)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message, body = self._link.receive()
+                if message["type"] == "terminated":
+                    self.is_terminated = True
+                else:
+                    self._ranks[message["rank"]].record(message, body)
+        except LinkError as exc:
+            self._lose(f"its agent is gone: {exc}")
+
+    def _lose(self, reason: str) -> None:
+        with self._losing:
+            if self.lost is None:
+                self.lost = reason
+                for rank in self._ranks.values():
+                    rank.record({"type": "lost", "reason": reason})
+        self._link.close()
+
+
+class Pulse:
+    """Beats for all machines of an attempt, once a second, until it is stopped."""
+
+    def __init__(self) -> None:
+        self.machines: list[RemoteMachine] = []
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="beats", daemon=True).start()
+
+    def stop(self) -> None:
+        """Beat no longer."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        looked_s = time.monotonic()
+        while not self._stopped.wait(BEAT_S):
+            passed_s, looked_s = time.monotonic() - looked_s, time.monotonic()
+            for machine in tuple(self.machines):
+                machine.look(passed_s if passed_s > _ASLEEP_S else 0.0)
+
+
+def _carried(spec: RankSpec) -> dict[str, str]:
+    """Return the variables of this process that the storage needs on another machine."""
+    prefixes = (*_OF_STORAGES, "PREFECT_") if spec.storage.credential_source is not None else _OF_STORAGES
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}

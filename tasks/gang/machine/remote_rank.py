@@ -1,0 +1,79 @@
+"""A rank on another machine, as the task that supervises it sees it."""
+
+import queue
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prefect import get_run_logger
+from prefect_torch.tasks.gang.rank_exit import result_of_exit
+from prefect_torch.tasks.rank.plain_result import decode_result
+from prefect_torch.tasks.rank.spec import RankResult
+
+_WAKE: tuple[Mapping[str, Any], bytes] = ({"type": "wake"}, b"")
+
+
+class RemoteRank:
+    """A rank that an agent has started.
+
+    Args:
+        order: Sends an order to the agent.
+        machine: The name of its machine.
+        records_collectives: Whether NCCL keeps a record of the rank's last collectives.
+
+    """
+
+    def __init__(self, order: Callable[[str], None], machine: str, *, records_collectives: bool) -> None:
+        self._order = order
+        self._machine = machine
+        self._records = records_collectives
+        self._messages: queue.SimpleQueue[tuple[Mapping[str, Any], bytes]] = queue.SimpleQueue()
+        self._exit: Mapping[str, Any] = {}
+        self._result = b""
+
+    def record(self, message: Mapping[str, Any], body: bytes = b"") -> None:
+        """Record what the agent says of this rank, or that its machine is lost; called from the thread of the machine."""
+        self._messages.put((message, body))
+
+    def wake(self) -> None:
+        """Let `lines` yield now."""
+        self._messages.put(_WAKE)
+
+    def lines(self, poll_s: float) -> Iterator[list[str]]:
+        """Yield the lines written since the last yield, at least every `poll_s`, until the process exits or is lost."""
+        while True:
+            try:
+                message, body = self._messages.get(timeout=poll_s)
+            except queue.Empty:
+                yield []
+                continue
+            if message["type"] in {"exit", "lost"}:
+                self._exit, self._result = message, body
+                return
+            yield message.get("lines", [])
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process."""
+        self._order("terminate")
+
+    def write_stack_traces(self) -> bool:
+        """Have the process print its stack traces, and return whether NCCL writes a record as well, which takes seconds."""
+        self._order("write_stack_traces")
+        return self._records
+
+    def kill(self) -> None:
+        """Kill the process and all its descendants (SIGKILL)."""
+        self._order("kill")
+
+    def finish(self) -> RankResult:
+        """Kill what is left of the process, and return how it ended; call it after `lines` is exhausted, or in place of it."""
+        self.kill()
+        for _ in self.lines(1.0) if not self._exit else ():
+            pass
+        if self._exit["type"] == "lost":
+            return RankResult(kind="infrastructure", error=f"its machine {self._machine} is lost: {self._exit['reason']}")
+        if (record := self._exit["record"]) is not None:
+            get_run_logger().warning("the rank's last collectives are in %s on %s: read that of all ranks with torchfrtrace",
+                                     record, self._machine)  # fmt: skip
+        if self._result:
+            return decode_result(self._result)
+        return result_of_exit(self._exit["returncode"], oom_killed=self._exit["oom_killed"])

@@ -1,0 +1,28 @@
+"""What the exit status of a rank's process says, where the rank left no result."""
+
+import signal
+
+from prefect_torch.tasks.rank.failures import hint_at_death, of_returncode
+from prefect_torch.tasks.rank.spec import RankResult
+
+
+def result_of_exit(returncode: int | None, *, oom_killed: bool | None) -> RankResult:
+    """Return the result of a rank whose process exited without one.
+
+    Args:
+        returncode: The exit code, negative for the signal that killed it; None when even its guard was killed.
+        oom_killed: Whether the kernel has killed a process for lack of memory while it ran; None if unknown.
+
+    """
+    kind = of_returncode(returncode, oom_killed=bool(oom_killed))
+    hint = hint_at_death(returncode, oom_killed=oom_killed)
+    return RankResult(kind=kind, error=f"{_death(returncode)}{hint}")
+
+
+def _death(returncode: int | None) -> str:
+    if returncode is None:
+        return "its process and the guard of it were killed"
+    if returncode < 0:
+        name = signal.Signals(-returncode).name if -returncode in set(signal.Signals) else f"signal {-returncode}"
+        return f"its process was killed by {name} ({-returncode})"
+    return f"its process exited with code {returncode} before the training function returned"

@@ -1,0 +1,27 @@
+"""The number of ranks: one number, or the fewest and the most."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, PlainSerializer, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
+
+_TWO = 2
+
+
+def _check(value: Any, check_one: ValidatorFunctionWrapHandler) -> int | tuple[int, int]:
+    if not isinstance(value, (list, tuple)):
+        one: int = check_one(value)
+        return one
+    if len(value) != _TWO:
+        raise PydanticCustomError("ranks", "Input should be one number, or two: the fewest ranks and the most")
+    fewest, most = map(check_one, value)
+    if fewest > most:
+        raise PydanticCustomError("ranks", "The fewest ranks should not be more than the most")
+    return fewest, most
+
+
+if TYPE_CHECKING:
+    Ranks = int | tuple[int, int]
+else:
+    # Not a union, whose errors and forms would name the choices; one number is what most users give.
+    Ranks = Annotated[int, Field(ge=1), WrapValidator(_check), PlainSerializer(lambda value: value)]

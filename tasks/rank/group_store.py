@@ -1,0 +1,56 @@
+"""The store of the process groups of ranks on several machines, which rank 0 serves and holds."""
+
+import os
+import time
+
+from .rendezvous import Address, Rendezvous, TcpKeyValue, connect
+from .spec import RankSpec
+
+_PORT_KEY = "port of the process groups"
+_LEFT_KEY = "left the process group"
+_LATEST_S = 300.0  # until rank 0 has imported torch, on the slowest disk
+_LONGEST_LEAVE_S = 10.0
+_POLL_S = 0.02
+
+
+class GroupStore:
+    """The store of the process groups, of which rank 0 serves one end.
+
+    Not the leader's: it is in the way of no collective, and MASTER_ADDR must be the machine of rank 0.
+
+    Attributes:
+        key_value: This rank's end.
+
+    """
+
+    def __init__(self, key_value: TcpKeyValue) -> None:
+        self.key_value = key_value
+
+    @classmethod
+    def open(cls, spec: RankSpec) -> "GroupStore | None":
+        """Serve the store on rank 0, connect to it on others, and set MASTER_PORT; None where the leader serves it.
+
+        Raises:
+            TimeoutError: If rank 0 does not serve it in time.
+
+        """
+        if spec.master_host is None:
+            return None
+        meeting = connect(spec.rendezvous)
+        if spec.rank == 0:
+            served = Rendezvous(spec.master_host)
+            key_value, port = served.serve(spec.timeout_s), served.address.port
+            meeting.set(_PORT_KEY, str(port).encode())
+        else:
+            port = int(meeting.get([_PORT_KEY], _LATEST_S)[0])
+            key_value = connect(Address(spec.master_host, port), spec.timeout_s)
+        os.environ["MASTER_PORT"] = str(port)
+        return cls(key_value)
+
+    def close(self, spec: RankSpec, meeting: TcpKeyValue) -> None:
+        """Return once no rank needs the store any more; rank 0 waits for the others, for seconds at most."""
+        left = meeting.add(_LEFT_KEY, 1)
+        deadline_s = time.monotonic() + _LONGEST_LEAVE_S
+        while spec.rank == 0 and left < spec.world_size and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+            left = meeting.add(_LEFT_KEY, 0)

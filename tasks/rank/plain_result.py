@@ -1,0 +1,75 @@
+"""The result of a rank on another machine as JSON: what comes over a network is not unpickled."""
+
+import builtins
+import json
+import pickle
+from typing import Any
+
+from prefect_torch.ckpt.runs.metrics import from_json, to_json
+
+from .failures import is_kind
+from .spec import RankResult
+
+
+def encode_result(result: RankResult) -> bytes:
+    """Return `result` as JSON, in the process of the rank.
+
+    A return value that JSON cannot hold is left out, and an exception that is none of Python's own, by arguments that JSON can
+    hold: the error and the traceback are texts in any case.
+    """
+    fields: dict[str, Any] = {"kind": result.kind, "error": result.error, "traceback": result.traceback}
+    if result.return_value is not None:
+        fields["value"] = _as_json(pickle.loads(result.return_value))  # noqa: S301 - pickled by this process
+    if result.exception is not None:
+        fields["exception"] = _describe(pickle.loads(result.exception))  # noqa: S301 - pickled by this process
+    return json.dumps(fields).encode()
+
+
+def decode_result(encoded: bytes) -> RankResult:
+    """Return what `encode_result` was given, as far as JSON can hold it.
+
+    Raises:
+        ValueError: If it is not from there.
+
+    """
+    fields = json.loads(encoded)
+    kind = fields["kind"]
+    if kind is not None and not is_kind(kind):
+        raise ValueError(f"a rank failed in an unknown way: {kind!r}")
+    exception = fields.get("exception")
+    return RankResult(
+        return_value=None if kind is not None else pickle.dumps(from_json(fields.get("value"))),
+        kind=kind,
+        error=str(fields["error"]),
+        traceback=str(fields["traceback"]),
+        exception=None if exception is None else pickle.dumps(_rebuild(exception["type"], exception["arguments"])),
+    )
+
+
+def _as_json(value: Any) -> Any:
+    try:
+        plain = to_json(value)
+        json.dumps(plain)
+    except (TypeError, ValueError, RecursionError):
+        print("the return value is dropped: from another machine, it must be what JSON can hold")  # noqa: T201 - the rank's log
+        return None
+    return plain
+
+
+def _describe(exception: BaseException) -> dict[str, Any] | None:
+    if getattr(builtins, type(exception).__name__, None) is not type(exception):
+        return None
+    try:
+        return {"type": type(exception).__name__, "arguments": json.loads(json.dumps(exception.args))}
+    except (TypeError, ValueError):
+        return None
+
+
+def _rebuild(name: str, arguments: list[Any]) -> Exception | None:
+    kind = getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    try:
+        return kind(*arguments)
+    except TypeError:
+        return None

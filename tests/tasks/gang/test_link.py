@@ -1,0 +1,211 @@
+"""The link between a leader and an agent, between the threads of this process."""
+
+import hashlib
+import hmac
+import socket
+import threading
+import time
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+
+import pytest
+from prefect_torch.tasks.gang.machine import link as links
+from prefect_torch.tasks.gang.machine.door import Door
+from prefect_torch.tasks.gang.machine.interface import interface_of
+from prefect_torch.tasks.gang.machine.link import Link, LinkError, greet_agent, greet_leader
+from prefect_torch.tasks.gang.machine.machine import RemoteMachine
+from prefect_torch.tasks.gang.machine.versions import explain_mixture, versions
+
+
+@pytest.fixture
+def opened():
+    with ExitStack() as stack:
+        yield lambda end: stack.enter_context(closing(end))
+
+
+@pytest.fixture
+def greet(opened):
+    """Return both ends of a link, or the error of each."""
+
+    def make(leader_key="secret", agent_key="secret"):
+        listening = opened(socket.create_server(("127.0.0.1", 0)))
+        ends = {}
+
+        def meet(name, connect, greeting, key):
+            connection = opened(connect())
+            try:
+                ends[name] = opened(greeting(connection, key, 5, 30))
+            except LinkError as exc:
+                connection.close()
+                ends[name] = exc
+
+        serve = partial(socket.create_connection, listening.getsockname())
+        threads = [
+            threading.Thread(target=meet, args=("leader", lambda: listening.accept()[0], greet_agent, leader_key)),
+            threading.Thread(target=meet, args=("agent", serve, greet_leader, agent_key)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return ends["leader"], ends["agent"]
+
+    return make
+
+
+def test_messages_arrive_in_order_with_their_bytes_and_beats_are_not_seen(greet):
+    leader, agent = greet()
+    for number in range(3):
+        leader.send({"number": number}, bytes([number]) * 1_000)
+        leader.beat()
+    assert [agent.receive() for _ in range(3)] == [({"number": number}, bytes([number]) * 1_000) for number in range(3)]
+    agent.send({"answer": "ü"})
+    assert leader.receive() == ({"answer": "ü"}, b"")
+
+
+def test_without_the_key_there_is_no_link_on_either_end(greet):
+    leader, agent = greet(agent_key="guessed")
+    assert isinstance(leader, LinkError)
+    assert isinstance(agent, LinkError)
+
+
+@pytest.mark.parametrize("place", [0, 3, 20, 50, 60])
+def test_a_message_that_is_changed_on_its_way_ends_the_link(opened, place):
+    """Lengths, code, header and body: each byte is under the code."""
+    sender, receiver, attacked, target = map(opened, (*socket.socketpair(), *socket.socketpair()))
+    Link(sender, b"a", b"b").send({"type": "start"}, b"a function")
+    message = bytearray(receiver.recv(1000))
+    message[place] ^= 1
+    attacked.sendall(message)
+    attacked.close()
+    with pytest.raises(LinkError):
+        Link(target, b"b", b"a").receive()
+
+
+def test_a_message_cannot_be_sent_again(opened):
+    sender, receiver = map(opened, socket.socketpair())
+    Link(sender, b"a", b"b").send({"type": "kill"})
+    message = receiver.recv(1000)
+    sender.sendall(message * 2)
+    link = Link(receiver, b"b", b"a")
+    assert link.receive() == ({"type": "kill"}, b"")
+    with pytest.raises(LinkError, match="not from the other end"):
+        link.receive()
+
+
+def test_the_key_does_not_cross_the_network():
+    """What an agent sends to a leader that lacks the key is worth nothing for another connection."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    said = []
+
+    def overhear():
+        with closing(listening.accept()[0]) as connection:
+            connection.sendall(links._PROTOCOL + b"n" * 32)
+            said.append(connection.recv(1000))
+            said.append(connection.recv(1000))
+
+    thread = threading.Thread(target=overhear)
+    thread.start()
+    with pytest.raises(LinkError), closing(socket.create_connection(listening.getsockname())) as connection:
+        greet_leader(connection, "a secret of some length", 5, 30)
+    thread.join()
+    listening.close()
+    heard = b"".join(said)
+    assert b"secret" not in heard
+    assert hmac.new(b"a secret of some length", b"", hashlib.sha256).digest() not in heard
+
+
+def hello(name, **fields):
+    return {"type": "hello", "name": name, "slots": 1, "address": "127.0.0.1", "versions": versions(), **fields}
+
+
+@pytest.fixture
+def door():
+    entered = []
+    door = Door("127.0.0.1", 0, "key", lambda link, hello: entered.append((link, hello)))
+    yield door, entered
+    door.close()
+    for link, _ in entered:
+        link.close()
+
+
+def come_in(door, key="key"):
+    connection = socket.create_connection((door.host, door.port))
+    try:
+        link = greet_leader(connection, key, 5, 30)
+    except LinkError:
+        connection.close()
+        raise
+    link.send(hello("good"))
+    return link
+
+
+def wait_for(condition, longest_s=20):
+    deadline = time.monotonic() + longest_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_flood_of_silent_strangers_keeps_no_agent_waiting(door):
+    door, entered = door
+    strangers = [socket.create_connection((door.host, door.port)) for _ in range(400)]
+    begun = time.monotonic()
+    link = come_in(door)
+    wait_for(lambda: entered)
+    assert time.monotonic() - begun < links.BEAT_S + 3  # less than one stranger may take to be given up
+    assert [hello["name"] for _, hello in entered] == ["good"]
+    assert len(door._strangers) <= 256
+    link.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_stranger_is_not_let_in(door):
+    door, entered = door
+    with pytest.raises(LinkError):
+        come_in(door, "another key")
+    with closing(socket.create_connection((door.host, door.port))) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 100)
+        with suppress(ConnectionResetError):  # the end, while bytes are unread there
+            while stranger.recv(1000):  # the protocol and the challenge
+                pass
+    link = come_in(door)
+    wait_for(lambda: entered)
+    assert len(entered) == 1
+    link.close()
+
+
+def test_a_mixture_of_versions_is_explained():
+    assert explain_mixture(versions()) is None
+    assert explain_mixture({**versions(), "torch": "1.0"}).startswith("it has other versions: torch 1.0, here ")
+    assert "prefect-torch None" in explain_mixture({"python": versions()["python"], "torch": versions()["torch"]})
+
+
+def test_a_machine_is_lost_by_its_silence_but_not_by_our_own_sleep(greet):
+    leader, agent = greet()
+    machine = RemoteMachine(leader, hello("m"), {}, ())
+    leader.heard_s -= 60
+    machine.look(slept_s=60)
+    assert machine.lost is None
+    leader.heard_s -= 60
+    machine.look(slept_s=0)
+    assert machine.lost.startswith("it has sent nothing for 10 s")
+    with pytest.raises(LinkError):
+        agent.receive()
+
+
+def test_a_machine_that_was_sent_a_signal_says_so_and_is_not_lost(greet):
+    leader, agent = greet()
+    machine = RemoteMachine(leader, hello("m"), {}, ())
+    agent.send({"type": "terminated"})
+    wait_for(lambda: machine.is_terminated)
+    assert machine.lost is None
+    agent.close()
+    wait_for(lambda: machine.lost)
+    assert machine.lost.startswith("its agent is gone")
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.77") is None
