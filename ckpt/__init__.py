@@ -3,6 +3,7 @@
 from prefect_torch.ckpt.reporting.api import get_checkpoint, get_context, log_metrics, report
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy
+from prefect_torch.ckpt.state.random_state import RandomState
 from prefect_torch.ckpt.state.rank_local import RankLocal
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage, StorageSpec, Transfer
 
@@ -38,6 +39,7 @@ __all__ = [
     "ObjectInfo",
     "PeerGoneError",
     "Plan",
+    "RandomState",
     "RankLocal",
     "RankLocalStateError",
     "ReportMismatchError",

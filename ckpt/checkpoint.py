@@ -204,8 +204,8 @@ class Checkpoint:
         item of an empty dict, is built on the CPU.
 
         Args:
-            state: Modules, optimizers and other objects with `load_state_dict`, tensors, plain values and containers of them,
-                under the names of the report. An optimizer may be fresh.
+            state: Modules, optimizers and other objects with `load_state_dict`, tensors, arrays, plain values and containers of
+                them, under the names of the report. An optimizer may be fresh. Random generators are set last.
             rank_local: Called as `rank_local(name, values, rank, world_size)`, with the values of all former ranks, for each
                 value that differed between ranks of another number; returns this rank's value. None raises instead.
             rank: This rank; None means that of the training, or 0 outside of one.

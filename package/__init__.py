@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from prefect_torch.ckpt import (
         Checkpoint,
         CheckpointStore,
+        RandomState,
         RankLocal,
         TrainContext,
         get_checkpoint,
@@ -45,6 +46,7 @@ _FOLDERS = {
     "CheckpointStorage": "ckpt.blocks",
     "CheckpointStore": "ckpt",
     "FailureConfig": "flows",
+    "RandomState": "ckpt",
     "RankLocal": "ckpt",
     "Result": "flows",
     "RunConfig": "flows",
@@ -71,6 +73,7 @@ __all__ = [
     "CheckpointStorage",
     "CheckpointStore",
     "FailureConfig",
+    "RandomState",
     "RankLocal",
     "Result",
     "RunConfig",

@@ -9,6 +9,7 @@ PUBLIC = {
         "Checkpoint",
         "CheckpointStore",
         "Manifest",
+        "RandomState",
         "RetentionPolicy",
         "TrainContext",
         "get_checkpoint",

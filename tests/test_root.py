@@ -11,7 +11,7 @@ import prefect_torch
 import pytest
 
 FOLDERS = ("ckpt", "ckpt.blocks", "tasks", "flows", "deployments")
-RANKS_NAMES = ("Checkpoint", "get_checkpoint", "get_context", "log_metrics", "report", "RankLocal")
+RANKS_NAMES = ("Checkpoint", "get_checkpoint", "get_context", "log_metrics", "report", "RandomState", "RankLocal")
 
 
 def loaded_by(program: str) -> set[str]:

@@ -51,12 +51,13 @@ def report(
         checkpoint: This rank's part (`Checkpoint.from_directory`); None where this rank has nothing to store. Ranks may
             report equal files under one name; different files need different names.
         state: Names of modules, optimizers, schedulers and other objects with `state_dict`, tensors (DTensors among them),
-            plain values and containers of them. The content of a module or an optimizer counts as equal on all ranks, and
-            each rank stores a part of it; a module or optimizer with other parts on another rank is refused, unless it has a
-            name of its own there or is marked with `RankLocal`. Of everything else each rank stores its own where it differs,
-            or is marked: give the objects themselves, since the tensors of their `state_dict()` would be compared, and averages
-            of weights as a module (`AveragedModel`), not as a dict. `Checkpoint.load_state` restores it, and
-            torch.distributed.checkpoint reads it. A directory may be reported beside it.
+            NumPy's arrays and scalars, plain values and containers of them, `RandomState()`. The content of a module or an
+            optimizer counts as equal on all ranks, and each rank stores a part of it; a module or optimizer with other parts
+            on another rank is refused, unless it has a name of its own there or is marked with `RankLocal`. Of everything
+            else each rank stores its own where it differs, or is marked: give the objects themselves, since the tensors of
+            their `state_dict()` would be compared, and averages of weights as a module (`AveragedModel`), not as a dict.
+            `Checkpoint.load_state` restores it, and torch.distributed.checkpoint reads it. A directory may be reported beside
+            it.
         step: The same number on every rank, growing from checkpoint to checkpoint; None counts on from the previous report,
             or from the restored checkpoint, beginning with 0. When the step of the newest checkpoint is reported again, such
             as at the end of a training that has just reported, the metrics are recorded and that checkpoint stays, with a

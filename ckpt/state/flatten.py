@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .index import rank_name, rank_of
+from .arrays import array_kind, tensor_of
+from .index import ArrayKind, rank_name, rank_of
 from .parameters import ParameterNames, clean_name, is_by_parameter, joined_names, renamed_optimizer_state, unwrap
 from .plan import Step, TensorShard, path_name
 from .rank_local import RankLocal
@@ -24,9 +25,10 @@ class Leaf:
     Attributes:
         name: Its path joined with dots, and "@rank<r>" where it is marked as this rank's own.
         path: Its path in the state.
-        value: The tensor or plain value itself.
+        value: The tensor or plain value itself; the tensor of an array of NumPy.
         of_model: Whether it belongs to a module or an optimizer, whose tensors are equal on all ranks or sharded.
         by_first: Whether rank 0's copy is stored.
+        array: What of NumPy it is, None for all else.
 
     """
 
@@ -35,6 +37,7 @@ class Leaf:
     value: Any
     of_model: bool = False
     by_first: bool = False
+    array: ArrayKind | None = None
 
 
 def flatten(state: Mapping[str, Any], rank: int) -> tuple[list[Leaf], dict[str, Sequence[object]]]:
@@ -78,8 +81,8 @@ def is_stateful(value: object) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether `value` is stored as one value: it contains no tensor and no object with a state of its own."""
-    if isinstance(value, (torch.Tensor, RankLocal)) or is_stateful(value):
+    """Return whether `value` is stored as one value: it contains no tensor, array or object with a state of its own."""
+    if isinstance(value, (torch.Tensor, RankLocal)) or is_stateful(value) or array_kind(value) is not None:
         return False
     if isinstance(value, Mapping):
         return not value or (not _has_plain_keys(value) and all(is_plain(item) for item in value.values()))
@@ -123,7 +126,7 @@ class _Walk:
             self.visit(value.value, replace(at, rank_local=True))
         elif is_stateful(value):
             self.visit(value.state_dict(), at)
-        elif is_plain(value):
+        elif is_plain(value) or array_kind(value) is not None:
             self._take(value, at)
         elif isinstance(value, Mapping):
             self._visit_items(value, at)
@@ -142,7 +145,7 @@ class _Walk:
             name = clean_name(key)
             parts.append(name)
             of_module = _At(f"{at.name}.{name}", (*at.path, name), of_model=True, rank_local=at.rank_local)
-            if isinstance(value, torch.Tensor) or is_plain(value):
+            if isinstance(value, torch.Tensor) or is_plain(value) or array_kind(value) is not None:
                 self._take(value, of_module, by_first=key in buffers)
             elif isinstance(value, (Mapping, list)):  # from get_extra_state()
                 self.visit(value, of_module)
@@ -164,9 +167,12 @@ class _Walk:
         if "@rank" in at.name and rank_of(at.name) is not None:
             raise ValueError(f"the name {at.name!r} ends like one of a rank's own values: rename it")
         name = rank_name(at.name, self._rank) if at.rank_local else at.name
+        array = None
         if isinstance(value, torch.Tensor):
             value = storable(name, value)
-        self.leaves.append(Leaf(name, at.path, value, at.of_model, by_first))
+        elif type(value) not in _PLAIN and (array := array_kind(value)) is not None:
+            value = tensor_of(value, name)
+        self.leaves.append(Leaf(name, at.path, value, at.of_model, by_first, array))
 
 
 def _has_plain_keys(value: Mapping[Any, Any]) -> bool:

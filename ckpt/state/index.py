@@ -5,8 +5,8 @@ import math
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError
 from prefect_torch.ckpt.runs.record_fields import Count
@@ -70,6 +70,7 @@ def _check_path(path: Sequence[Step]) -> None:
             raise ValueError(f"{reprlib.repr(step)} is no index of a list")
 
 
+ArrayKind: TypeAlias = Literal["array", "scalar"]  # of NumPy
 Counts: TypeAlias = tuple[Count, ...]
 Dtype: TypeAlias = Annotated[str, _check_dtype]
 StepPath: TypeAlias = Annotated[tuple[Step, ...], _check_path]
@@ -151,6 +152,7 @@ class StateIndex:
         block_bytes: The size of a block of raw data, each with a digest of its own.
         tensors: The tensors by name.
         values: The values by name; a name of which only one rank has a value ends with "@rank<r>".
+        arrays: What of NumPy the tensors with these names were.
 
     """
 
@@ -158,6 +160,7 @@ class StateIndex:
     block_bytes: Count
     tensors: Mapping[str, TensorEntry]
     values: Mapping[str, ValueEntry]
+    arrays: Mapping[str, ArrayKind] = field(default_factory=dict)
 
     def paths(self) -> Iterator[tuple[str, tuple[Step, ...]]]:
         """Yield the name and the path of every tensor and value."""
@@ -172,6 +175,8 @@ class StateIndex:
             for name, entry in self.tensors.items()
         }
         body["values"] = {name: fields_of(entry) for name, entry in self.values.items()}
+        if self.arrays:
+            body["arrays"] = self.arrays
         return body
 
     def encode(self) -> bytes:
@@ -183,14 +188,16 @@ class StateIndex:
         """Return the index of all ranks, from the `fields` of each rank's own; None for a rank without a state."""
         tensors: dict[str, dict[str, Any]] = {}
         values: dict[str, ValueEntry] = {}
+        arrays: dict[str, ArrayKind] = {}
         for part in filter(None, parts):
+            arrays.update(part.get("arrays", {}))
             for name, fields in part["tensors"].items():
                 tensors.setdefault(name, {**fields, "chunks": []})["chunks"] += fields["chunks"]
             for name, fields in part["values"].items():
                 values[name] = decode(ValueEntry, fields, name, _WHAT_OF_RANK)
         known = {name: decode(TensorEntry, fields, name, _WHAT_OF_RANK) for name, fields in tensors.items()}
         block_bytes = next(part["block_bytes"] for part in parts if part is not None)
-        return cls(len(parts), block_bytes, known, values)
+        return cls(len(parts), block_bytes, known, values, {name: arrays[name] for name in (*known, *values) if name in arrays})
 
     @classmethod
     def decode(cls, data: bytes, where: str, file_bytes: Mapping[str, int]) -> "StateIndex":

@@ -14,7 +14,7 @@ from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .flatten import Describer, Leaf, flatten, is_small, is_unowned
 from .image import StagingBuffer
-from .index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of, tensors_file, values_file
+from .index import ArrayKind, Chunk, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of, tensors_file, values_file
 from .plan import TensorShard, WriteItem
 from .planner import StateDecision, StateDescription
 from .values import Value, capture_values, digest_tensors
@@ -35,6 +35,7 @@ class StateSnapshot:
         values: The plain values, as they are now.
         digests: The digests of the tensors that may differ on other ranks.
         parts: The parts of each module and each optimizer, by its name.
+        arrays: What of NumPy the leaves with these names are.
 
     """
 
@@ -44,6 +45,7 @@ class StateSnapshot:
     values: list[Value]
     digests: dict[str, str]
     parts: dict[str, Sequence[object]]
+    arrays: Mapping[str, ArrayKind]
 
     def describe(self) -> StateDescription:
         """Return the description for rank 0, with the structure only where it changed; it must be sent."""
@@ -72,7 +74,10 @@ class StateSnapshot:
         values = {rank_name(value.name, rank) if value.name in own else value.name: value for value in self.values}
         kept = {name: value for name, value in values.items() if name != value.name or decision.writers.get(name, 0) == rank}
         shards = [replace(shard, name=rank_name(shard.name, rank)) if shard.name in own else shard for shard in self.shards]
-        return StagedState(rank, shards, writes, buffer, kept)
+        arrays: dict[str, ArrayKind] = {
+            rank_name(name, rank) if name in own else name: kind for name, kind in self.arrays.items()
+        }
+        return StagedState(rank, shards, writes, buffer, kept, arrays)
 
 
 class StateSaver:
@@ -105,7 +110,8 @@ class StateSaver:
 
         """
         leaves, parts = flatten(state, self.rank)
-        snapshot = StateSnapshot(self, [], [], [], {}, parts)
+        arrays: dict[str, ArrayKind] = {leaf.name: leaf.array for leaf in leaves if leaf.array is not None}
+        snapshot = StateSnapshot(self, [], [], [], {}, parts, arrays)
         plain: list[Leaf] = []
         compared: list[Leaf] = []
         for leaf in leaves:
@@ -170,6 +176,7 @@ class StagedState:
         writes: The rows of these parts that it stores.
         buffer: The bytes of its file of tensors, in the order of `writes`.
         values: The values that it stores, by the name to store each under.
+        arrays: What of NumPy those with these names are.
 
     """
 
@@ -178,6 +185,7 @@ class StagedState:
     writes: Sequence[WriteItem]
     buffer: StagingBuffer
     values: dict[str, Value]
+    arrays: Mapping[str, ArrayKind]
 
     def store(self, put: Put) -> tuple[list[FileEntry], StateIndex]:
         """Store this rank's files and return them, with their entries for the index."""
@@ -194,7 +202,8 @@ class StagedState:
             registered = pool.submit(buffer.register)
             digests = pool.submit(self._digest_blocks)
             moved = list(pool.map(put, files, files.values()))
-            index = StateIndex(1, BLOCK_BYTES, self._tensor_entries(digests.result()), self._value_entries(encoded))
+            entries = self._tensor_entries(digests.result()), self._value_entries(encoded)
+            index = StateIndex(1, BLOCK_BYTES, *entries, self.arrays)
             registered.result()
         return [FileEntry(path, sent.bytes, sent.digest, self.rank) for path, sent in zip(files, moved, strict=True)], index
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from gpu_states import GIB, SLEEP, Holder, resident_bytes
-from prefect_torch.ckpt import get_checkpoint, report
+from prefect_torch.ckpt import RandomState, get_checkpoint, report
 from ranks import Attempt, in_training
 from torch import nn
 
@@ -48,6 +48,18 @@ def test_a_load_takes_little_of_the_machines_memory(store, figure, timed):
     figure("peak of the machine's memory", (peak[0] - before) / GIB, "GiB")
     assert torch.equal(into.weight, weight)
     assert peak[0] - before < GIB
+
+
+def test_the_generator_of_the_gpu_draws_again_what_it_drew_after_the_report(store):
+    torch.cuda.manual_seed(3)
+    torch.rand(5, device="cuda")
+    with in_training(Attempt(store).session()):
+        report({}, state={"random": RandomState()}, upload="sync")
+    drawn = torch.rand(1000, device="cuda"), torch.rand(10)
+    with in_training(Attempt(store).session()):
+        get_checkpoint().load_state({"random": RandomState()})
+    assert torch.equal(torch.rand(1000, device="cuda"), drawn[0])
+    assert torch.equal(torch.rand(10), drawn[1])
 
 
 OPTIMIZERS = {

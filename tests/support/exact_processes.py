@@ -1,14 +1,16 @@
 """Trainings that draw random numbers wherever trainings do, as one of two ranks; what they end with is written down."""
 
 import os
+import random
 import signal
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch._dynamo  # DDP imports it in each process otherwise, for seconds
 import torch.distributed as dist
-from prefect_torch.ckpt import RankLocal
+from prefect_torch.ckpt import RandomState
 from prefect_torch.tasks import prepare_data_loader
 from rank_processes import joined
 from torch.nn.parallel import DistributedDataParallel
@@ -100,20 +102,25 @@ def main(ends, *place):
     with joined(*place) as session:
         rank = session.context.world_rank
         torch.manual_seed(rank)
+        random.seed(rank)
+        np.random.seed(rank)  # noqa: NPY002 - the process's own
         trainings = {name: Training(loader) for name, loader in make_loaders().items()}
         state = {
             "step": 0,
-            "random": RankLocal(torch.get_rng_state()),
+            "random": RandomState(),
+            "noise": np.zeros(STEPS + 1),
+            "mean": np.float32(0),
             **{name: training.state() for name, training in trainings.items()},
         }
         if session.restored is not None:
             session.restored.load_state(state, rank=rank, world_size=2)
-            torch.set_rng_state(state["random"].value)
         batches = {name: training.batches() for name, training in trainings.items()}
         for step in range(state["step"] + 1, STEPS + 1):
+            state["noise"][step] = random.gauss(0, 1) + np.random.normal()  # noqa: NPY002 - the process's own
+            state["mean"] = state["noise"].mean(dtype="float32")
             for name, training in trainings.items():
-                training.step(next(batches[name]))
-            state.update(step=step, random=RankLocal(torch.get_rng_state()))
+                training.step(next(batches[name]) + state["noise"][step])
+            state["step"] = step
             if step == KILLED_AT:
                 session.report({}, state=state, upload="sync", step=step)
                 if ends:
@@ -121,4 +128,5 @@ def main(ends, *place):
                     os.kill(os.getpid(), signal.SIGKILL)
         whole = {name: [training.model, training.average, training.optimizer] for name, training in trainings.items()}
         found = {name: [part.state_dict() for part in parts] for name, parts in whole.items()}
-        torch.save({"random": torch.get_rng_state(), **found}, Path(session.run.storage.url, f"end-{rank}.pt"))
+        drawn = [torch.from_numpy(state["noise"]), float(state["mean"]), random.random(), np.random.random()]  # noqa: NPY002
+        torch.save({"random": torch.get_rng_state(), "drawn": drawn, **found}, Path(session.run.storage.url, f"end-{rank}.pt"))

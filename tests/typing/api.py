@@ -8,6 +8,7 @@ from prefect_torch.ckpt import (
     Checkpoint,
     CheckpointStore,
     Manifest,
+    RandomState,
     RankLocal,
     RetentionPolicy,
     get_checkpoint,
@@ -34,7 +35,7 @@ def train_fn(config: dict[str, Any]) -> dict[str, float] | None:
     log_metrics({"speed": 1.0}, step=1)
     report({"loss": 0.5, "nested": {"a": None}}, checkpoint=Checkpoint.from_directory("x"), step=3, progress=0.5)
     report({"loss": rank}, Checkpoint.from_directory(Path("x")), upload="async")
-    state: dict[str, Any] = {"epoch": 1, "rng": RankLocal([1, 2])}
+    state: dict[str, Any] = {"epoch": 1, "rng": RankLocal([1, 2]), "random": RandomState()}
     report({"loss": rank}, state=state)
     Checkpoint("x").load_state(state, rank_local=lambda name, values, rank, world_size: values[rank % len(values)])
     return {"ends": float(due and ends)}

@@ -58,7 +58,7 @@ def _load(
     plan = LoadPlan(index, reader, *rank_and_size, redistribute)
     plan_restore(plan, index, state)
     reader.read(plan.blocks)
-    for finish in plan.finish:
+    for finish in (*plan.finish, *plan.last):
         finish()
 
 

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 from prefect_torch.ckpt.errors import RankLocalStateError, StateMismatchError
+from prefect_torch.ckpt.state.arrays import as_array
 from prefect_torch.ckpt.state.index import StateIndex, TensorEntry, ValueEntry, rank_of
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.tensors import local_part
@@ -58,6 +59,7 @@ class LoadPlan:
     Attributes:
         blocks: The blocks to read.
         finish: The actions once they are read, in order.
+        last: The actions after these: they set random generators, from which the others may draw.
         problems: The differences between what is stored and the state to load into.
 
     """
@@ -67,6 +69,7 @@ class LoadPlan:
     ) -> None:
         self.blocks: list[Block] = []
         self.finish: list[Callable[[], None]] = []
+        self.last: list[Callable[[], None]] = []
         self.problems: list[str] = []
         self._index = index
         self._reader = reader
@@ -174,6 +177,13 @@ class LoadPlan:
         return False
 
     def _read(self, name: str, like: torch.Tensor | None) -> Get:
+        kind = self._index.arrays.get(name)
+        if kind is not None:
+            get = self._read_tensor(name, None)
+            return lambda: as_array(get(), kind)
+        return self._read_tensor(name, like)
+
+    def _read_tensor(self, name: str, like: torch.Tensor | None) -> Get:
         if name in self._index.values:
             return self.value(name)
         entry = self._index.tensors[name]

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
+from prefect_torch.ckpt.state.arrays import array_kind, memory_of_array
 from prefect_torch.ckpt.state.flatten import check_is_dict, is_plain, is_stateful
 from prefect_torch.ckpt.state.index import StateIndex, TensorEntry
 from prefect_torch.ckpt.state.parameters import ParameterNames, clean_name, is_by_parameter, unwrap
 from prefect_torch.ckpt.state.plan import Step, path_name
+from prefect_torch.ckpt.state.random_state import ProcessGenerators
 from prefect_torch.ckpt.state.rank_local import RankLocal
 from prefect_torch.ckpt.state.tensors import local_part
 
@@ -64,9 +66,12 @@ class _Restore:
             restore_optimizer(plan, target, self._parameters.of(target), node, path)
         elif isinstance(target, torch.Tensor):
             self._restore_tensor(target, node, path)
+        elif array_kind(target) == "array":
+            self._restore_array(target, node, path)
         elif is_stateful(target):
             get = plan.build(node, path, tensors_in(target.state_dict(), path))
-            plan.finish.append(lambda: target.load_state_dict(get()))
+            finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
+            finish.append(lambda: target.load_state_dict(get()))
         elif node.names or is_plain(target):
             return plan.build(node, path, {})
         else:
@@ -105,6 +110,15 @@ class _Restore:
         elif plan.fits(target, *entry.tensor, name):
             value = plan.value(name)
             plan.finish.append(lambda: fill_tensor(target, value(), name))
+
+    def _restore_array(self, target: Any, node: Node, path: Path) -> None:
+        memory = memory_of_array(target)
+        if memory is None:
+            self._plan.problems.append(
+                f"{path_name(path)!r} is to be loaded into an array that is read-only or reversed: give a copy"
+            )
+        else:
+            self._restore_tensor(memory, node, path)
 
     def _restore_module(self, module: torch.nn.Module, node: Node, path: Path) -> None:
         state = module.state_dict()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from prefect_torch.ckpt.errors import StateMismatchError
+from prefect_torch.ckpt.state.arrays import array_kind, tensor_of
 from prefect_torch.ckpt.state.tensors import local_part
 
 
@@ -23,12 +24,14 @@ def filled(target: Any, value: Any) -> Any:
 
 
 def fill_tensor(target: torch.Tensor, value: Any, name: str) -> None:
-    """Copy `value` into `target`; of a DTensor, this rank's part.
+    """Copy `value`, a tensor or an array, into `target`; of a DTensor, this rank's part.
 
     Raises:
         StateMismatchError: If it is no tensor of that shape, which only a value returned by a user's function can be.
 
     """
+    if array_kind(value) is not None:
+        value = tensor_of(value, name)
     if not isinstance(value, torch.Tensor) or value.shape != target.shape:
         given = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         raise StateMismatchError(f"rank_local returned {given} for {name!r}, a tensor of shape {list(target.shape)}")

@@ -1,0 +1,50 @@
+"""NumPy's arrays and scalars in a state: stored as tensors, restored as what they were."""
+
+import sys
+from typing import Any
+
+import torch
+
+from .index import ArrayKind
+
+
+def array_kind(value: object) -> ArrayKind | None:
+    """Return whether `value` is an array or a scalar of NumPy; None for all else. NumPy is not imported for that."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+        return None
+    return "array" if isinstance(value, numpy.ndarray) else "scalar"
+
+
+def tensor_of(value: Any, name: str) -> torch.Tensor:
+    """Return a tensor with the dtype, shape and values of an array or a scalar; it shares an array's memory where it can.
+
+    Raises:
+        ValueError: Naming it, if no tensor has its dtype, or it is of a subclass with more than values.
+
+    """
+    import numpy as np  # noqa: PLC0415 - there is one, since there is an array
+
+    if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+        raise ValueError(f"the array {name!r} is a {type(value).__name__}: give its parts, as plain arrays")
+    array = np.asarray(value)
+    try:
+        return torch.from_numpy(array if _is_shareable(array) else array.copy())
+    except (TypeError, ValueError) as exc:
+        raise ValueError(f"no tensor has the dtype {array.dtype} of {name!r}: give a list, or another dtype") from exc
+
+
+def memory_of_array(array: Any) -> torch.Tensor | None:
+    """Return a tensor in the memory of an array, to load into; None where it is read-only or reversed."""
+    return torch.from_numpy(array) if _is_shareable(array) else None
+
+
+def as_array(value: torch.Tensor, kind: ArrayKind) -> Any:
+    """Return the array or the scalar that `tensor_of` made a tensor of."""
+    array = value.numpy()
+    return array if kind == "array" else array[()]
+
+
+def _is_shareable(array: Any) -> bool:
+    """Return whether torch takes the memory of `array`: forward, in whole elements, and writable, else it warns."""
+    return array.flags.writeable and all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)

@@ -1,0 +1,63 @@
+"""The states of a rank's random generators as one value of its state."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from .rank_local import RankLocal
+
+_DEVICES = ("cuda", "xpu")  # torch's modules; of each, the rank's current device
+
+
+class RandomState(RankLocal):
+    """Hold each rank's random generators in a state: `state={"model": model, "random": RandomState()}`.
+
+    A report stores them as they are when it is called; a load sets them as its last action. These are Python's `random`,
+    NumPy's global generator, torch's for the CPU, and that of the rank's GPU once it is in use. A resumed training then draws
+    the numbers that an uninterrupted one would have drawn. Generators that a program made itself are not among them:
+    `torch.Generator.get_state()` is a tensor, `numpy.random.Generator.bit_generator.state` a dict, and both can be in a state.
+
+    It is each rank's own, as `RankLocal`: it loads on as many ranks; on another number, `load_state(..., rank_local=)` is
+    called for each part with those of all former ranks, or the load raises RankLocalStateError. Leave it out of the state to
+    load into, and the generators stay as the new ranks have seeded them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(ProcessGenerators())
+
+
+class ProcessGenerators:
+    """The random generators of this process, which this object reads and sets; it holds nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all states, by generator; without NumPy or a device in use, without theirs."""
+        import torch  # noqa: PLC0415 - importing ckpt must not import torch
+
+        states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if (numpy := _numpy()) is not None:
+            states["numpy"] = numpy.random.get_state(legacy=False)
+        for kind in _DEVICES:
+            module = getattr(torch, kind)
+            if module.is_initialized():  # else nothing has been drawn there, and to ask would make a context
+                states[kind] = module.get_rng_state()
+        return states
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Set the generators of `states`; what this machine does not have is left out, such as the GPU of another."""
+        import torch  # noqa: PLC0415 - importing ckpt must not import torch
+
+        random.setstate(states["python"])
+        torch.set_rng_state(states["torch"])
+        if "numpy" in states and (numpy := _numpy()) is not None:
+            numpy.random.set_state(states["numpy"])
+        for kind in _DEVICES:
+            if kind in states and getattr(torch, kind).is_available():
+                getattr(torch, kind).set_rng_state(states[kind])
+
+
+def _numpy() -> Any:
+    try:
+        import numpy as np  # noqa: PLC0415 - torch works without
+    except ImportError:
+        return None
+    return np
