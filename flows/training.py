@@ -22,6 +22,7 @@ from prefect_torch.tasks import (
     train_workers,
 )
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.local_rank import prepare_ranks
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
@@ -146,6 +147,8 @@ def train(
     seat, machines = seat_for(scaling), machines_for(scaling)
     job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure,
                resume_from)  # fmt: skip
+    if machines is None:
+        prepare_ranks(scaling.most_workers)  # while Prefect's API and the storage answer
     flow_run_id = flow_run.id
     restarts = Restarts(failure, flow_run_id, is_rerun=flow_run.run_count > 1)
 

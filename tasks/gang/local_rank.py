@@ -2,20 +2,20 @@
 
 import os
 import pickle
-import sys
 from collections.abc import Iterator
 
 import cloudpickle
 from prefect import get_run_logger
+from prefect_torch.tasks.options.settings import TorchSettings
+from prefect_torch.tasks.rank.cpus import default_threads
 from prefect_torch.tasks.rank.oom_kills import count_oom_kills
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
 from .flight_recorder import FlightRecorder
+from .fork_servers import FORK_SERVERS, python_command
 from .process import ProcessExit, RankProcess
 from .rank_exit import result_of_exit
 
-# Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.
-RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
 _SECRETS_OF_PREFECT = {
     "PREFECT_API_AUTH_STRING",
     "PREFECT_API_DATABASE_CONNECTION_URL",
@@ -35,10 +35,11 @@ class LocalRank:
         self._recorder = FlightRecorder(spec.rank) if spec.records_collectives else None
         environment = {**_environment(spec), **({} if self._recorder is None else self._recorder.environment)}
         self._process = RankProcess(
-            [sys.executable, "-u", "-c", RUN, "prefect_torch.tasks.rank.main"],
+            python_command("prefect_torch.tasks.rank.main"),
             environment,
             cloudpickle.dumps(spec),
             spec.gpu_locks[spec.local_rank : spec.local_rank + 1],
+            FORK_SERVERS.find(environment) if TorchSettings().fork_ranks else None,
         )
 
     def lines(self, poll_s: float) -> Iterator[list[str]]:
@@ -66,6 +67,17 @@ class LocalRank:
         return rank_result(process_exit, self._oom_kills, count_oom_kills())
 
 
+def prepare_ranks(num_ranks: int) -> None:
+    """Start the server that forks the ranks of this machine, unless it runs, without waiting for it.
+
+    Args:
+        num_ranks: How many ranks this machine will have.
+
+    """
+    if TorchSettings().fork_ranks:
+        FORK_SERVERS.find(default_threads(num_ranks) | dict(os.environ))
+
+
 def rank_result(process_exit: ProcessExit, oom_kills_before: int | None, oom_kills: int | None) -> RankResult:
     """Return the result that a rank left, or one made from the exit status of its process.
 
@@ -86,4 +98,4 @@ def _environment(spec: RankSpec) -> dict[str, str]:
     """Return this process's environment without the secrets of Prefect's API; only a storage from a block may need them."""
     comes_from_block = spec.storage.credential_source is not None
     kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in _SECRETS_OF_PREFECT}
-    return {**kept, **spec.environment()}
+    return default_threads(spec.local_world_size) | kept | spec.environment()

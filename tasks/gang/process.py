@@ -9,8 +9,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from prefect_torch.tasks.rank.fork_server import Descriptors, environment_header
+
+from .fork_servers import ForkServer
 from .output import OutputLines
 
 _GUARD = Path(__file__).parents[1] / "rank/guard.py"
@@ -30,6 +34,30 @@ class ProcessExit:
     message: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What is started, and with what."""
+
+    command: Sequence[str]
+    environment: dict[str, str]
+    stdin: bytes
+    held: Sequence[int]
+
+    def spawn(self, ends: Descriptors) -> "subprocess.Popen[bytes]":
+        """Start the command under a guard."""
+        inherited = [ends.lifeline, ends.status, ends.result]  # the guard passes only the last of the three on
+        guard = [sys.executable, "-S", "-E", str(_GUARD), *map(str, inherited)]
+        return subprocess.Popen(
+            [*guard, *self.command, str(ends.result)],
+            env=self.environment,
+            stdin=ends.stdin,
+            stdout=ends.output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[*inherited, *self.held],
+            start_new_session=True,  # the supervisor passes on Ctrl-C at a terminal
+        )
+
+
 class RankProcess:
     """A command under a guard that kills it, with all its descendants, when this object or this process is gone.
 
@@ -38,39 +66,45 @@ class RankProcess:
         environment: Its whole environment.
         stdin: The bytes that it reads before the end of file.
         held: Descriptors that the guard keeps open until the process and its descendants are gone, such as those of locks.
+        server: Forks the program of a rank, in place of the command that would start it, if it can; None for the command.
 
     """
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], stdin: bytes, held: Sequence[int] = ()) -> None:
-        lifeline, self._lifeline = os.pipe()
-        self._status, status = os.pipe()
-        self._result, result = os.pipe()
-        guard = [sys.executable, "-S", "-E", str(_GUARD), str(lifeline), str(status), str(result)]
-        try:
-            self._guard = subprocess.Popen(
-                [*guard, *command, str(result)],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[lifeline, status, result, *held],  # the guard passes only the last of the three on
-                start_new_session=True,  # the supervisor passes on Ctrl-C at a terminal
-            )
-        finally:
-            for descriptor in (lifeline, status, result):
-                os.close(descriptor)
-        # A thread, since a rank that dies before it reads must not block its supervisor on a full pipe.
-        threading.Thread(target=self._feed, args=(stdin,), daemon=True).start()
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        stdin: bytes,
+        held: Sequence[int] = (),
+        server: ForkServer | None = None,
+    ) -> None:
         self._lifeline_lock = threading.Lock()
         self._returncode: bytes = b""
         self._message: list[bytes] = []
+        self._failure: bytes = b""
+        self._guard: subprocess.Popen[bytes] | None = None
+        program = _Program(command, environment, stdin, held)
+        read, self._stdin = os.pipe()
+        self._output, output = os.pipe()
+        lifeline, self._lifeline = os.pipe()
+        self._status, status = os.pipe()
+        self._result, result = os.pipe()
+        ends = Descriptors(read, output, lifeline, status, result)
+        if server is None:
+            self._spawn(program, ends)
+            feed = partial(self._feed, stdin)
+        else:
+            feed = partial(self._fork, server, program, ends, os.open(".", os.O_PATH))
+        # A thread, since a rank that dies before it reads must not block its supervisor on a full pipe, nor a server that is
+        # still busy with its imports.
+        self._feeder = threading.Thread(target=feed, daemon=True)
+        self._feeder.start()
 
     def lines(self, poll_s: float) -> Iterator[list[str]]:
         """Yield the lines (OutputLines) written since the last yield, at least every `poll_s`, until the process exits."""
-        assert self._guard.stdout is not None
         output = OutputLines()
         with selectors.DefaultSelector() as selector:
-            for descriptor in (self._guard.stdout.fileno(), self._status, self._result):
+            for descriptor in (self._output, self._status, self._result):
                 selector.register(descriptor, selectors.EVENT_READ)
             while selector.get_map():
                 written = b""
@@ -85,16 +119,16 @@ class RankProcess:
                     else:
                         written = data
                 yield output.feed(written, time.monotonic())
-        yield output.feed(b"", time.monotonic(), final=True)
+        yield output.feed(self._failure, time.monotonic(), final=True)
 
     def reap(self) -> ProcessExit:
         """Kill what is left of the process and return how it exited; call it after `lines` is exhausted."""
         self.kill()
-        self._guard.wait()
-        os.close(self._status)
-        os.close(self._result)
-        assert self._guard.stdout is not None
-        self._guard.stdout.close()
+        self._feeder.join()
+        if self._guard is not None:
+            self._guard.wait()
+        for descriptor in (self._output, self._status, self._result):
+            os.close(descriptor)
         return ProcessExit(int(self._returncode) if self._returncode else None, b"".join(self._message))
 
     def terminate(self) -> None:
@@ -118,10 +152,33 @@ class RankProcess:
                 with contextlib.suppress(BrokenPipeError):
                     os.write(self._lifeline, order)
 
+    def _spawn(self, program: _Program, ends: Descriptors) -> None:
+        try:
+            self._guard = program.spawn(ends)
+        finally:
+            for descriptor in ends:
+                os.close(descriptor)
+
+    def _fork(self, server: ForkServer, program: _Program, ends: Descriptors, folder: int) -> None:
+        """Have the rank forked, or start its command where that is impossible, and feed it."""
+        try:
+            is_forked = server.fork(ends, folder, program.held)
+        finally:
+            os.close(folder)
+        if is_forked:
+            for descriptor in ends:
+                os.close(descriptor)
+            self._feed(environment_header(program.environment) + program.stdin)
+            return
+        try:
+            self._spawn(program, ends)
+        except OSError as exc:  # its supervisor waits in `lines`
+            self._failure = f"its process cannot be started: {exc}".encode()
+        self._feed(program.stdin)
+
     def _feed(self, data: bytes) -> None:
-        assert self._guard.stdin is not None
         # Unbuffered, so that closing has nothing left to write; the exit status tells of a rank that died before it read.
-        with contextlib.suppress(BrokenPipeError), self._guard.stdin.detach() as pipe:  # type: ignore[attr-defined]  # a BufferedWriter
+        with contextlib.suppress(BrokenPipeError), os.fdopen(self._stdin, "wb", buffering=0) as pipe:
             view = memoryview(data)
             while view:
                 view = view[pipe.write(view) :]

@@ -1,4 +1,4 @@
-"""The storage that a user chooses in a form or in code, and the settings of a site for all storages."""
+"""The storage that a user chooses in a form or in code."""
 
 import re
 from collections.abc import Mapping
@@ -6,13 +6,13 @@ from dataclasses import replace
 from os import PathLike
 from typing import Annotated, Any
 
-from prefect.settings.base import PrefectBaseSettings, build_settings_config
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.storage.blocks import StorageBlock
 from prefect_torch.ckpt.storage.location import URL_WITH_LOGIN, is_block_slug, refuse_password
 from prefect_torch.ckpt.storage.opening import StorageLike, parse_storage
-from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer
+
+from .settings import TorchSettings
 
 _FIELDS_OF_BLOCKS = {"location", "file_system", "basepath", "bucket_name"}
 _SECRET = re.compile(r"pass|secret|token|credential|auth|(^|_)key$", re.IGNORECASE)
@@ -64,28 +64,6 @@ def _masked(value: Any) -> Any:
 
 _Text = Annotated[str, Field(title="Path or URL", json_schema_extra={"minLength": 1, "pattern": rf"^(?!{URL_WITH_LOGIN})"})]
 StorageChoice = Annotated[_Text | StorageBlock, BeforeValidator(check_choice), WrapSerializer(_mask_settings)]
-
-
-class TorchSettings(PrefectBaseSettings):
-    """Settings of this package: `PREFECT_INTEGRATIONS_TORCH_…`, or `[integrations.torch]` in prefect.toml."""
-
-    model_config = build_settings_config(("integrations", "torch"))
-
-    storage_deadline_s: float = Field(
-        default=RetryPolicy().deadline_s,
-        ge=0,
-        description="For how many seconds operations on a storage that does not answer are retried.",
-    )
-    storage_first_wait_s: float = Field(
-        default=RetryPolicy().first_wait_s, ge=0, description="The longest first pause between two tries, in seconds."
-    )
-    storage_longest_wait_s: float = Field(
-        default=RetryPolicy().longest_wait_s, ge=0, description="What a pause between two tries grows to at most, in seconds."
-    )
-
-    def retry_policy(self) -> RetryPolicy:
-        """Return the retry policy of storage operations."""
-        return RetryPolicy(self.storage_deadline_s, self.storage_first_wait_s, self.storage_longest_wait_s)
 
 
 def configured_storage(storage: StorageLike, deadline_s: float | None = None) -> StorageSpec:

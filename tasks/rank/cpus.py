@@ -21,6 +21,14 @@ def count_cpus(proc: Path = _PROC) -> int:
     return max(1, min([allowed, *(math.ceil(limit) for limit in _limits(proc))]))
 
 
+def default_threads(local_world_size: int) -> dict[str, str]:
+    """Return the variable that gives each of so many ranks on this machine its share of the CPUs.
+
+    By default every rank computes with as many threads as there are cores, all ranks together with far more.
+    """
+    return {"OMP_NUM_THREADS": str(max(1, count_cpus() // local_world_size))}
+
+
 def stay_near(devices: Sequence[str], own: int, sys: Path = _SYS) -> str | None:
     """Let this process run only on the CPUs of the NUMA node of its device, where its memory is then allocated, too.
 

@@ -1,11 +1,12 @@
 """Kills a rank with all its descendants as soon as its supervisor is gone. A program of its own: standard library only.
 
     python guard.py <lifeline fd> <status fd> <passed fd> <command ...>
+    python guard.py <lifeline fd> <status fd> adopt <process>
 
-It starts the command and waits. A "t" on the lifeline sends SIGTERM to the command, any other byte STACK_TRACES_SIGNAL, on
-which the command must print its stack traces. The end of file of the lifeline, which the kernel delivers however the supervisor
-died, kills the command and all its descendants (SIGKILL). The command's return code is written to the status pipe. The guard
-needs no lock of the command, so it also kills a rank that hangs in native code.
+It starts the command, or adopts a child that it has already, and waits. A "t" on the lifeline sends SIGTERM to the command, any
+other byte STACK_TRACES_SIGNAL, on which the command must print its stack traces. The end of file of the lifeline, which the
+kernel delivers however the supervisor died, kills the command and all its descendants (SIGKILL). The command's return code is
+written to the status pipe. The guard needs no lock of the command, so it also kills a rank that hangs in native code.
 """
 
 import contextlib
@@ -16,40 +17,88 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Protocol
 
+ADOPT = "adopt"
 STACK_TRACES_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # unused by others: Lightning takes SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+class Child(Protocol):
+    """A child process of this one."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal; without effect once the process has exited."""
+
+    def wait(self) -> int:
+        """Return its exit code once it has exited; negative for the signal that killed it."""
+        ...
+
+
 def main(lifeline: int, status: int, passed: int, command: list[str]) -> None:
     """Run `command` until it or the supervisor exits."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command handles a signal to the whole group
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children, where `_kill_descendants` finds them
+    prepare_guard()
     with subprocess.Popen(
         command,
         pass_fds=[passed],
         start_new_session=True,
-        preexec_fn=_prepare_command,  # noqa: PLW1509 - this process has one thread yet
+        preexec_fn=prepare_command,  # noqa: PLW1509 - this process has one thread yet
     ) as child:
         os.close(passed)
-        threading.Thread(target=_watch, args=(lifeline, child), daemon=True).start()
-        returncode = child.wait()
-    _kill_descendants()
-    os.write(status, str(returncode).encode())
+        _guard(lifeline, status, child)
 
 
-def _prepare_command() -> None:
+def adopt(lifeline: int, status: int, pid: int) -> None:
+    """Wait until the child `pid` or the supervisor exits; before it was forked, `prepare_guard` was called."""
+    _guard(lifeline, status, _ForkedChild(pid))
+
+
+def prepare_guard() -> None:
+    """Ignore what is meant for the command, and inherit its descendants."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command handles a signal to the whole group
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children, where `_kill_descendants` finds them
+
+
+def prepare_command() -> None:
+    """Handle signals as by default, and die with the guard; to be called in the command's process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case the guard itself is killed
 
 
-def _watch(lifeline: int, child: "subprocess.Popen[bytes]") -> None:
+def _guard(lifeline: int, status: int, child: Child) -> None:
+    threading.Thread(target=_watch, args=(lifeline, child), daemon=True).start()
+    returncode = child.wait()
+    _kill_descendants()
+    os.write(status, str(returncode).encode())
+
+
+def _watch(lifeline: int, child: Child) -> None:
     while order := os.read(lifeline, 1):
         child.send_signal(signal.SIGTERM if order == b"t" else STACK_TRACES_SIGNAL)
-    child.kill()
+    child.send_signal(signal.SIGKILL)
+
+
+class _ForkedChild:
+    """A child process by its id, which no other process can have before `wait` has reaped it."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._is_reaped = False
+        self._reaping = threading.Lock()
+
+    def send_signal(self, number: int, /) -> None:
+        with self._reaping:
+            if not self._is_reaped:
+                os.kill(self._pid, number)
+
+    def wait(self) -> int:
+        os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+        with self._reaping:
+            self._is_reaped = True
+            return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
 
 def _kill_descendants() -> None:
@@ -78,4 +127,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    if sys.argv[3] == ADOPT:
+        adopt(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4]))
+    else:
+        main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -20,7 +20,7 @@ from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 
 from .cpu_pickle import dump_on_cpu
-from .cpus import count_cpus
+from .cpus import default_threads
 from .device import is_memory_held_by_others, take_device
 from .errors import RankFailureKind
 from .failures import of_exception
@@ -94,8 +94,8 @@ def _prepare(spec: RankSpec) -> None:
     if spec.rendezvous.host == "127.0.0.1" and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, perhaps to another address
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # else NCCL takes the first interface that it likes
-    # By default every rank computes with as many threads as there are cores, all ranks together with far more.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cpus() // spec.local_world_size)))
+    for name, value in default_threads(spec.local_world_size).items():
+        os.environ.setdefault(name, value)
     if not spec.use_gpu:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator treats each rank as a separate training
     enter_paths(spec.function, is_elsewhere=spec.master_host is not None)

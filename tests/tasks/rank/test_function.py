@@ -11,7 +11,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from prefect_torch.tasks.gang import local_rank
+from prefect_torch.tasks.gang import fork_servers
 from prefect_torch.tasks.rank.function import check_signature, pack_function, takes_config, unpack_function
 
 
@@ -74,7 +74,7 @@ def test_a_rank_looks_for_no_module_in_the_folder_that_it_is_started_in(folder):
     (folder / "lib/program.py").write_text("import queue\ndef main(): print(queue.Queue.__module__)\n")
     environment = {**os.environ, "PYTHONPATH": str(folder / "lib")}
     done = subprocess.run(
-        [sys.executable, "-c", local_rank.RUN, "program"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", fork_servers.RUN, "program"], env=environment, capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.stderr) == ("queue\n", "")
 

@@ -1,0 +1,171 @@
+"""The fork servers of this process, each of which forks ranks in surroundings of its own; imports neither torch nor prefect.
+
+Linux only: elsewhere libraries of the system may have threads, or connections to devices, that a fork would break.
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from prefect_torch.tasks.rank.fork_server import FORKED, READY, Descriptors
+
+# Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.
+RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
+# No library reads these when it is imported: those of a rank, the GPUs that an initialized driver shows, NCCL's flight
+# recorder, Prefect's, and what pytest changes with each test.
+_NOT_READ_AT_IMPORT = re.compile(
+    r"((LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_USE_AGENT_STORE"
+    r"|[A-Z]+_VISIBLE_DEVICES|ZE_AFFINITY_MASK|TORCH_NCCL_\w+|TORCH_FR_\w+|PREFECT_\w+|PYTEST_\w+)"
+)
+# What a process inherits beside its environment: limits, the user's rights, the CPUs, ignored signals.
+_INHERITED = re.compile(
+    r"^(?:Umask|Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp|SigBlk|SigIgn|Cpus_allowed|Mems_allowed):.*$", re.MULTILINE
+)
+_MOST_SERVERS = 2  # a training's and that of an evaluation beside it, which may have other numbers of threads
+
+
+def python_command(module: str) -> list[str]:
+    """Return the command that runs `main` of a module of this package in a new interpreter."""
+    return [sys.executable, "-u", "-c", RUN, module]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Everything that a process has from the one that starts it; a rank may be forked only where a new process had the same.
+
+    Attributes:
+        environment: The variables that libraries may read when they are imported.
+        inherited: What the kernel passes on.
+        torch_place: The file from which torch is imported; empty if it is not on the search path itself.
+        client: The process that may use the server.
+
+    """
+
+    environment: tuple[tuple[str, str], ...]
+    inherited: str
+    torch_place: str
+    client: int
+
+    @classmethod
+    def of_rank(cls, environment: Mapping[str, str]) -> "Surroundings":
+        """Return those of a rank with `environment` that the calling thread would start."""
+        kept = sorted((name, value) for name, value in environment.items() if not _NOT_READ_AT_IMPORT.fullmatch(name))
+        thread = Path("/proc/thread-self")
+        inherited = [(thread / name).read_text() for name in ("limits", "cgroup", "status")]
+        spec = PathFinder.find_spec("torch")
+        return cls(
+            tuple(kept),
+            "\n".join([*inherited[:2], *_INHERITED.findall(inherited[2]), str(os.getpriority(os.PRIO_PROCESS, 0))]),
+            (spec.origin if spec is not None else None) or "",
+            os.getpid(),
+        )
+
+
+class ForkServer:
+    """A process that forks ranks (`prefect_torch.tasks.rank.fork_server`); it ends with this process.
+
+    Attributes:
+        has_refused: Whether it exited by itself, since a fork would not be safe there, or its imports failed.
+
+    """
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self.has_refused = False
+        self._control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with end:
+            self._process = subprocess.Popen(
+                [*python_command("prefect_torch.tasks.rank.fork_server"), str(end.fileno()), surroundings.torch_place],
+                env=dict(surroundings.environment),
+                pass_fds=[end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._is_ready = False
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process has not exited."""
+        return self._process.poll() is None
+
+    def fork(self, ends: Descriptors, folder: int, held: Sequence[int]) -> bool:
+        """Fork a rank, once the imports are done, and return whether that succeeded; else nothing was started.
+
+        Args:
+            ends: The ends of its pipes.
+            folder: A descriptor of its working directory.
+            held: Those that its guard keeps open.
+
+        """
+        with self._one_at_a_time, contextlib.suppress(OSError):
+            self._is_ready = self._is_ready or self._control.recv(1) == READY
+            if self._is_ready:
+                socket.send_fds(self._control, [b"."], [*ends, folder, *held])
+                if self._control.recv(1) == FORKED:
+                    return True
+                self._is_ready = self._process.poll() is None
+        if not self._is_ready:
+            self.has_refused = self._process.wait() > 0
+        return False
+
+    def close(self) -> None:
+        """End its process; ranks that it has forked go on."""
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+
+
+class ForkServers:
+    """The fork servers of a process, by their surroundings; the least recently used one is closed for a new one."""
+
+    def __init__(self) -> None:
+        self._servers: dict[Surroundings, ForkServer] = {}
+        self._lock = threading.Lock()
+
+    def find(self, environment: Mapping[str, str]) -> ForkServer | None:
+        """Return a server for a rank with `environment` without waiting for it; start it if there is none, or it has died.
+
+        Returns:
+            None where no rank can be forked.
+
+        """
+        if sys.platform != "linux":
+            return None
+        surroundings = Surroundings.of_rank(environment)
+        with self._lock:
+            server = self._servers.pop(surroundings, None)
+            if server is None or not (server.is_alive or server.has_refused):
+                server = self._start(surroundings, server)
+            if server is not None:
+                self._servers[surroundings] = server  # the last one is the most recently used
+        return None if server is None or server.has_refused else server
+
+    def close(self) -> None:
+        """Close all servers."""
+        with self._lock:
+            while self._servers:
+                self._servers.popitem()[1].close()
+
+    def _start(self, surroundings: Surroundings, died: ForkServer | None) -> ForkServer | None:
+        if died is not None:
+            died.close()
+        while len(self._servers) >= _MOST_SERVERS:
+            self._servers.pop(next(iter(self._servers))).close()
+        try:
+            return ForkServer(surroundings)
+        except OSError:
+            return None
+
+
+FORK_SERVERS = ForkServers()
+atexit.register(FORK_SERVERS.close)

@@ -1,0 +1,274 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import cloudpickle
+import psutil
+import pytest
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.tasks.gang import fork_servers
+from prefect_torch.tasks.gang.fork_servers import ForkServer, ForkServers, Surroundings, python_command
+from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.rank.fork_server import is_device
+from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.rank.rendezvous import Address
+from prefect_torch.tasks.rank.spec import RankSpec
+
+RANK = "prefect_torch.tasks.rank.main"
+# What a rank has from its parents, as its function's module finds it.
+SHOW = """
+import ctypes, gc, json, os, random, signal, sys, threading, numpy, torch
+def blocked(): return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+death = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(death))
+same = {
+    "environment": dict(os.environ), "argv": sys.argv, "path": sys.path, "cwd": os.getcwd(), "flags": repr(sys.flags),
+    "signals": {int(it): repr(signal.getsignal(it)) for it in sorted(signal.valid_signals())}, "blocked": blocked(),
+    "umask": status["Umask"], "ignored": status["SigIgn"], "caught": status["SigCgt"], "cpus": status["Cpus_allowed"],
+    "limits": open("/proc/self/limits").read(), "nice": os.nice(0), "death": death.value,
+    "leads session": os.getsid(0) == os.getpid(), "threads": threading.active_count(),
+    "main": sorted(vars(sys.modules["__main__"])),
+    "encodings": [(it.encoding, it.errors, it.write_through) for it in (sys.stdin, sys.stdout, sys.stderr)],
+    "stdin is empty": sys.stdin.read() == "", "descriptors": len(os.listdir("/proc/self/fd")),
+    "torch threads": torch.get_num_threads(), "child": os.environ.pop("CHILD", ""),
+}
+drawn = [random.random(), numpy.random.rand(), torch.rand(()).item()]
+print("SHOWN " + json.dumps([same, drawn]), flush=True)
+os._exit(0)
+"""
+WAIT = "import os, time\nprint('UP', os.getpid(), os.getppid(), os.environ['RANK'], flush=True)\ntime.sleep(600)\n"
+
+
+@pytest.fixture(scope="module")
+def servers():
+    found = ForkServers()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def rank(tmp_path, monkeypatch):
+    """Start a rank whose function's module is the given text."""
+    monkeypatch.chdir(tmp_path)
+    processes = []
+
+    def start(text, server, **environment):
+        path = tmp_path / f"function_{len(processes)}.py"
+        path.write_text(text)
+        process = RankProcess(python_command(RANK), {**variables(), "RANK": "3", **environment}, spec_of(path), (), server)
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+def variables():
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def spec_of(path):
+    spec = RankSpec(
+        rank=3,
+        world_size=4,
+        local_world_size=4,
+        rendezvous=Address("127.0.0.1", 9),
+        storage=StorageSpec(str(path.parent)),
+        run="run",
+        attempt=1,
+        restored=None,
+        function=pack_function(f"{path}:fn", None),
+        use_gpu=False,
+        backend=None,
+    )
+    return cloudpickle.dumps(spec)
+
+
+def output_of(process):
+    lines = [line for some in process.lines(0.02) for line in some]
+    return lines, process.reap()
+
+
+def first_line(process):
+    return next(line for lines in process.lines(0.02) for line in lines)
+
+
+@contextmanager
+def soon():
+    """Yield a function that waits until a condition is true."""
+    deadline = time.monotonic() + 30
+
+    def wait(is_true):
+        while not is_true():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    yield wait
+
+
+def test_a_forked_rank_has_what_a_spawned_one_has_and_random_numbers_of_its_own(rank, servers):
+    server = servers.find(variables())
+    text = f"def fn(): ...\n{SHOW}"
+    show = [rank(text, it) for it in (server, server, None)]
+    shown = []
+    for process in show:
+        lines, ended = output_of(process)
+        assert ended.returncode == 0, lines
+        shown.append(json.loads(next(line for line in lines if line.startswith("SHOWN")).removeprefix("SHOWN ")))
+    (first, drawn), (second, other_drawn), (spawned, _) = shown
+    assert server.is_alive
+    for forked in (first, second):
+        for name, value in spawned.items():
+            assert forked[name] == value or name == "argv", name  # which has the name of the file
+    assert all(one != another for one, another in zip(drawn, other_drawn, strict=True))
+
+
+def test_the_line_of_a_forked_rank_is_that_of_a_rank(rank, servers):
+    process = rank(f"def fn(): ...\n{WAIT}", servers.find(variables()))
+    _, pid, guard, number = first_line(process).split()
+    assert number == "3"
+    assert psutil.Process(int(pid)).cmdline() == [sys.executable, RANK, "rank=3"]
+    assert any(word.endswith("guard.py") for word in psutil.Process(int(guard)).cmdline())
+
+
+def test_a_forked_rank_prints_its_stack_traces_and_is_terminated(rank, servers):
+    process = rank(f"def fn(): ...\n{WAIT}", servers.find(variables()))
+    seen = []
+    for lines in process.lines(0.02):
+        if lines and not seen:
+            process.write_stack_traces()
+        seen += lines
+        if any("most recent call first" in line for line in lines):
+            process.terminate()
+    assert process.reap().returncode == -signal.SIGTERM
+
+
+def test_all_that_a_forked_rank_has_started_ends_with_it(rank, servers):
+    text = "import subprocess\nprint(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+    lines, ended = output_of(rank(f"def fn(): ...\n{text}\nimport os\nos._exit(5)", servers.find(variables())))
+    assert ended.returncode == 5
+    assert not psutil.pid_exists(int(lines[0]))
+
+
+def test_a_forked_rank_dies_with_its_guard(rank, servers):
+    process = rank(f"def fn(): ...\n{WAIT}", servers.find(variables()))
+    _, pid, guard, _ = first_line(process).split()
+    os.kill(int(guard), signal.SIGKILL)
+    _, ended = output_of(process)
+    assert ended.returncode is None
+    with soon() as wait:
+        wait(lambda: not psutil.pid_exists(int(pid)))
+
+
+SUPERVISOR = """
+import sys, os
+from prefect_torch.tasks.gang.fork_servers import FORK_SERVERS, python_command
+from prefect_torch.tasks.gang.process import RankProcess
+assert not {"torch", "prefect"} & sys.modules.keys()
+environment = {**os.environ, "RANK": "3"}
+process = RankProcess(python_command("prefect_torch.tasks.rank.main"), environment, open(sys.argv[1], "rb").read(), (),
+                      FORK_SERVERS.find(environment))
+for lines in process.lines(0.02):
+    for line in lines:
+        print(line, flush=True)
+"""
+
+
+def test_a_supervisor_that_is_killed_takes_the_rank_and_the_server_along(tmp_path):
+    (tmp_path / "function.py").write_text(f"def fn(): ...\n{WAIT}")
+    (tmp_path / "spec").write_bytes(spec_of(tmp_path / "function.py"))
+    command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "spec")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout.readline().startswith("UP")
+        below = psutil.Process(supervisor.pid).children(recursive=True)
+        assert len(below) == 3  # the server, the guard, the rank
+        supervisor.kill()
+    assert psutil.wait_procs(below, timeout=30)[1] == []
+
+
+def test_a_server_ends_with_its_client_also_while_it_imports():
+    server = ForkServer(Surroundings.of_rank(variables()))
+    with soon() as wait:
+        wait(lambda: "-u" not in psutil.Process(server._process.pid).cmdline())  # its title is set, and its imports begin
+    server._control.close()
+    assert server._process.wait(30) == -signal.SIGIO
+
+
+def test_a_server_that_was_killed_spares_its_ranks_and_is_started_again(rank, servers):
+    server = servers.find(variables())
+    survivor = rank(f"def fn(): ...\n{WAIT}", server)
+    _, pid, *_ = first_line(survivor).split()
+    server._process.kill()
+    lines, ended = output_of(rank("def fn(): ...\nprint('spawned')\nimport os\nos._exit(0)", server))
+    assert (lines[-1], ended.returncode) == ("spawned", 0)
+    assert psutil.Process(int(pid)).is_running()
+    assert not server.has_refused
+    successor = servers.find(variables())
+    assert successor is not server
+    assert successor.is_alive
+
+
+@pytest.mark.parametrize("danger", ["threading.Thread(target=time.sleep, args=(600,), daemon=True).start()", "sys.exit('no')"])
+def test_where_a_fork_is_not_safe_ranks_are_spawned(rank, servers, tmp_path, danger, capfd):
+    """A library has a thread, or cannot be imported there."""
+    (tmp_path / "libraries/torch").mkdir(parents=True)
+    (tmp_path / "libraries/sitecustomize.py").write_text(
+        f"import sys, threading, time\nif 'prefect_torch.tasks.rank.fork_server' in sys.argv:\n    {danger}\n"
+    )
+    environment = {**variables(), "PYTHONPATH": str(tmp_path / "libraries")}
+    server = servers.find(environment)
+    lines, ended = output_of(rank("def fn(): ...\nprint('spawned')\nimport os\nos._exit(0)", server, **environment))
+    assert (lines[-1], ended.returncode) == ("spawned", 0)
+    assert server.has_refused
+    assert servers.find(environment) is None
+
+
+@pytest.mark.parametrize(
+    "path", ["/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128", "/dev/infiniband/uverbs0"]
+)
+def test_an_open_device_is_a_danger(path):
+    assert is_device(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["/dev/null", "/dev/urandom", "/dev/shm/sem.x", "/dev/pts/0", "/usr/lib/libcuda.so", "pipe:[1]"]
+)
+def test_other_files_are_no_danger(path):
+    assert not is_device(path)
+
+
+def test_a_server_is_shared_where_a_new_process_would_find_the_same(monkeypatch):
+    plain = Surroundings.of_rank({"A": "1"})
+    assert Surroundings.of_rank({"A": "1", "RANK": "3", "CUDA_VISIBLE_DEVICES": "2", "PREFECT_API_URL": "x"}) == plain
+    assert Surroundings.of_rank({"A": "1", "OMP_NUM_THREADS": "3"}) != plain
+    before = os.umask(0o123)
+    try:
+        assert Surroundings.of_rank({"A": "1"}) != plain
+    finally:
+        os.umask(before)
+    monkeypatch.setattr(sys, "path", [])
+    assert Surroundings.of_rank({"A": "1"}) != plain
+
+
+def test_the_server_used_longest_ago_makes_room(monkeypatch):
+    closed = []
+
+    class Server:
+        is_alive, has_refused = True, False
+
+        def __init__(self, surroundings):
+            self.name = dict(surroundings.environment)["NAME"]
+
+        def close(self):
+            closed.append(self.name)
+
+    monkeypatch.setattr(fork_servers, "ForkServer", Server)
+    servers = ForkServers()
+    names = [servers.find({"NAME": name}).name for name in "ababacab"]
+    assert names == list("ababacab")
+    assert closed == ["b", "c"]
