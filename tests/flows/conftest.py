@@ -9,8 +9,8 @@ from prefect_servers import end_senders
 @pytest.fixture(scope="session", autouse=True)
 def prefect_server():
     with (
-        temporary_settings({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 60}),
-        prefect_test_harness(server_startup_timeout=60),
+        temporary_settings({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 120}),
+        prefect_test_harness(server_startup_timeout=120),
     ):
         end_senders()
         yield
