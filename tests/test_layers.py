@@ -165,13 +165,15 @@ def test_blocks_do_not_import_torch():
     assert "torch" not in loaded_by("import prefect_torch.ckpt.blocks")
 
 
-def test_importing_ckpt_takes_a_tenth_of_a_second():
-    program = "import time; s = time.process_time(); import prefect_torch.ckpt; print(time.process_time() - s)"
-    runs = [
-        float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout)
-        for _ in range(5)
-    ]
-    assert min(runs) < 0.1
+def import_cpu_s(module: str) -> float:
+    program = f"import time; s = time.process_time(); import {module}; print(time.process_time() - s)"
+    return float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout)
+
+
+def test_importing_ckpt_costs_little_more_than_a_module_of_the_standard_library():
+    """A tenth of a second on an idle machine; on a busy one, processor time is dearer for both."""
+    took_s, peer_s = zip(*((import_cpu_s("prefect_torch.ckpt"), import_cpu_s("unittest.mock")) for _ in range(5)), strict=True)
+    assert min(took_s) < 2.5 * min(peer_s)
 
 
 def test_the_guard_of_a_rank_needs_nothing_but_the_standard_library():

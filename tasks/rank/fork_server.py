@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -25,19 +26,6 @@ from . import guard
 from .process_title import set_process_title
 
 READY, FORKED, REFUSED = b"r", b"f", b"x"
-# What a rank imports before it calls the user's function, and what that is likely to import.
-_MODULES = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch.optim",
-    "prefect_torch.ckpt.state.load",
-    "prefect_torch.ckpt.state.save",
-    "prefect_torch.ckpt.storage.opening",
-    "prefect_torch.tasks.prepare.data_loader",
-    "prefect_torch.tasks.prepare.model",
-    "prefect_torch.tasks.rank.main",
-)
 _LENGTH = struct.Struct("!Q")
 _MOST_DESCRIPTORS = 64
 _HARMLESS_DEVICES = ("full", "null", "ptmx", "pts/", "random", "shm/", "tty", "urandom", "zero")
@@ -75,8 +63,7 @@ def main() -> None:
     set_process_title(f"{sys.executable} {__name__}")
     if torch_place and getattr(PathFinder.find_spec("torch"), "origin", None) != torch_place:
         sys.exit(f"{__name__}: ranks import torch from {torch_place}")
-    for name in _MODULES:
-        importlib.import_module(name)
+    run_rank = import_for_ranks()
     if (danger := find_danger()) is not None:
         sys.exit(f"{__name__}: a fork would not be safe: {danger}")
     gc.collect()
@@ -84,9 +71,21 @@ def main() -> None:
     _end_with_client(control, is_wanted=False)
     result = _serve(control)
     sys.argv = ["-c", str(result)]
-    from .main import main as run_rank  # noqa: PLC0415 - imported above, by its name
-
     run_rank()
+
+
+def import_for_ranks() -> Callable[[], None]:
+    """Import what a rank imports before it calls the user's function, and what that is likely to; return the rank's program."""
+    import prefect_torch.ckpt.state.loading.load  # noqa: PLC0415 - torch, which the client of this module does without
+    import prefect_torch.ckpt.state.save  # noqa: PLC0415 - same
+    import prefect_torch.ckpt.storage.opening  # noqa: PLC0415 - same
+    import torch.distributed  # noqa: PLC0415 - same
+    import torch.nn.parallel  # noqa: PLC0415 - same
+    import torch.optim  # noqa: F401, PLC0415 - same
+
+    from .main import main as run_rank  # noqa: PLC0415 - same
+
+    return run_rank
 
 
 def find_danger() -> str | None:
