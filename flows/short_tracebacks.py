@@ -14,7 +14,14 @@ from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_f
 P = ParamSpec("P")
 R = TypeVar("R")
 _RETRY = "Task run failed with %s: %r - Retry %s/%s"
+_HOOK = "_set_terminated_state"
 _VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in ("train", "evaluate", "prune"))
+# What is no event for the person who looks at a training; Prefect itself logs all states but Completed as errors.
+_LEVELS = (
+    ("train_rank", "Cancelled", logging.INFO),
+    ("train_workers", "Crashed", logging.INFO),
+    ("prune_checkpoints", "Completed", logging.DEBUG),
+)
 _TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
 
 
@@ -33,8 +40,12 @@ class ShortTracebacks(logging.Filter):
             return False  # the engine's record and the exception say the same, without all parameters
         if str(record.msg).startswith(_RETRY) and record.args and getattr(record, "task_name", "") == "train_workers":
             return False  # it counts retries up to a million; the training logs its own budget
-        if getattr(record, "task_name", "") == "train_rank" and str(record.msg).startswith("Finished in state Cancelled"):
-            record.levelno, record.levelname = logging.INFO, "INFO"
+        if _is_of_termination(record):
+            return False  # the training logs why it was terminated, and what is safe
+        for task, state, level in _LEVELS:
+            if getattr(record, "task_name", "") == task and str(record.msg).startswith(f"Finished in state {state}"):
+                record.levelno, record.levelname = level, logging.getLevelName(level)
+                return logging.getLogger(record.name).isEnabledFor(level)
         return True
 
 
@@ -63,6 +74,9 @@ class ShortTracebackFlow(Flow[P, R]):
                     raise
                 shorten(exc)
                 raise exc from exc.__cause__
+            except KeyboardInterrupt as exc:
+                shorten(exc)
+                raise exc from None
 
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
             """Return a copy with other options; see `prefect.Flow`."""
@@ -93,6 +107,14 @@ def short_tracebacks(flow: Flow[P, R]) -> Flow[P, R]:
     """Return `flow` as a ShortTracebackFlow; Prefect's decorator stays visible to its tools, which read it as text."""
     flow.__class__ = ShortTracebackFlow
     return flow
+
+
+def _is_of_termination(record: logging.LogRecord) -> bool:
+    """Return whether `record` is about a training that is terminated, or about the hook that names the reason in its state."""
+    text = str(record.msg)
+    if getattr(record, "flow_name", "") != "train":
+        return False
+    return text.startswith("Crash detected! Execution was ") or (f"hook '{_HOOK}'" in text.replace("Hook", "hook"))
 
 
 def _frames(error: BaseException) -> str | None:

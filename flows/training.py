@@ -9,7 +9,6 @@ from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
-from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Crashed
 from prefect_torch.ckpt import Checkpoint, StorageSpec
@@ -54,7 +53,7 @@ def _record_termination(outcome: Outcome | None) -> None:
         _outcomes[outcome.flow_run_id] = outcome
 
 
-def _set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+def _set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001 - by name
     """Give a crashed flow run's state the message that `_record_termination` recorded.
 
     A cancellation that does not come through Prefect's API, such as a stopped container's, becomes Cancelled here, so that no
@@ -68,7 +67,6 @@ def _set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[
         final = Cancelled(message=outcome.error)
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run.id, final, force=True)
-    flow_run_logger(flow_run, flow).warning("%s", outcome.error)
 
 
 @short_tracebacks

@@ -1,5 +1,6 @@
 """The Prefect task that keeps the top K checkpoints and deletes data that were never committed."""
 
+import logging
 from dataclasses import replace
 
 from prefect import get_run_logger, task
@@ -52,9 +53,11 @@ def prune_checkpoints(
         check_fence(store, attempt)
     with library_logs_in_run():
         decided = store.prune(policy, in_use=in_use, up_to=up_to, dry_run=dry_run)
-        if decided.drop:
-            done = "would prune" if dry_run else "pruned"
-            logger.info("%s %s; kept %s", done, ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
+        if decided.drop and dry_run:
+            logger.info("would prune %s; kept %s", ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
+        elif decided.drop:  # a training's table of checkpoints has the list
+            level = logging.INFO if attempt is None else logging.DEBUG
+            logger.log(level, "pruned %d checkpoints of run %s, kept %d", len(decided.drop), run, len(decided.keep))
         if garbage and not dry_run:
             collect_garbage(store, keep_quarantined_days=policy.keep_quarantined_days)
     return decided

@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointError, ReportMismatchError, ReportWithdrawnError
@@ -70,6 +70,7 @@ class Agreement:
         state: The decision on the ranks' states, or None.
         error: The error that every rank must raise instead; then nothing is stored.
         is_background_failure: Whether that error is of a background commit, and not about this report.
+        ends_training: Whether every rank's function ends with this report, since termination is requested.
 
     """
 
@@ -82,6 +83,7 @@ class Agreement:
     state: StateDecision | None = None
     error: RemoteError | None = None
     is_background_failure: bool = False
+    ends_training: bool = False
 
     def encode(self) -> bytes:
         """Return JSON."""
@@ -99,6 +101,11 @@ class Agreement:
         )
 
 
+def never() -> bool:
+    """Return that no termination is requested."""
+    return False
+
+
 class Rounds:
     """The rounds in which the ranks agree on their reports; every rank takes part in each, whatever it reports.
 
@@ -106,6 +113,7 @@ class Rounds:
         peers: The ranks.
         attempt: The attempt's number, for the ids of checkpoints.
         background: This rank's background commits.
+        is_terminating: Returns whether termination of the training is requested; called on rank 0.
 
     Attributes:
         number: How many rounds this rank has begun.
@@ -114,13 +122,17 @@ class Rounds:
 
     """
 
-    def __init__(self, peers: Peers, attempt: int, background: BackgroundCommits) -> None:
+    def __init__(
+        self, peers: Peers, attempt: int, background: BackgroundCommits, is_terminating: Callable[[], bool] = never
+    ) -> None:
         self.number = 0
         self.writes: list[WriteItem] = []
         self.desynchronized: CheckpointError | None = None
         self._peers = peers
         self._attempt = attempt
         self._background = background
+        self._is_terminating = is_terminating
+        self._has_last_checkpoint = False
         self._plan = 0
         self._planner = StatePlanner()
 
@@ -203,7 +215,19 @@ class Rounds:
         failure = self._background.take_failure() if self._background.commits else None
         if failure is not None:
             return Agreement(intents[0].step, error=RemoteError.of(failure), is_background_failure=True)
-        return decide(intents, self._attempt, topic, state)
+        return self._end_if_requested(decide(intents, self._attempt, topic, state), intents[0].num_requests)
+
+    def _end_if_requested(self, agreement: Agreement, num_requests: int) -> Agreement:
+        """Let the first checkpoint after a request of termination be the last.
+
+        A function that calls should_checkpoint() may go on after that checkpoint and return by itself.
+        """
+        if agreement.checkpoint_id is None or not (self._has_last_checkpoint or self._is_terminating()):
+            return agreement
+        if self._has_last_checkpoint:
+            return Agreement(agreement.step, ends_training=True)
+        self._has_last_checkpoint = True
+        return replace(agreement, ends_training=num_requests == 0)
 
     def _decide_state(self, intents: Sequence[Intent]) -> StateDecision | None:
         described = [intent.state for intent in intents]

@@ -74,6 +74,8 @@ def report(
         CommitFailedError: On every rank, if this or the last background checkpoint could not be committed; the previous one
             is still the latest. Where the storage has no space left it is a StorageFullError.
         FencedError: If a newer attempt owns the run.
+        SystemExit: On every rank, if termination of the training is requested: the first checkpoint after that is the last. A
+            function that calls `should_checkpoint` goes on after it, to return by itself; its next checkpoint is not stored.
         RuntimeError: Outside of a training function.
 
     """

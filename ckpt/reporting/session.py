@@ -14,7 +14,7 @@ from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import utc_now
 
-from .agreement import Rounds, Upload
+from .agreement import Rounds, Upload, never
 from .background import BackgroundCommits
 from .checkpoint_requests import CheckpointRequests
 from .commit import RankCommits
@@ -61,7 +61,7 @@ class RankSession:
         key_value: KeyValue,
         restored: Checkpoint | None = None,
         settings: ReportSettings = ReportSettings(),
-        is_terminating: Callable[[], bool] = lambda: False,
+        is_terminating: Callable[[], bool] = never,
     ) -> None:
         self.run = run
         self.restored = restored
@@ -69,7 +69,7 @@ class RankSession:
         self._events = EventSender(key_value)
         self._background = background = BackgroundCommits(settings.max_in_flight)
         self._preparation = ReportPreparation(run, context.world_rank, context.world_size, settings.checkpoint_score_attribute)
-        self._rounds = Rounds(peers, context.attempt, background)
+        self._rounds = Rounds(peers, context.attempt, background, is_terminating)
         self._commits = RankCommits(run, peers, background, self._events, context.attempt, restored)
         budget = OverheadBudget(settings.target_overhead, self._commits.costs)
         self._requests = CheckpointRequests(peers, self._rounds, budget, is_terminating)
@@ -90,7 +90,13 @@ class RankSession:
         progress: float | None = None,
         upload: Upload | None = None,
     ) -> None:
-        """Report from this rank; see `reporting.report`."""
+        """Report from this rank; see `reporting.report`.
+
+        Raises:
+            SystemExit: If termination is requested and a checkpoint was committed since, on every rank; the function's
+                `finally` blocks run, and background commits become durable.
+
+        """
         given = ReportArguments(metrics, checkpoint, state, step, progress, upload)
         with self._one_report, ExitStack() as cleanup:
             following = self._last_step + 1
@@ -105,6 +111,8 @@ class RankSession:
             staged = report.stage(agreement, self._rounds.writes)
             self._commits.commit(staged)
             self._last_step, self._num_reports = report.step, self._num_reports + 1
+        if agreement.ends_training:
+            raise SystemExit
 
     def log_metrics(self, metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
         """Record metrics without a report; see `reporting.log_metrics`."""

@@ -158,6 +158,8 @@ class ConsoleProgress:
 
 
 def _ending(outcome: Outcome) -> str:
+    if outcome.ending in ("preempted", "cancelled"):  # the log says why, and what is safe
+        return f"attempt {outcome.attempt} {outcome.ending}"
     reason = (outcome.error or "").strip().partition("\n")[0]
     if f"attempt {outcome.attempt} " in reason:
         return reason

@@ -128,9 +128,16 @@ class Gang:
             get_run_logger().warning("rank %s was killed and has not exited yet; no attempt starts before it has", alive)
 
     def _drain(self, key_value: KeyValue, recorder: Recorder | None, termination: Termination) -> None:
-        """Tell the ranks that termination is requested, and return when all have exited, or after the grace."""
+        """Tell the ranks that termination is requested, and return when all have exited, or after the grace.
+
+        They exit after their first checkpoint from then on.
+        """
         if termination.grace_left_s > 0:
-            get_run_logger().warning("termination requested: ranks have %.0f s for a last checkpoint", termination.grace_left_s)
+            get_run_logger().warning(
+                "termination requested: the ranks end with their next checkpoint, or after %.0f s%s",
+                termination.grace_left_s,
+                "; press Ctrl-C again to end at once" if termination.is_by_keyboard else "",
+            )
         key_value.set(TERMINATION_KEY, b"")
         _wait_until(lambda: self._advance(recorder) or termination.grace_left_s == 0, math.inf)
 

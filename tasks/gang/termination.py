@@ -58,6 +58,11 @@ class Termination:
         return self.cause is not None or self._is_abandoned
 
     @property
+    def is_by_keyboard(self) -> bool:
+        """Whether Ctrl-C requested it, so that somebody is there to press it again."""
+        return isinstance(self.cause, KeyboardInterrupt)
+
+    @property
     def grace_left_s(self) -> float:
         """How long ranks may still commit, in seconds."""
         return self._grace_s if self._grace_ends_s == math.inf else max(0.0, self._grace_ends_s - time.monotonic())

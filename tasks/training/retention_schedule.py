@@ -1,4 +1,4 @@
-"""Retention during a training: one prune at a time, as soon as there is a checkpoint to delete."""
+"""Retention during a training: one prune at a time, as often as pages are published."""
 
 import time
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import Plan, RetentionPolicy
+from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.metrics import find_score
 from prefect_torch.ckpt.runs.retention import Committed, plan
@@ -14,13 +15,17 @@ from prefect_torch.tasks.prune_task import prune_checkpoints
 
 from .job import TrainJob
 from .observers import CheckpointsPruned, Observers
+from .publish_backoff import PublishBackoff
 
 _LASTING = frozenset({"every", "pinned"})  # a checkpoint that is unpinned meanwhile is deleted in the next attempt
 _GARBAGE_EVERY_S = 600.0  # a search lists all files of all checkpoints
+_LARGE_BYTES = 1 << 30  # so much is deleted without a pause
 
 
 class RetentionSchedule:
     """Submits prunes after commits; at most one runs at a time, and one always runs after the last commit.
+
+    Each prune is a task run, so there is a pause between two of them, unless 1 GiB was committed since the last one.
 
     Remembers only the checkpoints that the policy may yet delete, so that a decision costs the same after a million commits as
     after a hundred. A prune itself decides by the checkpoints in storage.
@@ -32,6 +37,7 @@ class RetentionSchedule:
         restored: The id of the checkpoint that the ranks restore, which must be kept; or None.
         observers: They are notified of what was pruned.
         memory: The manifests that were read before; prunes read only others.
+        backoff: Bounds how often a prune is submitted.
 
     """
 
@@ -43,6 +49,7 @@ class RetentionSchedule:
         restored: str | None,
         observers: Observers,
         memory: ManifestMemory,
+        backoff: PublishBackoff | None = None,
     ) -> None:
         self._job = job
         self._policy = job.policy
@@ -51,6 +58,8 @@ class RetentionSchedule:
         self._candidates: list[Committed] = list(known)
         self._in_use: tuple[str, ...] = () if restored is None else (restored,)
         self._memory = memory
+        self._backoff = backoff or PublishBackoff()
+        self._bytes_since_prune = 0
         self._garbage_due_s = time.monotonic()
         self._running: PrefectFuture[Any] | None = None
         self._done = False
@@ -58,8 +67,9 @@ class RetentionSchedule:
         self._warned = False
         self._recorded: str | None = None
 
-    def committed(self, checkpoint: Committed) -> None:
+    def committed(self, checkpoint: CommitEvent) -> None:
         """Take a new checkpoint into account."""
+        self._bytes_since_prune += checkpoint.bytes
         if self._policy.num_to_keep is not None:
             self._candidates.append(checkpoint)
             self._changed = True
@@ -67,22 +77,27 @@ class RetentionSchedule:
             self._warn_of_missing_score(checkpoint, self._policy)
 
     def prune_due(self, recorded: str | None) -> None:
-        """Submit a prune if there is a checkpoint to delete and none is running; returns immediately.
+        """Submit a prune if one is due, there is a checkpoint to delete, and none is running; returns immediately.
 
         Args:
             recorded: The newest checkpoint whose report is in the metric history; of a newer one, the manifest alone would
                 hold the report after a crash, so it is kept for now.
 
         """
+        self._prune(recorded, is_due=self._backoff.wait_s() == 0 or self._bytes_since_prune >= _LARGE_BYTES)
+
+    def _prune(self, recorded: str | None, *, is_due: bool) -> None:
         if recorded != self._recorded:
             self._recorded, self._changed = recorded, True
         if self._running is not None and self._done:
             self._take_result(self._running)
-        if not self._changed or recorded is None or self._running is not None:
+        if not self._changed or not is_due or recorded is None or self._running is not None:
             return
         self._changed = False
         if self._may_drop(recorded):
             self._done = False
+            self._backoff.record()
+            self._bytes_since_prune = 0
             self._running = prune_checkpoints.submit(
                 self._job.storage,
                 self._job.run,
@@ -122,7 +137,7 @@ class RetentionSchedule:
         self._in_use = ()  # no rank is left to restore it
         self._garbage_due_s = time.monotonic()
         self._changed = True
-        self.prune_due(recorded)
+        self._prune(recorded, is_due=True)
         self._wait()
 
     def _wait(self) -> None:

@@ -145,7 +145,7 @@ class _Leader:
     def _record_termination(self, claimed: Attempt) -> None:
         flow_run_id = claimed.owner.flow_run_id
         is_cancelled = flow_run_id is not None and is_being_cancelled(flow_run_id)
-        by = type(self._termination.cause).__name__
+        by = "Ctrl-C" if self._termination.is_by_keyboard else type(self._termination.cause).__name__
         message = f"{'cancelled' if is_cancelled else 'terminated'} ({by}); {self._safe_work()}"
         if is_cancelled:
             outcome = Outcome(claimed.number, "cancelled", flow_run_id, error=message)
@@ -168,7 +168,10 @@ class _Leader:
         if self._recorder is None:
             return "no rank was started"
         newest = self._recorder.newest
-        return "nothing was committed yet" if newest is None else f"work is safe up to step {step_of(newest)} ({newest})"
+        if newest is None:
+            return "nothing was committed yet"
+        run = self._store.run
+        return f"work is safe up to step {step_of(newest)} ({newest}), where the next training named {run!r} continues"
 
 
 def _failure(claimed: Attempt, error: Exception) -> Outcome:

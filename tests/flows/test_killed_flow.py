@@ -216,7 +216,7 @@ def test_ctrl_c_lets_ranks_commit_and_is_told_though_the_embedded_server_gets_it
     started, home = tmp_path / "started", tmp_path / "home"
     embedded = {"PREFECT_HOME": str(home), "PREFECT_API_URL": ""}
     leader = start(storage, "checkpoint_when_told", {"started": str(started)}, environment=embedded)
-    leader.wait_for(started.exists)
+    leader.wait_for(started.exists, 120)
     os.killpg(leader.process.pid, signal.SIGINT)
     output = leader.finish(40)
     leader.assert_nothing_is_left()

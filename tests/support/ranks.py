@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ class Attempt:
         def work(rank: int) -> None:
             session = self.session(rank)
             try:
-                function(session, rank)
+                with suppress(SystemExit):
+                    function(session, rank)
                 session.finish()
             except Exception as exc:  # noqa: BLE001 - returned
                 errors[rank] = exc

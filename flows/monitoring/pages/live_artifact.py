@@ -1,8 +1,6 @@
-"""An artifact of a flow run that is kept up to date, and how often that happens."""
+"""An artifact of a flow run that is kept up to date."""
 
 import re
-import time
-from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, Literal
 from uuid import UUID
@@ -11,9 +9,6 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.exceptions import ObjectNotFound
 
-FIRST_PAUSE_S = 2.0
-LONGEST_PAUSE_S = 30.0
-_GROWTH = 1.15
 _NOT_IN_KEYS = re.compile(r"[^a-z0-9]+")
 
 
@@ -57,31 +52,6 @@ class LiveArtifact:
             made = ArtifactCreate(key=self._key, type=self._kind, description=description, data=data, flow_run_id=flow_run_id)
             self._id = client.create_artifact(made).id
         self._shown = news
-
-
-class PublishBackoff:
-    """Bounds how often artifacts are published: each pause is 15 % longer than the one before, from 2 s up to 30 s.
-
-    That is 16 times in the first 100 s, while somebody is likely to look, and twice a minute from the fourth minute on.
-
-    Args:
-        clock: Returns the time in seconds.
-
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._pause_s = FIRST_PAUSE_S
-        self._due_s = clock()
-
-    def wait_s(self) -> float:
-        """Return the seconds until the next publication is due; 0 if it is due now."""
-        return max(0.0, self._due_s - self._clock())
-
-    def record(self) -> None:
-        """Record a publication; a failed one counts too."""
-        self._due_s = self._clock() + self._pause_s
-        self._pause_s = min(self._pause_s * _GROWTH, LONGEST_PAUSE_S)
 
 
 def artifact_key(run: str, path: str) -> str:

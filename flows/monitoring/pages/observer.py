@@ -13,9 +13,10 @@ from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.flows.monitoring.text import plain_text, show_time
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import TrainingEvent
+from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .attempt_log import AttemptLog
-from .live_artifact import LiveArtifact, PublishBackoff, artifact_key
+from .live_artifact import LiveArtifact, artifact_key
 from .rank_logs import RankLogs, page_url
 from .run_view import RunView
 from .stored_checkpoints import MAX_ROWS, checkpoint_rows

@@ -562,3 +562,37 @@ def test_the_folder_of_a_committed_checkpoint_is_never_taken_apart(store, tmp_pa
 
     assert Attempt(store).run(train_fn) == [None]
     assert [read_files(store.checkpoint(manifest)) for manifest in store.list()] == [{"model": b"x"}] * 2
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_the_first_checkpoint_after_a_request_of_termination_is_the_last(store, tmp_path, upload):
+    attempt, reported = Attempt(store, 2), {0: [], 1: []}
+
+    def train(session, rank):
+        try:
+            for step in range(9):
+                attempt.ends_soon |= step == 3
+                reported[rank].append(step)
+                made = folder(tmp_path / f"{rank}-{step}", **{f"m{rank}": str(step)}) if step % 2 == 0 else None
+                session.report({}, made, upload=upload if made else None)
+        finally:
+            reported[rank].append("cleaned up")
+
+    assert attempt.run(train) == [None, None]
+    assert reported[0] == reported[1] == [0, 1, 2, 3, 4, "cleaned up"]  # the report of step 3 has no checkpoint
+    assert [manifest.step for manifest in store.list()] == [0, 2, 4]
+
+
+def test_a_function_that_asks_may_return_by_itself_but_stores_no_second_checkpoint(store, tmp_path):
+    attempt, done = Attempt(store, 2), {0: [], 1: []}
+
+    def train(session, rank):
+        for step in range(9):
+            attempt.ends_soon |= step == 3
+            if session.context.should_checkpoint():
+                session.report({}, folder(tmp_path / f"{rank}-{step}", **{f"m{rank}": str(step)}))
+            done[rank].append(step)
+
+    assert attempt.run(train) == [None, None]
+    assert done[0] == done[1] == [0, 1, 2, 3]
+    assert [manifest.step for manifest in store.list()] == [0]

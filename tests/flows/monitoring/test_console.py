@@ -19,6 +19,7 @@ from prefect_torch.ckpt import Plan
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.flows import Result
 from prefect_torch.flows.monitoring.console import console_progress
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 
@@ -199,7 +200,15 @@ def test_a_training_at_a_terminal_is_shown_and_ctrl_c_leaves_the_terminal_in_ord
         process.wait()
         terminal.hang_up()
     assert re.search(r"digits  step \d+  \d+ reports", terminal.text()), terminal.text()
-    assert "attempt 1 preempted: terminated (KeyboardInterrupt)" in terminal.text()
+    assert "press Ctrl-C again to end at once" in terminal.text()
+    assert "Task run 'rank-0' - Finished in state Completed()" in terminal.text(), (
+        "it ended by itself, with its last checkpoint"
+    )
+    newest = Result.from_storage(tmp_path, "digits").checkpoint.id
+    (sentence,) = re.findall(r"attempt 1: terminated \(Ctrl-C\); .*", terminal.text())
+    assert f"work is safe up to step {int(newest[7:15])} ({newest}), where the next training named 'digits'" in sentence
+    assert not re.search("prune-digits|Crash detected|hook", terminal.text()), terminal.text()
+    assert terminal.text().count(", line ") <= 2, "the caller's frame, and that of the flow"
     lines = re.findall(r".*the line of epoch (\d+) is whole.*", terminal.text())
     assert lines == [str(epoch) for epoch in range(len(lines))], "each once, on a line of its own"
     assert terminal.raw().rindex("\x1b[?25h") > terminal.raw().rfind("\x1b[?25l"), "the cursor is shown again"

@@ -9,6 +9,7 @@ from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.tasks.prune_task import _kept
 from prefect_torch.tasks.training import retention_schedule
+from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 
 NEWEST = RetentionPolicy(1)
@@ -42,21 +43,61 @@ def prunes(monkeypatch):
     return task
 
 
-def schedule(memory, policy=NEWEST):
+class Clock:
+    """Seconds of which so many pass at each look."""
+
+    def __init__(self, tick_s):
+        self.now_s, self.tick_s = 0.0, tick_s
+
+    def __call__(self):
+        self.now_s += self.tick_s
+        return self.now_s
+
+
+def schedule(memory, policy=NEWEST, tick_s=60.0):
     job = SimpleNamespace(storage="store", run="run", policy=policy)
-    return RetentionSchedule(job, 1, [], None, SimpleNamespace(notify=lambda event: None), memory)
+    observers = SimpleNamespace(notify=lambda event: None)
+    return RetentionSchedule(job, 1, [], None, observers, memory, PublishBackoff(Clock(tick_s)))
+
+
+def commit(retention, step, num_bytes=1):
+    checkpoint_id = f"000001-{step:08d}-00000000"
+    retention.committed(CommitEvent(checkpoint_id, step, {}, num_bytes, 0.1))
+    retention.prune_due(checkpoint_id)
+    return checkpoint_id
 
 
 def test_garbage_is_looked_for_at_first_and_at_the_end_and_every_prune_shares_a_memory(prunes):
     memory = ManifestMemory()
     retention = schedule(memory)
     for step in range(4):
-        checkpoint_id = f"000001-{step:08d}-00000000"
-        retention.committed(CommitEvent(checkpoint_id, step, {}, 1, 0.1))
-        retention.prune_due(checkpoint_id)
-    retention.finish(checkpoint_id)
+        newest = commit(retention, step)
+    retention.finish(newest)
     assert [asked["garbage"] for asked in prunes.asked] == [True, False, False, True]
     assert all(asked["memory"] is memory for asked in prunes.asked)
+
+
+def test_however_often_a_training_commits_it_prunes_as_seldom_as_pages_are_published(prunes):
+    retention = schedule(ManifestMemory(), tick_s=0.1)  # a look at the clock for each commit, and one for each prune
+    for step in range(1000):
+        commit(retention, step)
+    assert 14 <= len(prunes.asked) <= 17
+
+
+def test_no_pause_delays_the_deletion_of_a_gibibyte(prunes):
+    retention = schedule(ManifestMemory(), tick_s=1e-6)
+    for step in range(9):
+        commit(retention, step, num_bytes=1 << 29)
+    assert len(prunes.asked) == 4  # with every other commit, since one is half a gibibyte
+
+
+def test_the_last_prune_waits_for_no_pause(prunes):
+    retention = schedule(ManifestMemory(), tick_s=1e-6)
+    for step in range(3):
+        newest = commit(retention, step)
+    assert [asked["up_to"][7:15] for asked in prunes.asked] == ["00000001"]
+    retention.finish(newest)
+    assert [asked["up_to"][7:15] for asked in prunes.asked] == ["00000001", "00000002"]
 
 
 def test_a_log_line_names_some_of_many_kept_checkpoints():

@@ -4,7 +4,8 @@ import re
 from itertools import pairwise
 
 import pytest
-from prefect_torch.flows.monitoring.pages.live_artifact import PublishBackoff, artifact_key
+from prefect_torch.flows.monitoring.pages.live_artifact import artifact_key
+from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 
 def published_within(seconds, asked_every_s=0.1):

@@ -15,7 +15,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from prefect_servers import PrefectServer, rows
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.flows.monitoring.pages.live_artifact import FIRST_PAUSE_S, PublishBackoff, artifact_key
+from prefect_torch.flows.monitoring.pages.live_artifact import artifact_key
+from prefect_torch.tasks.training.publish_backoff import FIRST_PAUSE_S, PublishBackoff
 
 SUPPORT = Path(__file__).parents[3] / "support"
 REQUEST = re.compile(r'"(?P<verb>GET|POST|PATCH|PUT|DELETE) /api(?P<path>/[^ ?]*)\S* HTTP')

@@ -1,0 +1,33 @@
+"""How often something that is visible in Prefect happens during a training: pages are published, checkpoints pruned."""
+
+import time
+from collections.abc import Callable
+
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 30.0
+_GROWTH = 1.15
+
+
+class PublishBackoff:
+    """Bounds how often something happens: each pause is 15 % longer than the one before, from 2 s up to 30 s.
+
+    That is 16 times in the first 100 s, while somebody is likely to look, and twice a minute from the fourth minute on.
+
+    Args:
+        clock: Returns the time in seconds.
+
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pause_s = FIRST_PAUSE_S
+        self._due_s = clock()
+
+    def wait_s(self) -> float:
+        """Return the seconds until it is due; 0 if it is due now."""
+        return max(0.0, self._due_s - self._clock())
+
+    def record(self) -> None:
+        """Record that it happened; a failure counts too."""
+        self._due_s = self._clock() + self._pause_s
+        self._pause_s = min(self._pause_s * _GROWTH, LONGEST_PAUSE_S)
