@@ -118,9 +118,17 @@ def _decode_line(chunk: Chunk, index: int, line: bytes, where: str, kind: type[T
     return chunk.last - chunk.count + 1 + index, decode(kind, parse(line, where, _WHAT), where, _WHAT)
 
 
-def read_records(storage: Storage, layout: Layout, kind: type[T]) -> list[T]:
-    """Return every record of the history once, in order, even if a writer merges chunks meanwhile."""
-    known: dict[Chunk, dict[int, T]] = {}
+def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Chunk, dict[int, T]] | None = None) -> list[T]:
+    """Return every record of the history once, in order, even if a writer merges chunks meanwhile.
+
+    Args:
+        storage: The storage.
+        layout: The keys of the run.
+        kind: The dataclass of a record.
+        known: Chunks that were read before, which grows; with the same dict, the next call reads only new chunks.
+
+    """
+    known = {} if known is None else known
     gone: set[Chunk] = set()
     while unread := [chunk for chunk in list_chunks(storage, layout) if chunk not in known]:
         for chunk, records in zip(unread, read_all(unread, lambda it: read_chunk(storage, it, kind)), strict=True):

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt.errors import StorageError
@@ -37,6 +37,19 @@ def prune(run: Run, policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str
         keep={**decided.keep, **dict.fromkeys(pinned, ("pinned",))},
         drop=tuple(manifest for manifest in decided.drop if manifest.id not in pinned),
     )
+
+
+def delete_checkpoints(run: Run, manifests: Sequence[Manifest]) -> frozenset[str]:
+    """Delete checkpoints whatever a policy would keep, and return the ids of those that stay, since they are pinned.
+
+    Raises:
+        StorageError: If some could not be deleted; a repeated call deletes these.
+
+    """
+    evaluations = {it.id: it.evaluations for it in run.listed()}
+    known = {manifest.id: evaluations.get(manifest.id, ()) for manifest in manifests}
+    with marked(run, known) as mark:
+        return frozenset(_delete_all(run, tuple(manifests), known, mark))
 
 
 def _newer_evaluated(run: Run, manifests: Iterable[Manifest], attached: dict[str, tuple[str, ...]]) -> Iterator[str]:

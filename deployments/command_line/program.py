@@ -15,6 +15,9 @@ NAME = "prefect-torch"
 _MODULES = {
     "ls": "runs.list_command",
     "show": "runs.show_command",
+    "watch": "runs.watch_command",
+    "metrics": "runs.metrics_command",
+    "logs": "runs.logs_command",
     "best": "runs.best_command",
     "diff": "runs.diff_command",
     "verify": "runs.verify_command",
@@ -23,6 +26,8 @@ _MODULES = {
     "unpin": "runs.keep_commands",
     "restore": "runs.keep_commands",
     "prune": "runs.prune_command",
+    "copy": "upkeep.copy_command",
+    "delete": "upkeep.delete_command",
     "doctor": "doctor.doctor_command",
     "migrate-check": "ray.migrate_check_command",
     "execute": "execute_command",

@@ -50,7 +50,8 @@ def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: s
 
     \b
     --json: a list of
-      id, level, whole (true or false), damage (the first in the checkpoint, or null)
+      id, level, whole (true or false),
+      damage (the first in the checkpoint, or null)
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run)
     ids = list(store.ids()) if checkpoint is None else [find_checkpoint(store, checkpoint, metric, order).id]

@@ -1,0 +1,61 @@
+"""The log of a flow run, from Prefect's API."""
+
+from collections.abc import Iterator
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.sorting import LogSort
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
+from prefect_torch.ckpt import StorageError
+
+_PAGE = 200  # the most that the API returns
+
+
+def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:
+    """Yield the lines of a flow run and its task runs, oldest first: time, task run and message.
+
+    Args:
+        flow_run_id: The flow run.
+        rank: Only the lines of this rank's task runs.
+
+    Raises:
+        FileNotFoundError: If no API is set, or it does not know the flow run.
+        StorageError: If the API does not answer.
+
+    """
+    api = PREFECT_API_URL.value()
+    if not api:
+        raise FileNotFoundError(f"the log of flow run {flow_run_id} is in Prefect: set PREFECT_API_URL to the API that ran it")
+    try:
+        with get_client(sync_client=True) as client:
+            client.read_flow_run(UUID(flow_run_id))
+            names = _task_run_names(client, flow_run_id)
+            yield from _lines(client, flow_run_id, names, None if rank is None else f"rank-{rank}")
+    except ObjectNotFound as exc:
+        raise FileNotFoundError(f"{api} knows no flow run {flow_run_id}: set PREFECT_API_URL to the API that ran it") from exc
+    except (httpx.HTTPError, RuntimeError) as exc:
+        raise StorageError(f"{api} does not answer: {exc or type(exc).__name__}") from exc
+
+
+def _lines(client: SyncPrefectClient, flow_run_id: str, names: dict[UUID, str], only: str | None) -> Iterator[str]:
+    wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[UUID(flow_run_id)]))
+    offset = 0
+    while page := client.read_logs(wanted, limit=_PAGE, offset=offset, sort=LogSort.TIMESTAMP_ASC):
+        offset += len(page)
+        for line in page:
+            name = names.get(line.task_run_id, "") if line.task_run_id is not None else ""
+            if only in (None, name):
+                yield f"{line.timestamp:%H:%M:%S} {name or 'flow'}: {line.message}"
+
+
+def _task_run_names(client: SyncPrefectClient, flow_run_id: str) -> dict[UUID, str]:
+    names: dict[UUID, str] = {}
+    wanted = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(flow_run_id)]))
+    while page := client.read_task_runs(flow_run_filter=wanted, limit=_PAGE, offset=len(names)):
+        names |= {it.id: it.name for it in page}
+        if len(page) < _PAGE:
+            break
+    return names

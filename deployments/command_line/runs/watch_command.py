@@ -1,0 +1,180 @@
+"""`watch`: a running training, live; reads only the storage."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+import click
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
+from prefect_torch.ckpt.runs.metric_chunks import Chunk, read_records
+from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.runs.standing import Standing, read_standing
+from prefect_torch.ckpt.text import show_age
+from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
+from prefect_torch.deployments.command_line.terminal import console, plain, say, show_count, show_number
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from .metrics_command import as_number
+from .run_summaries import STATE_STYLES
+from .selection import open_run
+from .sparkline import sparkline
+
+_SHOWN_METRICS, _SHOWN_CHECKPOINTS, _CURVE_WIDTH = 8, 5, 30
+_SPEED_REPORTS = 20  # over which the speed is measured
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is stored of a run at one moment.
+
+    Attributes:
+        standing: The standing of its newest attempt, or None before the first.
+        history: Its reports, oldest first.
+        checkpoints: The ids of its checkpoints, oldest first.
+
+    """
+
+    standing: Standing | None
+    history: Sequence[MetricRecord]
+    checkpoints: Sequence[str]
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing more is to come: the newest attempt has an outcome, or its process is gone."""
+        return self.standing is not None and not self.standing.may_be_alive
+
+    @property
+    def state(self) -> str:
+        """The state of the newest attempt, as `ls` names it."""
+        return "not started" if self.standing is None else self.standing.state
+
+
+@dataclass(slots=True)
+class Watcher:
+    """Reads a run again and again, and of its history only what is new."""
+
+    store: CheckpointStore
+    _known: dict[Chunk, dict[int, MetricRecord]] = field(default_factory=dict)
+
+    def look(self) -> View:
+        """Return the present view; costs three listings and a small read for each new object."""
+        history = read_records(self.store.storage, self.store.layout, MetricRecord, self._known)
+        return View(read_standing(self.store), history, sorted(self.store.ids()))
+
+
+@click.command
+@storage_argument
+@run_argument
+@click.option("--every", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Seconds between two looks.")
+@click.option("--once", is_flag=True, help="Look once.")
+def watch(storage: str, run: str, every: float, once: bool) -> int:
+    """Show a running training until it ends.
+
+    Shows its state, the newest metrics with their curves, its speed and the newest checkpoints. Without a terminal, prints a
+    line for each report, checkpoint and change of state instead. Reads only the storage, which has reports two seconds after
+    they were made. Exits with 0 if the training completed, else with 1. Costs three listings for each look.
+    """
+    watcher = Watcher(open_run(storage, run))
+    shown = console()
+    view = watcher.look()
+    if not shown.is_terminal:
+        view = _print_news(watcher, view, every, once=once)
+    else:
+        with Live(_picture(run, view, shown.width), console=shown, auto_refresh=False) as live:
+            while not once and not view.is_ended:
+                time.sleep(every)
+                view = watcher.look()
+                live.update(_picture(run, view, shown.width), refresh=True)
+    return 0 if view.state == "completed" or (once and not view.is_ended) else 1
+
+
+def _print_news(watcher: Watcher, view: View, every: float, *, once: bool) -> View:
+    before = View(None, (), ())
+    while True:
+        for line in news(before, view):
+            say(line)
+        if once or view.is_ended:
+            return view
+        time.sleep(every)
+        before, view = view, watcher.look()
+
+
+def news(before: View, now: View) -> Iterator[str]:
+    """Yield a line for each report, checkpoint and change of state between two views."""
+    for record in now.history[len(before.history) :]:
+        yield f"attempt {record.attempt}, step {record.step}: {_values(record)}"
+    for checkpoint_id in sorted(set(now.checkpoints) - set(before.checkpoints)):
+        yield f"checkpoint {checkpoint_id}"
+    attempts = [None if view.standing is None else view.standing.attempt.number for view in (before, now)]
+    if (attempts[0], before.state) != (attempts[1], now.state):
+        yield f"attempt {attempts[1]} is {now.state}" if attempts[1] is not None else now.state
+
+
+def _values(record: MetricRecord) -> str:
+    return ", ".join(f"{name}={show_number(value)}" for name, value in flatten_metrics(record.metrics))
+
+
+def _picture(run: str, view: View, width: int) -> Table:
+    picture = Table.grid()
+    picture.add_row(_headline(run, view))
+    for line in (_speed(view), *_metric_lines(view, width), "", *_checkpoint_lines(view)):
+        picture.add_row(Text(line, overflow="ellipsis", no_wrap=True))
+    return picture
+
+
+def _headline(run: str, view: View) -> Text:
+    attempt = (
+        ""
+        if view.standing is None
+        else f", attempt {view.standing.attempt.number}, {show_count(view.standing.attempt.world_size, 'rank')}"
+    )
+    return Text.assemble(
+        (plain(run), "bold"), "  ", (view.state, STATE_STYLES.get(view.state, "")), attempt, overflow="ellipsis", no_wrap=True
+    )
+
+
+def _speed(view: View) -> str:
+    if not view.history:
+        return "no reports yet"
+    last = view.history[-1]
+    age = show_age((datetime.now(timezone.utc) - _time(last)).total_seconds())
+    speed = steps_per_s(view.history)
+    return f"step {last.step}, {age} ago{'' if speed is None else f', {speed:.3g} steps/s'}"
+
+
+def steps_per_s(history: Sequence[MetricRecord]) -> float | None:
+    """Return the speed over the newest reports of the last attempt; None if they do not show one."""
+    reports = [record for record in history if record.attempt == history[-1].attempt and not record.is_logged][-_SPEED_REPORTS:]
+    took_s = (_time(reports[-1]) - _time(reports[0])).total_seconds() if reports else 0.0
+    return (reports[-1].step - reports[0].step) / took_s if took_s > 0 else None
+
+
+def _time(record: MetricRecord) -> datetime:
+    return datetime.fromisoformat(record.reported_at)
+
+
+def _metric_lines(view: View, width: int) -> Iterator[str]:
+    curves: dict[str, list[float]] = {}
+    last: dict[str, str] = {}
+    for record in view.history:
+        for name, value in flatten_metrics(record.metrics):
+            curves.setdefault(name, []).append(as_number(value))
+            last[name] = show_number(value)
+    shown = list(curves)[:_SHOWN_METRICS]
+    names = max((len(plain(name)) for name in shown), default=0)
+    curve_width = max(1, min(_CURVE_WIDTH, width - names - 16))
+    for name in shown:
+        yield f"{plain(name):<{names}}  {last[name]:>12}  {sparkline(curves[name], curve_width)}"
+    if len(curves) > len(shown):
+        yield f"and {show_count(len(curves) - len(shown), 'more metric')}"
+
+
+def _checkpoint_lines(view: View) -> Iterator[str]:
+    yield show_count(len(view.checkpoints), "checkpoint")
+    for checkpoint_id in list(view.checkpoints)[: -_SHOWN_CHECKPOINTS - 1 : -1]:
+        yield f"  {checkpoint_id}  step {step_of(checkpoint_id)}, attempt {attempt_of(checkpoint_id)}"

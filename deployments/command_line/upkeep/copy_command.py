@@ -1,0 +1,60 @@
+"""`copy`: a run, or one of its checkpoints, to another storage."""
+
+import os
+from typing import Any
+
+import click
+from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.deployments.command_line.arguments import (
+    metric_option,
+    open_named_storage,
+    order_option,
+    run_argument,
+    storage_argument,
+)
+from prefect_torch.deployments.command_line.runs.progress import progress_bar
+from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, open_run
+from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say, show_count
+
+from .copying import check_same_run, copy_planned, plan_copy
+from .live_runs import check_not_live, ended_option
+
+
+@click.command
+@storage_argument
+@run_argument
+@click.argument("names", metavar="[ID] TARGET", nargs=-1)
+@metric_option
+@order_option
+@ended_option
+def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, order: Any, ended: bool) -> None:
+    """Copy a run, or one of its checkpoints, to another storage.
+
+    TARGET is a storage, in which the run has the same name. Every byte is verified on its way, and manifests are copied last:
+    an interrupted copy leaves no incomplete checkpoint, and the same command continues it. A run that is being trained is
+    refused, unless one checkpoint ID is copied. The source stays. Costs reading and writing everything once; through this
+    machine's temporary directory, unless the source is a directory here.
+    """
+    if len(names) not in (1, 2):
+        raise click.UsageError("give TARGET, or ID and TARGET")
+    *chosen, place = names
+    store = open_run(storage, run)
+    if not chosen:
+        check_not_live(store, "copy", has_ended=ended)
+    target = open_named_storage(place)
+    if target.url == store.storage.url:
+        raise ValueError(f"{target.url} is the storage of the run itself: give another one")
+    check_same_run(store, target)
+    manifests = [find_checkpoint(store, chosen[0], metric, order)] if chosen else store.list()
+    plan = plan_copy(store, manifests, whole=not chosen)
+    try:
+        with progress_bar("copying", plan.bytes, unit="bytes") as bar:
+            copied = copy_planned(plan, store.storage, target, bar)
+    except KeyboardInterrupt:
+        note("prefect-torch: interrupted; the same command continues")
+        os._exit(INTERRUPTED)  # transfers in threads cannot be stopped, and a normal exit would wait for them
+    there = show_bytes(plan.bytes - copied)
+    say(
+        f"{show_count(len(manifests), 'checkpoint')} of run {run} in {target.url}: {show_bytes(copied)} copied"
+        + (f", {there} was there" if plan.bytes > copied else "")
+    )

@@ -1,0 +1,133 @@
+"""A copy of a run between storages: verified, manifests last, continued where it was interrupted.
+
+A checkpoint exists by its manifest, so a killed copy leaves whole checkpoints and data without a manifest. The claims of
+attempts are there before the manifests: a training that starts in between numbers its own attempts after them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, Manifest, Storage
+from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.scratch import scratch_folder
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """What is copied, in this order.
+
+    Attributes:
+        files: The data of the checkpoints, with the entry of each in its manifest.
+        records: The keys of all other objects, those that others rely on first.
+        manifests: The keys of the manifests, oldest first.
+
+    """
+
+    files: Sequence[tuple[str, FileEntry]]
+    records: Sequence[str]
+    manifests: Sequence[str]
+
+    @property
+    def bytes(self) -> int:
+        """The size of the data."""
+        return sum(entry.bytes for _, entry in self.files)
+
+
+def plan_copy(store: CheckpointStore, manifests: Iterable[Manifest], *, whole: bool) -> CopyPlan:
+    """Return the plan of a copy of `manifests` and, with `whole`, of everything else that the run has but its garbage."""
+    layout = store.layout
+    chosen = sorted(manifests, key=lambda it: it.id)
+    files = [(layout.data(it.id, entry.path), entry) for it in chosen for entry in it.files]
+    prefixes = [layout.attempts, layout.outcomes]
+    prefixes += [layout.metrics, layout.pins, layout.quarantined] if whole else []
+    records = [key for prefix in prefixes for key in store.keys(prefix)]
+    attached = [key for it in chosen for key in store.keys(layout.evaluations(it.id))]
+    metadata = [layout.metadata(it.id) for it in chosen]
+    return CopyPlan(files, [layout.run_info, *records, *attached, *metadata], [layout.manifest(it.id) for it in chosen])
+
+
+def check_same_run(source: CheckpointStore, target: Storage) -> None:
+    """Raise if the target has another run of that name; one that an interrupted copy has left is the same.
+
+    Raises:
+        FileExistsError: If it has.
+
+    """
+    there = CheckpointStore.open(target, source.run)
+    known = there.get_json(there.layout.run_info)
+    has_any = next(there.storage.list(f"{source.run}/"), None) is not None
+    if has_any and (known is None or known != source.get_json(source.layout.run_info)):
+        raise FileExistsError(f"{there.path} is another run: give another storage, or delete it first")
+
+
+def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Callable[[int], None]) -> int:
+    """Copy what is not there yet, and return the number of bytes of data that were copied.
+
+    Every byte of the data is digested on its way, and compared with the manifest's digest; data that are there already are read
+    and compared.
+
+    Args:
+        plan: What to copy.
+        source: The storage that has it.
+        target: The storage to copy to.
+        advance: Called with the size of each file that is done.
+
+    Raises:
+        CheckpointCorruptError: If the source's data differ from what was committed; the manifest is not copied then.
+        FileNotFoundError: If a file is gone, such as by a prune.
+
+    """
+    info, *records = plan.records
+    _copy_small(info, source, target)
+
+    def copy_one(item: tuple[str, FileEntry]) -> int:
+        key, entry = item
+        copied = 0 if _is_there(key, entry, target) else _copy_file(key, entry, source, target)
+        advance(entry.bytes)
+        return copied
+
+    copied = sum(for_each(plan.files, copy_one))
+    for key in (*records, *plan.manifests):
+        _copy_small(key, source, target)
+    return copied
+
+
+def _is_there(key: str, entry: FileEntry, target: Storage) -> bool:
+    try:
+        return target.size(key) == entry.bytes and target.digest(key).digest == entry.digest
+    except FileNotFoundError:
+        return False
+
+
+def _copy_file(key: str, entry: FileEntry, source: Storage, target: Storage) -> int:
+    with _as_file(key, source) as path:
+        sent = target.put_file(key, path)
+    if (sent.bytes, sent.digest) != (entry.bytes, entry.digest):
+        target.delete([key])
+        raise CheckpointCorruptError(
+            f"{source.url}/{key} differs from what was committed, so nothing that needs it was copied: prefect-torch verify "
+            "names all the damage"
+        )
+    return sent.bytes
+
+
+@contextmanager
+def _as_file(key: str, source: Storage) -> Iterator[Path]:
+    """Yield the object as a file of this machine: itself where it is one, else a copy for a moment."""
+    path = source.local_path(key)
+    if path is not None:
+        yield path
+        return
+    with scratch_folder() as folder:
+        source.get_file(key, folder / "file")
+        yield folder / "file"
+
+
+def _copy_small(key: str, source: Storage, target: Storage) -> None:
+    try:
+        target.put_bytes(key, source.get_bytes(key))
+    except FileNotFoundError:  # there is no metadata, or a pin was removed meanwhile
+        return

@@ -1,0 +1,83 @@
+"""`delete`: a run, or one of its checkpoints, for good."""
+
+import sys
+
+import click
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.pruning import delete_checkpoints
+from prefect_torch.ckpt.storage.folder_readers import is_read
+from prefect_torch.ckpt.text import show_bytes, show_some
+from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
+from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, open_run
+from prefect_torch.deployments.command_line.terminal import note, say, show_count
+
+from .live_runs import check_not_live, ended_option
+
+
+@click.command
+@storage_argument
+@run_argument
+@click.argument("checkpoint", metavar="[ID]", required=False)
+@click.option("--yes", is_flag=True, help="Do not ask; required without a terminal.")
+@ended_option
+def delete(storage: str, run: str, checkpoint: str | None, yes: bool, ended: bool) -> int:
+    """Delete a run, or one of its checkpoints.
+
+    Asks before. Refuses a run that is being trained, pinned checkpoints, and a run that a process of this machine reads.
+    Manifests are deleted before data, so an interrupted deletion leaves whole checkpoints and garbage; repeat the command.
+    """
+    store = open_run(storage, run)
+    check_not_live(store, "delete", has_ended=ended)
+    if checkpoint is not None:
+        return _delete_checkpoint(store, checkpoint, yes=yes)
+    return _delete_run(store, yes=yes)
+
+
+def _delete_checkpoint(store: CheckpointStore, text: str, *, yes: bool) -> int:
+    manifest = find_checkpoint(store, text)
+    _check_unpinned(store, store.pinned() & {manifest.id})
+    if not _agrees(f"checkpoint {manifest.id}, step {manifest.step}, {show_bytes(manifest.total_bytes)}", yes=yes):
+        return 1
+    _check_unpinned(store, delete_checkpoints(store, [manifest]))
+    say(f"deleted {manifest.id}")
+    return 0
+
+
+def _delete_run(store: CheckpointStore, *, yes: bool) -> int:
+    _check_unpinned(store, store.pinned())
+    infos = {info.key: info.bytes for info in store.storage.list(f"{store.run}/")}
+    if is_read(store.storage, [key for key in infos if key.startswith(store.layout.checkpoints)]):
+        raise BlockingIOError(f"a process of this machine reads a checkpoint of run {store.run!r}: end it first")
+    checkpoints = show_count(len(list(store.ids())), "checkpoint")
+    if not _agrees(f"run {store.run} with {checkpoints}, {show_bytes(sum(infos.values()))}", yes=yes):
+        return 1
+    _check_unpinned(store, delete_checkpoints(store, store.list()))
+    left = [info.key for info in store.storage.list(f"{store.run}/")]
+    # The claims last: by them the run is still listed, and the command can be repeated.
+    claims = [key for key in left if key.startswith(store.layout.attempts)]
+    manifests = [key for key in left if key.startswith(store.layout.manifests)]
+    store.storage.delete(manifests)
+    store.storage.delete(key for key in left if key not in claims)
+    store.storage.delete(claims)
+    store.storage.remove_interrupted(f"{store.run}/", 0.0)
+    say(f"deleted run {store.run}")
+    return 0
+
+
+def _check_unpinned(store: CheckpointStore, pinned: frozenset[str]) -> None:
+    if pinned:
+        raise ValueError(
+            f"{show_some(sorted(pinned))} of run {store.run!r} {'is' if len(pinned) == 1 else 'are'} pinned and not deleted: "
+            "prefect-torch unpin first"
+        )
+
+
+def _agrees(what: str, *, yes: bool) -> bool:
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise click.UsageError("give --yes: there is no terminal to ask at")
+    if click.confirm(f"Delete {what} in this storage, for good?"):
+        return True
+    note("nothing was deleted")
+    return False

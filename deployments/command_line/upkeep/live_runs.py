@@ -1,0 +1,34 @@
+"""The refusal to change a run under a training."""
+
+import click
+from prefect_torch.ckpt import RunBusyError
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.standing import read_standing
+
+ended_option = click.option(
+    "--ended", is_flag=True, help="The training has ended, though no outcome says so; needed where it ran on another machine."
+)
+
+
+def check_not_live(run: Run, verb: str, *, has_ended: bool) -> None:
+    """Raise if the newest attempt of `run` is under way, or may be on another machine.
+
+    Args:
+        run: The run.
+        verb: What is to be done with it, for the error.
+        has_ended: The user says that an attempt on another machine has ended.
+
+    Raises:
+        RunBusyError: If it is, or may be.
+
+    """
+    standing = read_standing(run)
+    if standing is None or not standing.may_be_alive or (standing.state == "unknown" and has_ended):
+        return
+    owner = standing.attempt.owner
+    where = f"process {owner.pid} on {owner.machine}"
+    if standing.state == "running":
+        raise RunBusyError(f"run {run.name!r} is being trained by {where}: {verb} it when that has ended")
+    raise RunBusyError(
+        f"run {run.name!r} was trained by {where}, and no outcome says that it has ended: if it has, {verb} with --ended"
+    )

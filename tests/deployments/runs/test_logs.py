@@ -1,0 +1,83 @@
+"""`logs`: files beside a run, else what Prefect's API has."""
+
+from datetime import datetime, timezone
+from uuid import uuid4
+
+from prefect import flow, get_run_logger, task
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import LogCreate
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from stored_runs import store_run
+
+
+def test_files_beside_the_run_are_printed_for_the_newest_attempt(local, command, tmp_path):
+    store = store_run(local, tmp_path / "scratch")
+    for key, text in {"000002/rank-0.log": "a\nb\x1b[2J", "000002/rank-1.log": "c", "000001/rank-0.log": "old"}.items():
+        store.storage.put_bytes(f"run/logs/{key}", text.encode())
+    assert command("logs", local, "run") == (0, "rank-0: a\nrank-0: b [2J\nrank-1: c\n", "")
+    assert command("logs", local, "run", "--rank", "1")[1] == "rank-1: c\n"
+    assert command("logs", local, "run", "--attempt", "1")[1] == "rank-0: old\n"
+    code, _, err = command("logs", local, "run", "--attempt", "7")
+    assert (code, err) == (1, "prefect-torch: run 'run' has no attempt 7; it has 1, 2\n")
+
+
+def test_without_files_and_an_api_it_says_what_to_set(local, command, tmp_path):
+    flow_run_id = str(uuid4())
+    store_run(local, tmp_path / "scratch", flow_run_id=flow_run_id)
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        code, _, err = command("logs", local, "run")
+    assert (code, err) == (
+        1,
+        f"prefect-torch: the log of flow run {flow_run_id} is in Prefect: set PREFECT_API_URL to the API that ran it\n",
+    )
+
+
+def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command, tmp_path, prefect_server):
+    @task(task_run_name="rank-{rank}")
+    def train_rank(rank):
+        return str(task_run_id())
+
+    def task_run_id():
+        from prefect.context import TaskRunContext  # noqa: PLC0415
+
+        return TaskRunContext.get().task_run.id
+
+    @flow
+    def training():
+        get_run_logger()
+        from prefect.context import FlowRunContext  # noqa: PLC0415
+
+        return str(FlowRunContext.get().flow_run.id), [train_rank(rank) for rank in range(2)]
+
+    flow_run_id, ranks = training()
+    store_run(local, tmp_path / "scratch", flow_run_id=flow_run_id)
+    lines = [(None, "begins"), (ranks[0], "zero"), (ranks[1], "one"), *((ranks[1], f"line {number}") for number in range(250))]
+    with get_client(sync_client=True) as client:
+        client.create_logs([
+            LogCreate(
+                name="x",
+                level=20,
+                message=message,
+                timestamp=datetime(2030, 1, 1, 1, number // 60, number % 60, tzinfo=timezone.utc),
+                flow_run_id=flow_run_id,
+                task_run_id=task_run_id,
+            )
+            for number, (task_run_id, message) in enumerate(lines)
+        ])  # fmt: skip
+    code, out, err = command("logs", local, "run")
+    assert (code, err) == (0, "")
+    assert "01:00:00 flow: begins\n01:00:01 rank-0: zero\n01:00:02 rank-1: one\n" in out
+    assert out.endswith("01:04:12 rank-1: line 249\n")
+    assert command("logs", local, "run", "--rank", "0")[1].splitlines()[-1] == "01:00:01 rank-0: zero"
+    code, _, err = command("logs", local, "run", "--rank", "5")
+    assert (code, err) == (
+        1,
+        f"prefect-torch: Prefect has no log lines of flow run {flow_run_id}\n".removeprefix("prefect-torch: "),
+    )
+
+
+def test_an_unknown_flow_run_is_one_sentence(local, command, tmp_path, prefect_server):
+    flow_run_id = str(uuid4())
+    store_run(local, tmp_path / "scratch", flow_run_id=flow_run_id)
+    code, _, err = command("logs", local, "run")
+    assert (code, f"{prefect_server.api} knows no flow run {flow_run_id}" in err) == (1, True)

@@ -1,0 +1,141 @@
+"""`metrics` and `watch`: what a run has reported, and what it reports now."""
+
+import csv
+import io
+import math
+
+import pytest
+from prefect_torch.ckpt.runs.attempts import Outcome, newest_attempt, write_outcome
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.deployments.command_line.runs import watch_command
+from prefect_torch.deployments.command_line.runs.sparkline import sparkline
+from prefect_torch.deployments.command_line.runs.watch_command import Watcher, news, steps_per_s
+from rich.console import Console
+from stored_runs import store_run
+
+
+def record(step, seconds=0, **metrics):
+    return MetricRecord(1, step, metrics, None, f"2026-01-01T00:00:{seconds:02d}+00:00")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 7], "▁▂▃▄▅▆▇█"),
+        ([7.0, 0.0], "█▁"),
+        ([3.0], "▄"),
+        ([2.0, 2.0], "▄▄"),
+        ([], ""),
+        ([0.0, math.nan, 1.0], "▁ █"),
+        ([math.inf, -math.inf], "  "),
+        ([0.0, 0.0, 1.0, 1.0, 4.0, 4.0, 8.0, 8.0], "▁▂▅█"),
+        ([-1.7e308, 1.7e308], "▁█"),
+    ],
+)
+def test_a_curve_in_a_line(values, expected, monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
+    assert sparkline(values, 4 if len(values) == 8 and values[1] == 0 else 8) == expected
+
+
+def test_a_terminal_without_blocks_gets_ascii(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    assert sparkline([0, 7], 8) == "_%"
+
+
+def test_the_overview_has_a_line_for_each_metric_and_fits_80_columns(local, command, tmp_path):
+    store_run(local, tmp_path / "scratch")
+    code, out, err = command("metrics", local, "run")
+    assert (code, err) == (0, "")
+    header, loss, text = out.splitlines()
+    assert header.split() == ["metric", "reports", "last", "min", "max", "curve"]
+    assert loss.split()[:5] == ["loss", "3", "0.333333", "0.333333", "1"]
+    assert text.split() == ["nested/text", "3", "x", "-", "-"]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_named_metrics_are_printed_report_by_report(local, command, tmp_path):
+    store_run(local, tmp_path / "scratch")
+    code, out, _ = command("metrics", local, "run", "loss", "--last", "2")
+    assert (code, [line.split() for line in out.splitlines()]) == (
+        0,
+        [["attempt", "step", "loss"], ["1", "1", "0.5"], ["1", "2", "0.333333"]],
+    )
+    code, _, err = command("metrics", local, "run", "nosuch")
+    assert (code, err) == (1, "prefect-torch: run 'run' has no metric 'nosuch'; it has loss, nested/text\n")
+
+
+def test_csv_and_json_have_every_report(local, command, as_json, tmp_path):
+    store = store_run(local, tmp_path / "scratch")
+    _, out, _ = command("metrics", local, "run", "--csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [(row["step"], row["nested/text"]) for row in rows] == [("0", "x"), ("1", "x"), ("2", "x")]
+    assert [float(row["loss"]) for row in rows] == [1, 1 / 2, 1 / 3]
+    assert rows[2]["checkpoint"] == store.latest().id
+    assert [it["metrics"]["loss"] for it in as_json("metrics", local, "run")] == [1, 1 / 2, 1 / 3]
+    assert command("metrics", local, "run", "--csv", "--json")[0] == 2
+
+
+def test_a_watch_without_a_terminal_prints_what_is_new_and_ends_with_the_training(local, command, tmp_path, monkeypatch):
+    store = store_run(local, tmp_path / "scratch", ending=None)
+    number = newest_attempt(store).number
+    waits = []
+
+    def go_on(_):
+        waits.append(1)
+        if len(waits) == 1:
+            history = HistoryWriter(store, number)
+            history.append(MetricRecord(number, 3, {"loss": 0.1}, None, "2026-01-01T00:00:00+00:00"))
+            history.flush()
+        else:
+            write_outcome(store, Outcome(number, "completed", None, None, None))
+
+    monkeypatch.setattr(watch_command.time, "sleep", go_on)
+    code, out, err = command("watch", local, "run")
+    assert (code, err, len(waits)) == (0, "", 2)
+    lines = out.splitlines()
+    assert lines[0].startswith("attempt 1, step 0: loss=1")
+    assert [line for line in lines if line.startswith("checkpoint")] == [f"checkpoint {it}" for it in sorted(store.ids())]
+    assert lines[-3:] == [
+        f"attempt {number} is running",
+        f"attempt {number}, step 3: loss=0.1",
+        f"attempt {number} is completed",
+    ]
+
+
+@pytest.mark.parametrize(("ending", "expected"), [("completed", 0), ("failed", 1), ("cancelled", 1), (None, 0)])
+def test_a_single_look_tells_how_the_training_ended(local, command, tmp_path, ending, expected):
+    store_run(local, tmp_path / "scratch", ending=ending)
+    assert command("watch", local, "run", "--once")[0] == expected
+
+
+def test_a_look_reads_no_chunk_again(local, tmp_path, monkeypatch):
+    watcher = Watcher(store_run(local, tmp_path / "scratch", ending=None))
+    assert len(watcher.look().history) == 3
+    read = []
+    get_bytes = type(watcher.store.storage).get_bytes
+    monkeypatch.setattr(type(watcher.store.storage), "get_bytes", lambda self, key: read.append(key) or get_bytes(self, key))
+    assert len(watcher.look().history) == 3
+    assert [key for key in read if "/metrics/" in key] == []
+
+
+def test_the_picture_fits_any_width(local, tmp_path):
+    view = Watcher(store_run(local, tmp_path / "scratch", ending=None)).look()
+    for width in (40, 80, 200):
+        console = Console(width=width, file=io.StringIO())
+        console.print(watch_command._picture("run", view, width))
+        shown = console.file.getvalue().splitlines()
+        assert max(map(len, shown)) <= width
+        assert any("loss" in line for line in shown)
+        assert any("3 checkpoints" in line for line in shown)
+
+
+def test_news_are_each_told_once():
+    before, now = watch_command.View(None, [record(1)], ["a"]), watch_command.View(None, [record(1), record(2, x=1.5)], ["a"])
+    assert list(news(before, now)) == ["attempt 1, step 2: x=1.5"]
+    assert list(news(now, now)) == []
+
+
+def test_the_speed_is_that_of_the_newest_reports():
+    assert steps_per_s([record(0, 0), record(100, 50)]) == 2
+    assert steps_per_s([record(1, 1)]) is None
+    assert steps_per_s([record(step, step) for step in range(30)]) == 1

@@ -1,0 +1,177 @@
+"""`copy` and `delete`: nothing half is left by an interruption, and nothing is taken from under a training or a pin."""
+
+import pytest
+from prefect_torch.ckpt import CheckpointStore, StorageError
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.deployments.command_line.upkeep.copying import copy_planned, plan_copy
+from stored_runs import store_run
+from wrapped_storage import WrappedStorage
+
+
+def contents(storage, run="run"):
+    store = CheckpointStore.open(storage, run)
+    return {info.key: store.storage.get_bytes(info.key) for info in store.storage.list(f"{run}/")}
+
+
+@pytest.fixture
+def target(tmp_path):
+    return str(tmp_path / "target")
+
+
+def test_a_run_is_copied_whole_to_another_kind_of_storage_and_back(storage, command, tmp_path, target):
+    store = store_run(storage, tmp_path / "scratch")
+    store.pin(store.latest().id)
+    code, out, err = command("copy", storage, "run", target)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"3 checkpoints of run run in {target}: 14.7 KiB copied")
+    copied, original = contents(target), contents(storage)
+    original.pop("run/latest.json", None)
+    assert copied == original
+    assert command("verify", target, "run")[0] == 0
+    code, out, _ = command("copy", storage, "run", target)
+    assert (code, "0 B copied, 14.7 KiB was there" in out) == (0, True)
+
+
+def test_one_checkpoint_is_copied_with_what_its_run_needs(local, command, as_json, tmp_path, target):
+    store = store_run(local, tmp_path / "scratch")
+    store.attach_metrics(store.list()[0].id, {"accuracy": 0.5})
+    assert command("copy", local, "run", store.list()[0].id, target)[0] == 0
+    (listed,) = as_json("ls", target, "run")
+    assert (listed["id"], listed["metrics"]["eval"]) == (store.list()[0].id, {"accuracy": 0.5})
+    assert [it["state"] for it in as_json("ls", target)] == ["completed"]
+
+
+class Interrupted(WrappedStorage):
+    """Raises instead of the nth put, and at each one after it."""
+
+    def __init__(self, inner, puts):
+        super().__init__(inner)
+        self.left = puts
+
+    def _put(self):
+        self.left -= 1
+        if self.left < 0:
+            raise StorageError("killed")
+
+    def put_file(self, key, path):
+        self._put()
+        return super().put_file(key, path)
+
+    def put_bytes(self, key, data):
+        self._put()
+        super().put_bytes(key, data)
+
+
+def test_a_copy_that_is_killed_at_any_put_leaves_only_whole_checkpoints_and_is_continued(local, command, tmp_path):
+    store = store_run(local, tmp_path / "scratch", steps=2)
+    plan = plan_copy(store, store.list(), whole=True)
+    puts = 0
+    while True:
+        target = tmp_path / f"target-{puts}"
+        target.mkdir()
+        storage = Interrupted(LocalStorage(target), puts)
+        try:
+            copy_planned(plan, store.storage, storage, lambda _: None)
+        except StorageError:
+            there = CheckpointStore.open(target, "run")
+            for manifest in there.list():
+                there.verify(manifest)
+            assert len(there.list()) < 2
+            assert command("copy", local, "run", target)[0] == 0
+            assert command("verify", target, "run")[0] == 0
+            assert len(there.list()) == 2
+            puts += 1
+        else:
+            break
+    assert puts >= len(plan.files) + len(plan.manifests) + 3
+
+
+def test_a_copy_continues_over_a_torn_file(local, command, tmp_path, target):
+    store = store_run(local, tmp_path / "scratch")
+    assert command("copy", local, "run", target)[0] == 0
+    manifest = store.latest()
+    path = tmp_path / "target" / store.layout.data(manifest.id, "model")
+    path.write_bytes(bytes(5000))
+    assert command("copy", local, "run", target)[0] == 0
+    assert command("verify", target, "run")[0] == 0
+
+
+def test_damage_of_the_source_is_not_copied(local, command, tmp_path, target):
+    store = store_run(local, tmp_path / "scratch")
+    store.storage.local_path(store.layout.data(store.latest().id, "model")).write_bytes(b"x" * 5000)
+    code, _, err = command("copy", local, "run", target)
+    assert (code, "differs from what was committed" in err) == (1, True)
+    assert list(CheckpointStore.open(target, "run").ids()) == []
+
+
+def test_a_copy_refuses_another_run_of_that_name_and_its_own_storage(local, command, tmp_path):
+    store_run(local, tmp_path / "scratch")
+    store_run(tmp_path / "other", tmp_path / "scratch2")
+    code, _, err = command("copy", local, "run", tmp_path / "other")
+    assert (code, err) == (
+        1,
+        f"prefect-torch: {tmp_path}/other/run is another run: give another storage, or delete it first\n",
+    )
+    code, _, err = command("copy", local, "run", local)
+    assert (code, "is the storage of the run itself" in err) == (1, True)
+
+
+@pytest.mark.parametrize("verb", ["copy", "delete"])
+def test_a_run_that_is_trained_is_refused(local, command, tmp_path, verb, target, monkeypatch):
+    store = store_run(local, tmp_path / "scratch", ending=None)
+    arguments = [target] if verb == "copy" else ["--yes"]
+    before = contents(local)
+    for more in ([], ["--ended"]):
+        code, _, err = command(verb, local, "run", *arguments, *more)
+        assert (code, "is being trained by process" in err) == (1, True)
+    monkeypatch.setattr("prefect_torch.ckpt.runs.attempts.Owner.is_process_gone", lambda self: None)
+    code, _, err = command(verb, local, "run", *arguments)
+    assert (code, f"if it has, {verb} with --ended" in err) == (1, True)
+    assert contents(local) == before
+    assert command(verb, local, "run", *arguments, "--ended")[0] == 0
+    assert (not contents(local)) == (verb == "delete")
+    assert store.run == "run"
+
+
+def test_one_checkpoint_of_a_run_that_is_trained_is_copied(local, command, tmp_path, target):
+    store_run(local, tmp_path / "scratch", ending=None)
+    assert command("copy", local, "run", "latest", target)[0] == 0
+
+
+def test_a_run_is_deleted_with_everything(storage, command, tmp_path):
+    store_run(storage, tmp_path / "scratch")
+    store_run(storage, tmp_path / "scratch", name="run2")
+    other = contents(storage, "run2")
+    code, _, err = command("delete", storage, "run")
+    assert (code, err) == (2, "prefect-torch: give --yes: there is no terminal to ask at; see prefect-torch delete --help\n")
+    assert command("delete", storage, "run", "--yes")[1] == "deleted run run\n"
+    assert contents(storage) == {}
+    assert contents(storage, "run2") == other
+
+
+def test_a_checkpoint_is_deleted_also_the_latest(local, command, tmp_path):
+    store = store_run(local, tmp_path / "scratch")
+    latest = store.latest().id
+    assert command("delete", local, "run", "latest", "--yes")[1] == f"deleted {latest}\n"
+    assert latest not in set(store.ids())
+    assert not list(store.storage.list(store.layout.data(latest)))
+    assert store.latest().step == 1
+
+
+@pytest.mark.parametrize("chosen", [[], ["latest"]])
+def test_what_is_pinned_stays(local, command, tmp_path, chosen):
+    store = store_run(local, tmp_path / "scratch")
+    store.pin(store.latest().id)
+    before = contents(local)
+    code, _, err = command("delete", local, "run", *chosen, "--yes")
+    assert (code, err.endswith("is pinned and not deleted: prefect-torch unpin first\n")) == (1, True)
+    assert contents(local) == before
+    assert command("delete", local, "run", store.list()[0].id, "--yes")[0] == 0
+
+
+def test_a_run_that_is_read_is_not_deleted(local, command, tmp_path):
+    store = store_run(local, tmp_path / "scratch")
+    with store.checkpoint(store.latest()).as_directory():
+        code, _, err = command("delete", local, "run", "--yes")
+    assert (code, "a process of this machine reads a checkpoint" in err) == (1, True)
+    assert len(list(store.ids())) == 3
