@@ -1,6 +1,6 @@
 """Checkpoints of a distributed training: report, store, commit, retain. Imports neither prefect nor torch."""
 
-from prefect_torch.ckpt.reporting.api import get_checkpoint, get_context, log_metrics, report
+from prefect_torch.ckpt.reporting.api import checkpoint_directory, get_checkpoint, get_context, log_metrics, report
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy
 from prefect_torch.ckpt.state.random_state import RandomState
@@ -53,6 +53,7 @@ __all__ = [
     "TrainContext",
     "Transfer",
     "UnsupportedFormatError",
+    "checkpoint_directory",
     "get_checkpoint",
     "get_context",
     "log_metrics",

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,13 +48,18 @@ def nothing_of_this_machine() -> Iterator[None]:
 @pytest.fixture
 def uploads_may_go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event that every upload to a local folder waits for."""
-    put_file, go_on = LocalStorage.put_file, threading.Event()
+    put_file, put_files, go_on = LocalStorage.put_file, LocalStorage.put_files, threading.Event()
 
     def wait_until_told(self: LocalStorage, key: str, path: Path) -> Transfer:
         assert go_on.wait(30)
         return put_file(self, key, path)
 
+    def wait_with_all(self: LocalStorage, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+        assert go_on.wait(30)
+        return put_files(self, files, owned=owned)
+
     monkeypatch.setattr(LocalStorage, "put_file", wait_until_told)
+    monkeypatch.setattr(LocalStorage, "put_files", wait_with_all)
     return go_on
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from prefect_torch.ckpt.storage.keys import is_temporary
 from prefect_torch.ckpt.storage.scratch import make_scratch
 
 USER_METADATA_FILE = ".metadata.json"
+_LARGE_BYTES = 2**20  # larger files are stored one by one
+_GROUPED = 1000  # as many as a failed try stores once more
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing target, a path through a file, links in a circle
 
 
@@ -79,6 +82,55 @@ def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> I
             raise ValueError(f"{entry.path} is neither a file nor a directory; remove it from the checkpoint")
 
 
+@dataclass(frozen=True, slots=True)
+class FileGroup:
+    """Files that are stored together.
+
+    Attributes:
+        paths: Their paths in their directory.
+        owned: Whether the storage may move them.
+
+    """
+
+    paths: tuple[str, ...]
+    owned: bool
+
+
+def group_files(directory: Path, paths: Iterable[str], *, owned: bool) -> list[FileGroup]:
+    """Return the files at `paths` in groups: a large one alone, and small ones by the thousand.
+
+    Args:
+        directory: Their directory.
+        paths: Their paths in it.
+        owned: Whether the files in it may be moved; those below a link to another directory may not.
+
+    """
+    links = {folder for folder in _folders(paths) if (directory / folder).is_symlink()} if owned else set()
+    groups: list[FileGroup] = []
+    small: dict[bool, list[str]] = {False: [], True: []}
+    for path in paths:
+        is_owned = owned and not any(folder in links for folder in _folders([path]))
+        if _size(directory / path) >= _LARGE_BYTES:
+            groups.append(FileGroup((path,), is_owned))
+        else:
+            small[is_owned].append(path)
+    for is_owned, left in small.items():
+        groups.extend(FileGroup(tuple(left[at : at + _GROUPED]), is_owned) for at in range(0, len(left), _GROUPED))
+    return groups
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # moved by an earlier try; else the storage raises it
+        return 0
+
+
+def _folders(paths: Iterable[str]) -> set[str]:
+    """Return every directory on the way to `paths`."""
+    return {path[:end] for path in paths for end, letter in enumerate(path) if letter == "/"}
+
+
 def _storable(path: str) -> str:
     try:
         path.encode()
@@ -106,14 +158,14 @@ def check_apart(directory: Path, run: Path | None) -> None:
         raise ValueError(f"the directory {directory} holds the run itself, {run}: report one that holds the checkpoint alone")
 
 
-def adopt_files(directory: Path, paths: Iterable[str]) -> Path:
-    """Move the files at `paths` into a scratch directory and return it; a copy only across filesystems.
+def adopt_files(directory: Path, paths: Iterable[str], taken: Path | None = None) -> Path:
+    """Move the files at `paths` into `taken`, or else a scratch directory, and return it; a copy only across filesystems.
 
     The caller may delete or reuse `directory` immediately. Costs one rename per file on the same filesystem. A link's target
     outside of `directory` is copied, since it was not handed over, and so is one inside.
     """
     root = directory.resolve()
-    taken = make_scratch(_writable_parent(root))
+    taken = make_scratch(_writable_parent(root)) if taken is None else taken
     # Copies first: the target of a link may be one of the files that move.
     for path in sorted(paths, key=lambda path: _is_reached_directly(root / path)):
         target = taken / path

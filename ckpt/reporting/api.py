@@ -1,6 +1,8 @@
 """The functions that a training function calls."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
@@ -97,6 +99,24 @@ def log_metrics(metrics: Mapping[str, object], step: SupportsIndex | None = None
 
     """
     _require_session("log_metrics").log_metrics(metrics, step)
+
+
+def checkpoint_directory() -> AbstractContextManager[Path]:
+    """Yield an empty directory for the files of a checkpoint, of which a report then copies nothing.
+
+    It is on the storage's filesystem where that is local, and a temporary directory elsewhere. What is reported is moved out of
+    it, by a sync report too: a report costs the time in which the disk takes them, and nobody may write to them afterwards.
+    A file with a second name (a hard link) and the target of a symbolic link are copied. What is left is deleted at the end.
+
+        with checkpoint_directory() as directory:
+            torch.save(model.state_dict(), directory / "model.pt")
+            report({"loss": loss}, Checkpoint.from_directory(directory))
+
+    Raises:
+        RuntimeError: Outside of a training function.
+
+    """
+    return _require_session("checkpoint_directory").lent.lend()
 
 
 def get_checkpoint() -> Checkpoint | None:

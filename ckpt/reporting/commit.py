@@ -3,13 +3,15 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CheckpointError, CommitFailedError, StorageFullError
+from prefect_torch.ckpt.files.folder import FileGroup, group_files
 from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of
@@ -236,18 +238,26 @@ def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
     staged, directory = job.staged, job.staged.directory
     if directory is None:
         return []
+    left = [path for path in staged.report.files if path not in job.stored]
+    own = [path for path in left if staged.agreement.owners.get(path, rank) == rank]
 
-    def store_file(path: str) -> FileEntry:
-        if path in job.stored:
-            return job.stored[path]
-        if staged.agreement.owners.get(path, rank) == rank:
-            moved = run.storage.put_file(run.layout.data(staged.checkpoint_id, path), directory / path)
-        else:
-            moved = digest_file(directory / path)
-        job.stored[path] = FileEntry(path, moved.bytes, moved.digest, rank)
-        return job.stored[path]
+    def keep(moved: Mapping[str, Transfer]) -> None:
+        job.stored.update({path: FileEntry(path, it.bytes, it.digest, rank) for path, it in moved.items()})
 
-    return for_each(staged.report.files, store_file)
+    def store(group: FileGroup) -> None:
+        keep(_put_group(run, staged.checkpoint_id, directory, group))
+
+    for_each(group_files(directory, own, owned=staged.owns_directory), store)
+    for_each(set(left) - set(own), lambda path: keep({path: digest_file(directory / path)}))
+    return [job.stored[path] for path in staged.report.files]
+
+
+def _put_group(run: Run, checkpoint_id: str, directory: Path, group: FileGroup) -> dict[str, Transfer]:
+    keys = {path: run.layout.data(checkpoint_id, path) for path in group.paths}
+    if len(keys) == 1 and not group.owned:
+        return {path: run.storage.put_file(key, directory / path) for path, key in keys.items()}
+    moved = run.storage.put_files({key: directory / path for path, key in keys.items()}, owned=group.owned)
+    return {path: moved[key] for path, key in keys.items()}
 
 
 def _put_buffers(run: Run, job: CommitJob, rank: int, path: str, data: Sequence[memoryview]) -> Transfer:
@@ -303,7 +313,7 @@ def _encode_part(work: Callable[[], Part]) -> bytes:
         part = work()
     except Exception as exc:  # noqa: BLE001 - all ranks must receive any error rather than wait
         return json.dumps({"error": asdict(RemoteError.of(exc))}).encode()
-    files = [asdict(entry) for entry in part.files]
+    files = [{name: getattr(entry, name) for name in FileEntry.__slots__} for entry in part.files]  # asdict() is slow
     return json.dumps({"files": files, "state": part.state, "stall_s": part.stall_s, "stored_s": part.stored_s}).encode()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.files.folder import adopt_files, check_apart, existing_directory, read_metadata, scan_files
+from prefect_torch.ckpt.files.lent_directories import LentDirectories
 from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.manifest import MAX_STEP
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
@@ -51,6 +52,7 @@ class Report:
         progress: The share of the training that is done.
         upload: The upload mode, or None without a checkpoint.
         directory: The directory of this rank's files, or None.
+        lent: The owner of that directory, if it was lent to the training function: its files may be moved.
         files: Their paths in it.
         metadata: The user's metadata of this rank's part.
         snapshot: This rank's state, or None.
@@ -64,6 +66,7 @@ class Report:
     progress: float | None = None
     upload: Upload | None = None
     directory: Path | None = None
+    lent: LentDirectories | None = None
     files: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     snapshot: "StateSnapshot | None" = None
@@ -95,7 +98,7 @@ class Report:
             if self.snapshot is not None and agreement.state is not None:
                 state = self.snapshot.stage(agreement.state, writes)
             if directory is not None and is_background:
-                directory = adopt_files(directory, self.files)
+                directory = adopt_files(directory, self.files, None if self.lent is None else self.lent.make())
         except Exception as exc:  # noqa: BLE001 - raised by the commit, on every rank
             return StagedReport(self, agreement, problem=exc)
         stall_s = time.monotonic() - self.started_s if is_background else None
@@ -129,14 +132,23 @@ class StagedReport:
         assert self.agreement.checkpoint_id is not None
         return self.agreement.checkpoint_id
 
+    @property
+    def owns_directory(self) -> bool:
+        """Whether the files in `directory` may be moved."""
+        return self.report.lent is not None or self.directory != self.report.directory
+
     def elapsed_s(self) -> float:
         """Return how long ago the report began."""
         return time.monotonic() - self.report.started_s
 
     def release(self) -> None:
         """Delete the files that were taken over."""
-        if self.directory is not None and self.directory != self.report.directory:
+        if self.directory is None or self.directory == self.report.directory:
+            return
+        if self.report.lent is None:
             remove_scratch(self.directory)
+        else:
+            self.report.lent.remove(self.directory)
 
 
 class ReportPreparation:
@@ -147,14 +159,16 @@ class ReportPreparation:
         rank: This rank.
         world_size: The number of ranks.
         score_attribute: The metric by which checkpoints are sorted, which must be a number.
+        lent: The directories that are lent to the training function.
 
     """
 
-    def __init__(self, run: Run, rank: int, world_size: int, score_attribute: str | None) -> None:
+    def __init__(self, run: Run, rank: int, world_size: int, score_attribute: str | None, lent: LentDirectories) -> None:
         self._run = run
         self._rank = rank
         self._world_size = world_size
         self._score_attribute = score_attribute
+        self._lent = lent
         self._saver: StateSaver | None = None
 
     def prepare(self, given: ReportArguments, cleanup: ExitStack, *, following: int, newest: int) -> Report:
@@ -191,6 +205,7 @@ class ReportPreparation:
             given.progress,
             upload,
             directory,
+            None if directory is None or not self._lent.holds(directory) else self._lent,
             files,
             {} if directory is None else read_metadata(directory),
             None if given.state is None else self._capture(given.state, files),

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, SupportsIndex
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext
 from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
+from prefect_torch.ckpt.files.lent_directories import LentDirectories
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.run import Run
@@ -68,7 +69,10 @@ class RankSession:
         self._peers = peers = Peers(key_value, context.world_rank, context.world_size)
         self._events = EventSender(key_value)
         self._background = background = BackgroundCommits(settings.max_in_flight)
-        self._preparation = ReportPreparation(run, context.world_rank, context.world_size, settings.checkpoint_score_attribute)
+        self.lent = LentDirectories(run, context.attempt)
+        self._preparation = ReportPreparation(
+            run, context.world_rank, context.world_size, settings.checkpoint_score_attribute, self.lent
+        )
         self._rounds = Rounds(peers, context.attempt, background, is_terminating)
         self._commits = RankCommits(run, peers, background, self._events, context.attempt, restored)
         budget = OverheadBudget(settings.target_overhead, self._commits.costs)

@@ -4,6 +4,7 @@
 <run>/attempts/<attempt>-<token>.json  a claim of the attempt; unique per claimer, so no claim overwrites another
 <run>/outcomes/<attempt>.json        how the attempt ended
 <run>/checkpoints/<id>/<path>        data, immutable
+<run>/unreported/<attempt>-<token>/<path>  files that a rank still writes, on a local filesystem; nobody lists them
 <run>/manifests/<id>.json            the commit point, written last
 <run>/manifests/<id>/<name>.json     metrics attached after the commit; here, so that listing manifests finds them at no cost
 <run>/metadata/<id>.json             metadata set after the commit
@@ -62,6 +63,13 @@ class Layout:
     @property
     def checkpoints(self) -> str:
         return f"{self.run}/{_CHECKPOINTS}/"
+
+    @property
+    def all_unreported(self) -> str:
+        return f"{self.run}/unreported/"
+
+    def unreported(self, attempt: int, token: str) -> str:
+        return f"{self.all_unreported}{attempt:06d}-{token}"
 
     @property
     def manifests(self) -> str:
@@ -125,6 +133,12 @@ def lies_in_checkpoint(path: PurePath) -> bool:
 def is_checkpoint_folder(parent: str, name: str) -> bool:
     """Return whether a directory `name` in a directory named `parent` can be that of a checkpoint's data."""
     return parent == _CHECKPOINTS and is_id(name)
+
+
+def unreported_attempt(layout: Layout, key: str) -> int:
+    """Return the attempt whose rank wrote the unreported file at `key`; 0 if it was another program."""
+    number = key.removeprefix(layout.all_unreported).partition("-")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 def attempt_number(key: str) -> int:

@@ -10,7 +10,7 @@ from prefect_torch.ckpt.storage.folder_readers import is_read
 
 from .deletion_marks import DeletionMark, marked, remove_stale_marks
 from .evaluations import committed_id, evaluation_of, has_newer
-from .layout import attempt_number, stem
+from .layout import attempt_number, stem, unreported_attempt
 from .manifest import Manifest, attempt_of, is_id
 from .retention import Plan, RetentionPolicy, overdue_evaluations, plan
 from .run import Run
@@ -149,9 +149,19 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
         expired = [it for it, since_s in quarantined.items() if it in data and it not in committed and since_s <= expired_s]
         garbage += _delete_quarantined(run, expired, data)
     _delete_left_evaluations(run, manifests, kept=committed | (quarantined.keys() & (data.keys() - set(garbage))))
+    _delete_unreported(run, newest_attempt, now_s - grace_s)
     remove_stale_marks(run, now_s)
     run.storage.remove_interrupted(f"{run.name}/", grace_s)
     return garbage
+
+
+def _delete_unreported(run: Run, newest_attempt: int, before_s: float) -> None:
+    """Delete the files that ranks of older attempts wrote before then and never reported, since they were killed."""
+    if run.storage.local_path(run.layout.all_unreported) is None:
+        return
+    infos = run.storage.list(run.layout.all_unreported)
+    left = [it.key for it in infos if unreported_attempt(run.layout, it.key) < newest_attempt and it.modified_s < before_s]
+    run.storage.delete(left)
 
 
 def _quarantined(run: Run) -> dict[str, float]:

@@ -26,12 +26,12 @@ def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
     if match is None:
         from .local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
-        return RetryingStorage(lambda: LocalStorage(Path(spec.url)), spec.retry)
+        # pyright takes `ckpt` and `prefect_torch.ckpt` for two packages, and these backends name their protocol by the latter.
+        return RetryingStorage(lambda: LocalStorage(Path(spec.url)), spec.retry)  # pyright: ignore[reportArgumentType]
     options = _options(spec, renew)
     if match["scheme"] in OBJECT_STORES:
         from .object_store.backend import ObstoreStorage  # noqa: PLC0415 - each backend loads only what it needs
 
-        # pyright takes `ckpt` and `prefect_torch.ckpt` for two packages, and the backend names its protocol by the latter.
         return RetryingStorage(lambda: ObstoreStorage(spec.url, next(options)), spec.retry)  # pyright: ignore[reportArgumentType]
     from .fsspec_backend import FsspecStorage  # noqa: PLC0415 - each backend loads only what it needs
 

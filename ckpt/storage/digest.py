@@ -9,7 +9,6 @@ from typing import BinaryIO, TypeVar
 
 import xxhash
 
-from .direct_io import write_direct
 from .protocol import Transfer
 
 Part = TypeVar("Part", bound=bytes | memoryview)
@@ -61,15 +60,6 @@ def _digest(source: BinaryIO, take: Callable[[memoryview], None]) -> Transfer:
     while count := source.readinto(buffer):  # type: ignore[attr-defined]  # every raw and buffered reader has it
         digest.update(buffer[:count])
         take(buffer[:count])
-    return digest.transfer()
-
-
-def write_and_digest(parts: Iterable[memoryview], target: BinaryIO) -> Transfer:
-    """Write `parts` into the raw file `target`, past the page cache where possible, and return the size and digest."""
-    digest = RunningDigest()
-    for part in parts:
-        for piece in digest.passed(split([write_direct(target, part, digest.update)], CHUNK_BYTES)):
-            write_all(target, piece)
     return digest.transfer()
 
 

@@ -27,6 +27,7 @@ from .fsspec_files import (
     require_whole,
 )
 from .keys import check_key, is_temporary, temporary_name
+from .parallel import for_each
 from .protocol import ObjectInfo, Transfer
 
 FileSystem: TypeAlias = Any  # fsspec ships no types
@@ -80,6 +81,11 @@ class FsspecStorage:
 
         path.stat()  # raises if it is missing, before anything is created
         return self._put(key, store)
+
+    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+        """Store several files, as many concurrently as there are connections; their local copies stay."""
+        del owned
+        return dict(zip(files, for_each(files.items(), lambda file: self.put_file(*file)), strict=True))
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         """Store `parts` as one object; the filesystem may buffer them in addition."""

@@ -6,16 +6,19 @@ import os
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .digest import copy_and_digest, digest_stream, write_all, write_and_digest
-from .keys import check_key, is_temporary, temporary_name
-from .protocol import ObjectInfo, Transfer
-from .root_folder import RootFolder, Way
+from prefect_torch.ckpt.storage.digest import copy_and_digest, digest_stream, write_all
+from prefect_torch.ckpt.storage.local_files.copies import copy_file, require_whole, write_and_digest
+from prefect_torch.ckpt.storage.local_files.groups import store_group
+from prefect_torch.ckpt.storage.local_files.root_folder import RootFolder, Way
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Transfer
 
-_MANY_DELETES = 100  # more deletes do not hit one put; where no directory can be created, as in /proc, the loop must end
+from .keys import check_key, is_temporary, temporary_name
+
+_MANY_DELETES = 100  # more deletes do not hit one put; where no file can be created, as in /proc, the loop must end
 
 
 class LocalStorage:
@@ -46,7 +49,18 @@ class LocalStorage:
         """
         with path.open("rb", buffering=0) as source:
             self._require_space(os.fstat(source.fileno()).st_size)
-            return self._write(key, lambda target: copy_and_digest(source, target))
+            return self._write(key, lambda target: copy_file(source, target))
+
+    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+        """Copy files, or move them if they are `owned` and on this filesystem; all are durable when this returns.
+
+        From 64 files on, they are made durable by one sync of the filesystem, which also waits for what others have written.
+        """
+        for key in files:
+            check_key(key)
+        if not owned:
+            self._require_space(sum(path.stat().st_size for path in files.values()))
+        return store_group(self._root, files, owned=owned)
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         """Write `parts` from memory; durable when this returns."""
@@ -198,7 +212,7 @@ class LocalStorage:
                 with file:
                     written = write(file)
                     os.fsync(file.fileno())
-                    _require_whole(file, written, self._path(key))
+                    require_whole(file, written, self._path(key))
                 way.replace(temporary, name)
             except BaseException:
                 with suppress(OSError):  # the first error counts
@@ -254,13 +268,6 @@ def _unlink(way: Way, names: Iterable[str]) -> None:
         with suppress(FileNotFoundError, IsADirectoryError):
             way.unlink(name)
     way.remove_if_empty()
-
-
-def _require_whole(file: io.FileIO, written: Transfer, path: Path) -> None:
-    """Raise OSError unless the file has the size of the written bytes: a rename would make a short one durable."""
-    size = os.fstat(file.fileno()).st_size
-    if size != written.bytes:
-        raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {size} of {written.bytes} bytes are in the file", str(path))
 
 
 def _walk(folder: int, prefix: str, after: str | None) -> Iterator[ObjectInfo]:

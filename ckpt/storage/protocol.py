@@ -1,6 +1,6 @@
 """The storage protocol: the verbs of every backend, with string keys, whole objects, and no rename."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -87,6 +87,19 @@ class Storage(Protocol):
 
     def put_file(self, key: str, path: Path) -> Transfer:
         """Store the file at `path`; durable when this returns."""
+        ...
+
+    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+        """Store several files, by key; all are durable when this returns, where possible for less than one by one.
+
+        After an error, or a death, any of them may be stored, also in part: no reader may know their keys yet.
+
+        Args:
+            files: The path of each file, by its key.
+            owned: Whether the storage may move them instead of copying. If an earlier call did, and failed later, they are
+                found under their keys.
+
+        """
         ...
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:

@@ -4,7 +4,7 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -118,6 +118,10 @@ class RetryingStorage:
     def put_file(self, key: str, path: Path) -> Transfer:
         """Store the file at `path`."""
         return self._retry("storing", key, lambda storage: storage.put_file(key, path))
+
+    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+        """Store several files; a retry stores all of them."""
+        return self._retry("storing", next(iter(files), ""), lambda storage: storage.put_files(files, owned=owned))
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         """Store `parts` as one object."""

@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import xxhash
+from prefect_torch.ckpt.storage.local_files.mounts import filesystem_of
 
 _PREFIX = ".prefect-torch-scratch-"
 _held: dict[Path, int] = {}  # the descriptor by which this process holds each, until it ends
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MOUNTS = Path("/proc/self/mountinfo")
 # Other filesystems may be served by another machine, to which a lock of this one may be unknown (nolock, localflock, FUSE).
 _OF_ONE_KERNEL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
@@ -91,12 +91,4 @@ def _kernel_id() -> str:
 
 def is_local(folder: Path) -> bool:
     """Return whether `folder` is on a filesystem of this kernel alone, which no other machine sees; False if unknown."""
-    if not _MOUNTS.exists():
-        return False
-    device = folder.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in _MOUNTS.read_text().splitlines():  # proc_pid_mountinfo(5): the third field, and the first after " - "
-        mount, _, mounted = line.partition(" - ")
-        if mount.split()[2] == number:
-            return mounted.split()[0] in _OF_ONE_KERNEL
-    return False
+    return filesystem_of(folder.stat().st_dev) in _OF_ONE_KERNEL

@@ -59,6 +59,11 @@ class FaultyStorage(WrappedStorage):
         if fires and self.torn and verb in ("put_file", "put_bytes"):
             data = args[1].read_bytes() if verb == "put_file" else args[1]
             self.inner.put_bytes(args[0], data[: len(data) // 2])
+        if fires and self.torn and verb == "put_files":
+            *whole, (key, path) = list(args[0].items())[: len(args[0]) // 2 + 1]
+            self.inner.put_files(dict(whole), **kwargs)
+            data = path.read_bytes()
+            self.inner.put_bytes(key, data[: len(data) // 2])
         if fires and not self.after:
             raise self.error
         result = getattr(self.inner, verb)(*args, **kwargs)

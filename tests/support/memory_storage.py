@@ -3,7 +3,7 @@
 import threading
 import time
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -29,6 +29,10 @@ class MemoryStorage:
 
     def put_file(self, key: str, path: Path) -> Transfer:
         return self.put_buffers(key, [memoryview(path.read_bytes())])
+
+    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+        del owned
+        return {key: self.put_file(key, path) for key, path in files.items()}
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         data = b"".join(parts)

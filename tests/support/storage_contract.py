@@ -30,6 +30,31 @@ class StorageContract:
         assert (tmp_path / "out").read_bytes() == data[:size]
         assert storage.size("run/checkpoints/x/model.pt") == size
 
+    @pytest.mark.parametrize("owned", [False, True])
+    def test_files_stored_together_come_back_with_the_digests_of_their_bytes(self, storage, raw_keys, tmp_path, owned):
+        sizes = {"a": 0, "b/x": 1, "b/y": 1000, "b/c/big": 9 * 2**20 + 3}
+        files = {}
+        for name, size in sizes.items():
+            files[f"run/checkpoints/x/{name}"] = path = tmp_path / name.replace("/", "-")
+            path.write_bytes((name.encode() * (size // len(name) + 1))[:size])
+        data = {key: path.read_bytes() for key, path in files.items()}
+        stored = storage.put_files(files, owned=owned)
+        assert all(stored[key].digest == xxhash.xxh3_128_hexdigest(of_key) for key, of_key in data.items())
+        assert [*stored] == [*files]
+        assert {key: storage.get_bytes(key) for key in files} == data
+        assert raw_keys() == set(data)
+        assert owned or all(path.exists() for path in files.values())
+        storage.put_files({}, owned=owned)
+
+    def test_files_stored_together_must_exist_and_stay_below_the_storage(self, storage, tmp_path):
+        (tmp_path / "in").write_bytes(b"x")
+        for owned in (False, True):
+            with pytest.raises(FileNotFoundError):
+                storage.put_files({"run/x": tmp_path / "in", "run/y": tmp_path / "vanished"}, owned=owned)
+        (tmp_path / "in").write_bytes(b"x")
+        with pytest.raises(ValueError, match="storage key"):
+            storage.put_files({"../x": tmp_path / "in"})
+
     def test_bytes_are_replaced_whole(self, storage):
         storage.put_bytes("run/latest.json", b"the first and longer one")
         storage.put_bytes("run/latest.json", b"second")

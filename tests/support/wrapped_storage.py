@@ -3,7 +3,7 @@
 from typing import Any
 
 VERBS = (
-    *("put_file", "put_buffers", "get_file", "digest", "get_range", "put_bytes", "get_bytes"),
+    *("put_file", "put_files", "put_buffers", "get_file", "digest", "get_range", "put_bytes", "get_bytes"),
     *("list", "folders", "size", "delete", "remove_interrupted"),
 )
 

@@ -13,6 +13,7 @@ from obstore.store import S3Store
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.storage.digest import RunningDigest, split, write_all
 from prefect_torch.ckpt.storage.keys import check_key
+from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Transfer
 
 from .config import open_object_store, promises_key_order
@@ -63,6 +64,11 @@ class ObstoreStorage:
             return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
         with path.open("rb", buffering=0) as file:
             return self._put_parts(key, size, lambda part_bytes: iter(partial(file.read, part_bytes), b""))
+
+    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+        """Store several files, eight concurrently; their local copies stay."""
+        del owned
+        return dict(zip(files, for_each(files.items(), lambda file: self.put_file(*file)), strict=True))
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         """Store `parts` as one object: one request up to 8 MiB, else parts of it from memory, four concurrently."""

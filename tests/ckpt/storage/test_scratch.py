@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt.storage import scratch
+from prefect_torch.ckpt.storage.local_files import mounts
 from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 MAKE = """
@@ -53,7 +54,7 @@ def test_where_machines_share_a_filesystem_each_removes_its_own_alone(tmp_path, 
 def test_what_one_kernel_serves_alone_is_known_and_what_is_unknown_is_taken_as_shared(monkeypatch, tmp_path):
     assert scratch.is_local(Path("/dev/shm"))
     assert not scratch.is_local(Path("/proc"))
-    monkeypatch.setattr(scratch, "_MOUNTS", tmp_path / "none")  # as on macOS
+    monkeypatch.setattr(mounts, "_MOUNTS", tmp_path / "none")  # as on macOS
     assert not scratch.is_local(Path("/dev/shm"))
 
 

@@ -16,6 +16,7 @@ from typing import Literal, final
 # A directory on the way needs no access: with O_PATH, opening one requests nothing but the name from a file server.
 _PLACE = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
 _LISTED = os.O_RDONLY | os.O_DIRECTORY
+_MANY_DELETES = 100  # more deletes do not hit one put; where no directory can be created, as in /proc, the loop must end
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY}  # the last: a mount point
 
 
@@ -72,6 +73,13 @@ class Way:
         """Return whether `name` is a link in the last directory."""
         try:
             return stat.S_ISLNK(self.status(name).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def is_file(self, name: str) -> bool:
+        """Return whether `name` is a plain file in the last directory."""
+        try:
+            return stat.S_ISREG(self.status(name).st_mode)
         except FileNotFoundError:
             return False
 
@@ -165,6 +173,22 @@ class RootFolder:
                         raise
                 return self.open([*self._inside(path), *names[number + 1 :]], make=make)
         return way
+
+    def make(self, folder: str) -> Way:
+        """Open the directory at a "/"-joined path below the root, made if it is missing: a concurrent delete may remove it.
+
+        Raises:
+            NotADirectoryError: If it is no directory.
+            PermissionError: If a link leads out, with its target.
+
+        """
+        for tries_left in reversed(range(_MANY_DELETES)):
+            try:
+                return self.open(folder.split("/") if folder else [], make=True)
+            except (FileNotFoundError, FileExistsError):  # mkdir raises the latter for a directory that was just removed
+                if not tries_left:
+                    raise
+        raise AssertionError
 
     def reach(self, key: str) -> tuple[Way, str]:
         """Return the open directory of the file at `key`, and its name there, which is no link.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import BinaryIO
 
-_ALIGNED_BYTES = 4096  # a multiple of every disk's block: what O_DIRECT requires of addresses, lengths and offsets (man 2 open)
+ALIGNED_BYTES = 4096  # a multiple of every disk's block: what O_DIRECT requires of addresses, lengths and offsets (man 2 open)
 _PIECE_BYTES = 4 * 2**20
 _LEAST_BYTES = 2**20
 
@@ -25,8 +25,8 @@ def write_direct(file: BinaryIO, data: memoryview, passed: Callable[[memoryview]
 
     """
     direct: int | None = getattr(os, "O_DIRECT", None)
-    whole = len(data) // _ALIGNED_BYTES * _ALIGNED_BYTES
-    if direct is None or whole < _LEAST_BYTES or data.readonly or not _is_aligned(data) or file.tell() % _ALIGNED_BYTES:
+    whole = len(data) // ALIGNED_BYTES * ALIGNED_BYTES
+    if direct is None or whole < _LEAST_BYTES or data.readonly or not _is_aligned(data) or file.tell() % ALIGNED_BYTES:
         return data
     descriptor = file.fileno()
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -38,7 +38,7 @@ def write_direct(file: BinaryIO, data: memoryview, passed: Callable[[memoryview]
             count = os.write(descriptor, piece)
             passed(piece[:count])
             done += count
-            if count == 0 or count % _ALIGNED_BYTES:  # the file takes no more this way, or the offset is no longer aligned
+            if count == 0 or count % ALIGNED_BYTES:  # the file takes no more this way, or the offset is no longer aligned
                 break
     except OSError as exc:
         if exc.errno not in (errno.EINVAL, errno.EFAULT):  # this filesystem does not support it, or not from this memory
@@ -49,4 +49,4 @@ def write_direct(file: BinaryIO, data: memoryview, passed: Callable[[memoryview]
 
 
 def _is_aligned(data: memoryview) -> bool:
-    return ctypes.addressof(ctypes.c_char.from_buffer(data)) % _ALIGNED_BYTES == 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(data)) % ALIGNED_BYTES == 0

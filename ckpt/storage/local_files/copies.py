@@ -1,0 +1,115 @@
+"""Bytes written to a local file and digested while they move: past the page cache where that is faster."""
+
+import errno
+import fcntl
+import io
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+from prefect_torch.ckpt.storage.digest import CHUNK_BYTES, RunningDigest, copy_and_digest, split, write_all
+from prefect_torch.ckpt.storage.protocol import Transfer
+
+from .direct_io import ALIGNED_BYTES, write_direct
+
+_LEAST_BYTES = 8 * 2**20  # below, threads and memory of its own cost more than they gain
+_PIECE_BYTES = 4 * 2**20
+_PIECES = 4  # one is read and digested while others are written
+_WRITERS = 2  # the disk always has a write to do: the next one waits for it and not for Python
+_REFUSED = (errno.EINVAL, errno.EFAULT)  # this filesystem does not support O_DIRECT, or not from this memory
+
+
+def write_and_digest(parts: Iterable[memoryview], target: io.FileIO) -> Transfer:
+    """Write `parts` into the raw file `target`, past the page cache where possible, and return the size and digest."""
+    digest = RunningDigest()
+    for part in parts:
+        for piece in digest.passed(split([write_direct(target, part, digest.update)], CHUNK_BYTES)):
+            write_all(target, piece)
+    return digest.transfer()
+
+
+def copy_file(source: io.FileIO, target: io.FileIO) -> Transfer:
+    """Copy `source` to its end into the new file `target`, read once, and return the size and digest.
+
+    A large file is read, digested and written at the same time, past the page cache, with 16 MiB of memory: the copy then
+    costs the time of the slowest of the three, and evicts nothing that a training has cached.
+    """
+    size = os.fstat(source.fileno()).st_size
+    if size <= CHUNK_BYTES:
+        data = source.readall()
+        write_all(target, data)
+        return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
+    if size < _LEAST_BYTES or not hasattr(os, "O_DIRECT"):
+        return copy_and_digest(source, target)
+    pieces = [_new_piece() for _ in range(_PIECES)]
+    digest, writing, offset = RunningDigest(), deque[Future[None]](), 0
+    _set_direct(target.fileno(), on=True)
+    with ThreadPoolExecutor(_WRITERS, "prefect-torch-write") as pool:
+        while True:
+            if len(writing) == _PIECES:
+                writing.popleft().result()
+            piece = pieces[offset // _PIECE_BYTES % _PIECES]
+            count = _fill(source, piece)
+            digest.update(piece[:count])
+            if count < _PIECE_BYTES:
+                break
+            writing.append(pool.submit(_write_at, target.fileno(), piece, offset))
+            offset += count
+        for future in writing:
+            future.result()
+    whole = count // ALIGNED_BYTES * ALIGNED_BYTES
+    _write_at(target.fileno(), piece[:whole], offset)
+    _set_direct(target.fileno(), on=False)  # the rest has no whole block
+    _write_at(target.fileno(), piece[whole:count], offset + whole)
+    return digest.transfer()
+
+
+def require_whole(file: io.FileIO, written: Transfer, path: Path) -> None:
+    """Raise OSError unless the file has the size of the written bytes: a rename would make a short one durable."""
+    size = os.fstat(file.fileno()).st_size
+    if size != written.bytes:
+        raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {size} of {written.bytes} bytes are in the file", str(path))
+
+
+def _new_piece() -> memoryview:
+    memory = mmap.mmap(-1, _PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # a thousand pages less to fault in and to hand to the disk
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+def _fill(source: io.FileIO, piece: memoryview) -> int:
+    """Read as much as `piece` takes, fewer bytes only at the end of the file, and return their number."""
+    done = 0
+    while done < len(piece) and (count := source.readinto(piece[done:])):
+        done += count
+    return done
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data`; without O_DIRECT from where the file refuses it, or is no longer aligned."""
+    while data:
+        was_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        try:
+            count = os.pwrite(descriptor, data, offset)
+        except OSError as exc:
+            if exc.errno not in _REFUSED or not was_direct:
+                raise
+            _set_direct(descriptor, on=False)
+            continue
+        if count == 0:
+            raise OSError(errno.EIO, f"the file takes no more: {len(data)} bytes were not written")
+        data, offset = data[count:], offset + count
+
+
+def _set_direct(descriptor: int, *, on: bool) -> None:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except OSError as exc:
+        if exc.errno not in _REFUSED:
+            raise

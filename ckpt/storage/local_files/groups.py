@@ -1,0 +1,164 @@
+"""Files stored together: several small ones for the price of one sync, and those of the caller's that may be moved."""
+
+import io
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect_torch.ckpt.storage.digest import digest_file, digest_stream
+from prefect_torch.ckpt.storage.protocol import Transfer
+
+from .copies import copy_file, require_whole
+from .root_folder import RootFolder, Way
+from .syncing import GroupSync
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def store_group(root: RootFolder, files: Mapping[str, Path], *, owned: bool) -> dict[str, Transfer]:
+    """Store files by key, all durable when this returns, and return their sizes and digests.
+
+    They are written under their own names, and a rename for each is saved: a killed process leaves any part of them. After
+    an error nothing of them is left.
+
+    Args:
+        root: The storage's directory.
+        files: The path of each file, by its key.
+        owned: Whether files may be moved instead of copied. If an earlier try has moved one, it is taken from its new place.
+
+    """
+    by_folder: dict[str, dict[str, Path]] = defaultdict(dict)
+    for key, path in files.items():
+        folder, _, name = key.rpartition("/")
+        by_folder[folder][name] = path
+    with _Group(root, len(files)) as group:
+        for folder, named in by_folder.items():
+            group.store(folder, named, owned=owned)
+        group.finish()
+    return {key: group.stored[key] for key in files}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of one file to store.
+
+    Attributes:
+        way: Its directory.
+        name: Its name there.
+        is_covered: Whether a sync of the filesystem will make it durable.
+
+    """
+
+    way: Way
+    name: str
+    is_covered: bool
+
+    @property
+    def path(self) -> Path:
+        return self.way.path(self.name)
+
+
+class _Group:
+    """The state of one group: what is stored, and what is still to be moved."""
+
+    def __init__(self, root: RootFolder, num_files: int) -> None:
+        self.stored: dict[str, Transfer] = {}
+        self._root = root
+        self._sync = GroupSync(num_files)
+        self._written: dict[str, list[str]] = defaultdict(list)
+        self._moves: dict[str, dict[str, Path]] = defaultdict(dict)
+        self._uncovered: list[str] = []
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._sync.close()
+        if kind is not None:
+            self._discard()
+
+    def store(self, folder: str, named: Mapping[str, Path], *, owned: bool) -> None:
+        """Write the files of one directory, or find out which may be moved into it."""
+        with self._root.make(folder) as way:
+            is_covered = self._sync.covers(way)
+            if not is_covered:
+                self._uncovered.append(folder)
+            for name, path in named.items():
+                place = _Place(way, name, is_covered)
+                taken = self._take(folder, place, path) if owned else None
+                self.stored[f"{folder}/{name}" if folder else name] = taken or self._write(folder, place, path)
+
+    def _take(self, folder: str, place: _Place, path: Path) -> Transfer | None:
+        """Return the digest of a file to move, or of one that an earlier try has moved; None for one to copy."""
+        if not path.exists() and place.way.is_file(place.name):
+            self._begin_sync(place, place.path)
+            with place.way.open(place.name, "rb") as file:
+                return digest_stream(file)
+        if not _is_movable(place.way, path.lstat()):
+            return None
+        os.utime(path)  # an object's time is that of its put, which is what garbage collection goes by
+        before = path.lstat()
+        self._begin_sync(place, path)
+        moved = digest_file(path)
+        if _version(path.lstat()) != _version(before):  # somebody still writes: a copy holds what its digest says
+            return None
+        self._moves[folder][place.name] = path
+        return moved
+
+    def _write(self, folder: str, place: _Place, path: Path) -> Transfer:
+        self._written[folder].append(place.name)
+        with path.open("rb", buffering=0) as source, _create(place) as target:
+            written = copy_file(source, target)
+            require_whole(target, written, place.path)
+        self._begin_sync(place, place.path)
+        return written
+
+    def _begin_sync(self, place: _Place, path: Path) -> None:
+        if not place.is_covered:
+            self._sync.begin(path)
+
+    def finish(self) -> None:
+        """Make the files durable, then move those that may be moved, then make the names durable."""
+        self._sync.wait()
+        for folder, named in self._moves.items():
+            with self._root.make(folder) as way:
+                for name, path in named.items():
+                    os.replace(path, name, dst_dir_fd=way.folder)
+        for folder in self._uncovered:
+            with self._root.make(folder) as way:
+                way.sync()
+        if self._moves:
+            self._sync.wait()
+
+    def _discard(self) -> None:
+        """Remove what was written."""
+        for folder, names in self._written.items():
+            with suppress(OSError), self._root.make(folder) as way:  # the first error counts
+                for name in names:
+                    with suppress(OSError):
+                        way.unlink(name)
+                way.remove_if_empty()
+
+
+def _create(place: _Place) -> io.FileIO:
+    try:
+        return place.way.open(place.name, "xb")
+    except FileExistsError:  # of an earlier try; it may be read, so it is not written over
+        place.way.unlink(place.name)
+        return place.way.open(place.name, "xb")
+
+
+def _is_movable(way: Way, status: os.stat_result) -> bool:
+    """Return whether a file is the caller's alone, on the same filesystem: a link's target and a second name are not ours."""
+    is_alone = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+    return is_alone and status.st_dev == os.fstat(way.folder).st_dev
+
+
+def _version(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,157 @@
+"""A directory that is lent to the training function: what is reported is moved from it, and a crash leaves nothing behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+from crash_points import crash_points, open_run
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, checkpoint_directory, report
+from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.storage.local import LocalStorage
+from ranks import Attempt, as_rank, read_files
+
+UPLOADS = pytest.mark.parametrize("upload", ["sync", "async"])
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(str(tmp_path / "store"), "run")
+
+
+def write_files(directory, score):
+    """Write a large file and more small ones than are synced one by one."""
+    (directory / "deep").mkdir(parents=True)
+    (directory / "large").write_bytes(str(score).encode() * 2**20)
+    for number in range(3):
+        (directory / "deep" / str(number)).write_text(f"{score} {number}")
+
+
+def expected(score):
+    return {"large": str(score).encode() * 2**20, **{f"deep/{number}": f"{score} {number}".encode() for number in range(3)}}
+
+
+def left_in(store):
+    return [path for path in Path(store.storage.url).glob("run/unreported/**/*") if path.is_file()]
+
+
+@UPLOADS
+def test_what_is_reported_is_moved_and_the_rest_is_deleted(store, upload):
+    session = Attempt(store).session()
+    with as_rank(session):
+        with checkpoint_directory() as directory:
+            write_files(directory, 1)
+            inode = (directory / "large").stat().st_ino
+            report({}, Checkpoint.from_directory(directory), upload=upload)
+            (directory / "left").write_text("x")
+        assert not directory.exists()
+        session.finish()
+    (manifest,) = store.list()
+    store.verify(manifest)
+    assert read_files(store.checkpoint(manifest)) == expected(1)
+    stored = Path(store.storage.url, "run/checkpoints", manifest.id, "large")
+    assert stored.stat().st_ino == inode
+    assert left_in(store) == []
+
+
+@UPLOADS
+def test_the_directory_may_be_filled_again_for_the_next_report(store, upload):
+    session = Attempt(store).session()
+    with as_rank(session), checkpoint_directory() as directory:
+        for score in (1, 2):
+            (directory / "m").write_text(str(score))
+            report({"score": score}, Checkpoint.from_directory(directory), upload=upload)
+        session.finish()
+    assert [read_files(store.checkpoint(it)) for it in store.list()] == [{"m": b"1"}, {"m": b"2"}]
+
+
+@UPLOADS
+def test_what_a_link_leads_to_stays(store, tmp_path, upload):
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "tokens").write_text("mine")
+    session = Attempt(store).session()
+    with as_rank(session), checkpoint_directory() as directory:
+        (directory / "folder").symlink_to(tmp_path / "dataset")
+        (directory / "file").symlink_to(tmp_path / "dataset" / "tokens")
+        os.link(tmp_path / "dataset" / "tokens", directory / "second")
+        report({}, Checkpoint.from_directory(directory), upload=upload)
+        session.finish()
+    assert (tmp_path / "dataset" / "tokens").read_text() == "mine"
+    with (tmp_path / "dataset" / "tokens").open("a") as file:
+        file.write(" changed")
+    (manifest,) = store.list()
+    store.verify(manifest)
+    assert set(read_files(store.checkpoint(manifest)).values()) == {b"mine"}
+
+
+def test_two_ranks_may_report_the_same_file_from_directories_of_their_own(store):
+    def train(session, rank):
+        with session.lent.lend() as directory:
+            (directory / "same").write_text("x")
+            (directory / f"m{rank}").write_text("y")
+            session.report({}, Checkpoint.from_directory(directory))
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    (manifest,) = store.list()
+    assert read_files(store.checkpoint(manifest)) == {"same": b"x", "m0": b"y", "m1": b"y"}
+
+
+def test_for_another_storage_it_is_a_temporary_directory():
+    store = open_run(MemoryStorage())
+    session = Attempt(store).session()
+    with as_rank(session):
+        with checkpoint_directory() as directory:
+            write_files(directory, 1)
+            report({}, Checkpoint.from_directory(directory))
+        assert not directory.exists()
+        session.finish()
+    assert read_files(store.checkpoint(store.latest())) == expected(1)
+
+
+def test_outside_of_a_training_it_says_so():
+    with pytest.raises(RuntimeError, match=r"checkpoint_directory\(\) may be called only inside the function"):
+        checkpoint_directory()
+
+
+def test_what_a_killed_rank_left_is_removed_by_a_later_attempt(store):
+    killed, live = Attempt(store).session(), Attempt(store).session()
+    left, kept = killed.lent.make(), live.lent.make()
+    write_files(left, 1)
+    write_files(kept, 2)
+    collect_garbage(store)
+    assert len(left_in(store)) == 8  # an hour has not passed: a fenced rank may still write
+    collect_garbage(store, grace_s=-1)
+    assert len(left_in(store)) == 4
+    assert all(path.is_relative_to(kept) for path in left_in(store))
+
+
+@UPLOADS
+def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoint(tmp_path, upload):
+    def lend_and_report(session, score):
+        with session.lent.lend() as directory:
+            write_files(directory, score)
+            session.report({"score": score}, Checkpoint.from_directory(directory), upload=upload)
+            session.wait_for_commits()
+        session.finish()
+
+    def prepare(number, after):
+        storage = LocalStorage(tmp_path / f"store-{number}-{after}")
+        lend_and_report(Attempt(open_run(storage)).session(), 1)
+        return storage
+
+    fired = 0
+    for faulty in crash_points(prepare, lambda faulty: lend_and_report(Attempt(open_run(faulty)).session(), 2)):
+        fired += faulty.fired
+        store = open_run(faulty.inner)
+        scores = []
+        for manifest in store.list():
+            store.verify(manifest)
+            scores.append(manifest.metrics["score"])
+            assert read_files(store.checkpoint(manifest)) == expected(scores[-1])
+        assert scores in ([1], [1, 2])
+        lend_and_report(Attempt(store).session(), 3)
+        assert [manifest.metrics["score"] for manifest in store.list()] == [*scores, 3]
+        collect_garbage(store, grace_s=0, keep_quarantined_days=0)  # a torn manifest is set aside
+        data = {info.key.split("/")[2] for info in faulty.inner.list("run/checkpoints/")}
+        assert data == {manifest.id for manifest in store.list()}
+    assert fired > 10

@@ -1,0 +1,227 @@
+"""Files stored together in a local folder: what is moved, what is synced and when, and what an error leaves."""
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+import xxhash
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files import syncing
+
+MANY = 70  # more than are synced one by one
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return LocalStorage(tmp_path / "store")
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    return folder
+
+
+def written(folder, names, data=b"data"):
+    names = list(names)
+    for name in names:
+        (folder / name).write_bytes(data)
+    return {f"run/x/{name}": folder / name for name in names}
+
+
+class Calls:
+    """Records what is synced and renamed, in order, by inode: a file keeps its own."""
+
+    def __init__(self, monkeypatch):
+        self.done = []
+        fsync, replace, whole = os.fsync, os.replace, syncing._sync_filesystem
+
+        def record_fsync(descriptor):
+            self.done.append(("sync", os.fstat(descriptor).st_ino))
+            fsync(descriptor)
+
+        def record_replace(old, new, **kwargs):
+            self.done.append(("rename", Path(old).stat().st_ino))
+            replace(old, new, **kwargs)
+
+        def record_whole(descriptor):
+            self.done.append(("sync all", None))
+            whole(descriptor)
+
+        monkeypatch.setattr(os, "fsync", record_fsync)
+        monkeypatch.setattr(os, "replace", record_replace)
+        monkeypatch.setattr(syncing, "_sync_filesystem", record_whole)
+
+    def last(self, what, inode=None):
+        return max(place for place, done in enumerate(self.done) if done == (what, inode))
+
+
+@pytest.mark.parametrize("filesystem", [None, "nfs", "overlay", "fuse.sshfs"])
+def test_every_file_is_synced_where_a_sync_of_the_filesystem_cannot_be_trusted(storage, source, monkeypatch, filesystem):
+    monkeypatch.setattr(syncing, "filesystem_of", lambda _: filesystem)
+    calls = Calls(monkeypatch)
+    storage.put_files(written(source, map(str, range(MANY))))
+    stored = sorted((Path(storage.url) / "run/x").iterdir())
+    assert len(stored) == MANY
+    assert all(("sync", path.stat().st_ino) in calls.done for path in stored)
+    assert calls.done[-1] == ("sync", (Path(storage.url) / "run/x").stat().st_ino)  # the names, last
+    assert ("sync all", None) not in calls.done
+
+
+def test_few_files_are_synced_one_by_one_so_that_nobody_waits_for_other_programs(storage, source, monkeypatch):
+    monkeypatch.setattr(syncing, "filesystem_of", lambda _: "ext4")
+    calls = Calls(monkeypatch)
+    storage.put_files(written(source, map(str, range(10))))
+    assert ("sync all", None) not in calls.done
+
+
+@pytest.mark.skipif(not syncing._has_syncfs(), reason="this system cannot sync a filesystem")
+def test_many_files_are_made_durable_by_one_sync_that_was_opened_before_the_first_write(storage, source, monkeypatch):
+    monkeypatch.setattr(syncing, "filesystem_of", lambda _: "ext4")
+    calls = Calls(monkeypatch)
+    seen = []
+    covers = syncing.GroupSync.covers
+    monkeypatch.setattr(
+        syncing.GroupSync, "covers", lambda self, way: seen.append([*way.path("").iterdir()]) or covers(self, way)
+    )
+    storage.put_files(written(source, map(str, range(MANY))))
+    assert seen == [[]]
+    assert calls.done[-1] == ("sync all", None)
+    assert [done for done in calls.done if done[0] == "sync all"] == [("sync all", None)]
+
+
+@pytest.mark.skipif(not syncing._has_syncfs(), reason="this system cannot sync a filesystem")
+def test_a_sync_that_fails_stores_nothing(storage, source, monkeypatch):
+    monkeypatch.setattr(syncing, "filesystem_of", lambda _: "ext4")
+
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(syncing, "_sync_filesystem", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        storage.put_files(written(source, map(str, range(MANY))))
+    assert [path for path in Path(storage.url).rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("count", [1, 3, MANY])
+def test_an_owned_file_is_synced_then_moved_then_its_name_is_synced(storage, source, monkeypatch, count):
+    files = written(source, map(str, range(count)))
+    inodes = {path.stat().st_ino for path in files.values()}
+    calls = Calls(monkeypatch)
+    storage.put_files(files, owned=True)
+    assert {path.stat().st_ino for path in (Path(storage.url) / "run/x").iterdir()} == inodes
+    assert list(source.iterdir()) == []
+    folder = (Path(storage.url) / "run/x").stat().st_ino
+    for inode in inodes:
+        at = calls.last("rename", inode)
+        before, after = calls.done[:at], calls.done[at:]
+        assert ("sync", inode) in before or ("sync all", None) in before
+        assert ("sync", folder) in after or ("sync all", None) in after
+
+
+def test_a_moved_file_is_as_new_as_one_that_was_written(storage, source):
+    files = written(source, ["a"])
+    os.utime(source / "a", (1, 1))
+    storage.put_files(files, owned=True)
+    (info,) = storage.list("run/")
+    assert info.modified_s == pytest.approx(time.time(), abs=60)
+
+
+def test_a_file_with_another_name_and_one_behind_a_link_are_copied(storage, source, tmp_path):
+    (tmp_path / "mine").write_bytes(b"mine")
+    os.link(tmp_path / "mine", source / "second")
+    (source / "link").symlink_to(tmp_path / "mine")
+    storage.put_files({"run/x/second": source / "second", "run/x/link": source / "link"}, owned=True)
+    (tmp_path / "mine").write_bytes(b"changed later")
+    assert (storage.get_bytes("run/x/second"), storage.get_bytes("run/x/link")) == (b"mine", b"mine")
+
+
+def test_a_file_that_is_written_while_it_is_read_is_copied_and_its_digest_is_right(storage, source, monkeypatch):
+    files = written(source, ["a"])
+    from prefect_torch.ckpt.storage.local_files import groups  # noqa: PLC0415 - patched
+
+    digest = groups.digest_file
+
+    def write_meanwhile(path):
+        moved = digest(path)
+        path.write_bytes(b"other data")
+        return moved
+
+    monkeypatch.setattr(groups, "digest_file", write_meanwhile)
+    (stored,) = storage.put_files(files, owned=True).values()
+    assert stored.digest == xxhash.xxh3_128_hexdigest(storage.get_bytes("run/x/a")) == xxhash.xxh3_128_hexdigest(b"other data")
+
+
+def test_files_that_an_earlier_try_has_moved_are_found(storage, source, monkeypatch):
+    files = written(source, ["a", "b"])
+    replace, failing = os.replace, iter([False, True])
+
+    def fail_once(*args, **kwargs):
+        if next(failing, False):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        replace(*args, **kwargs)
+
+    monkeypatch.setattr(os, "replace", fail_once)
+    with pytest.raises(OSError, match="Input/output"):
+        storage.put_files(files, owned=True)
+    assert sorted(path.name for path in source.iterdir()) == ["b"]
+    stored = storage.put_files(files, owned=True)
+    assert {it.digest for it in stored.values()} == {xxhash.xxh3_128_hexdigest(b"data")}
+    assert [storage.get_bytes(key) for key in files] == [b"data", b"data"]
+
+
+class Writes:
+    """Has positioned writes answer as `answer(descriptor, data, offset)` does, which may call the real one."""
+
+    def __init__(self, monkeypatch, answer):
+        real = self.real = os.pwrite
+        self.fired = 0
+
+        def pwrite(descriptor, data, offset):
+            return answer(self, real, descriptor, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+
+
+def refuse_direct(writes, real, descriptor, data, offset):
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+        writes.fired += 1
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return real(descriptor, data, offset)
+
+
+def write_a_part(writes, real, descriptor, data, offset):
+    writes.fired += 1
+    return real(descriptor, data[: max(1, len(data) // 2 + 5)], offset)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
+@pytest.mark.parametrize("answer", [None, refuse_direct, write_a_part])
+@pytest.mark.parametrize("size", [8 * 2**20, 12 * 2**20 + 5000, 17 * 2**20 - 1])
+def test_a_large_copy_is_whole_whatever_the_filesystem_takes(storage, source, monkeypatch, answer, size):
+    data = os.urandom(1000) * (size // 1000 + 1)
+    (source / "big").write_bytes(data[:size])
+    writes = None if answer is None else Writes(monkeypatch, answer)
+    moved = storage.put_file("run/big", source / "big")
+    assert writes is None or writes.fired > 0
+    assert (moved.bytes, moved.digest) == (size, xxhash.xxh3_128_hexdigest(data[:size]))
+    assert storage.get_bytes("run/big") == data[:size]
+
+
+def test_an_error_of_a_large_copy_is_raised_and_leaves_nothing(storage, source, monkeypatch):
+    (source / "big").write_bytes(bytes(20 * 2**20))
+
+    def fill_up(writes, real, descriptor, data, offset):
+        writes.fired += 1
+        if offset >= 8 * 2**20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    Writes(monkeypatch, fill_up)
+    with pytest.raises(OSError, match="No space"):
+        storage.put_file("run/big", source / "big")
+    assert [path for path in Path(storage.url).rglob("*") if path.is_file()] == []
