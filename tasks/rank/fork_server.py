@@ -78,7 +78,7 @@ def import_for_ranks() -> Callable[[], None]:
     """Import what a rank imports before it calls the user's function, and what that is likely to; return the rank's program."""
     import prefect_torch.ckpt.state.loading.load  # noqa: PLC0415 - torch, which the client of this module does without
     import prefect_torch.ckpt.state.save  # noqa: PLC0415 - same
-    import prefect_torch.ckpt.storage.opening  # noqa: PLC0415 - same
+    import prefect_torch.ckpt.storage.opening  # noqa: F401, PLC0415 - same
     import torch.distributed  # noqa: PLC0415 - same
     import torch.nn.parallel  # noqa: PLC0415 - same
     import torch.optim  # noqa: F401, PLC0415 - same
