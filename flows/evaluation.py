@@ -13,6 +13,7 @@ from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpo
 from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.gpus import GpusBusyError, GpuSeat
+from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
@@ -23,7 +24,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from .api_outage import outlast_api_outages
-from .arguments import find_named, seat_for
+from .arguments import find_named, machines_for, seat_for
 from .embedded_server import tie_embedded_server
 from .short_tracebacks import short_tracebacks, shorten_logs
 
@@ -114,11 +115,11 @@ def evaluate(
     shorten_logs()
     tie_embedded_server()
     scaling = scaling or ScalingConfig()
-    seat = seat_for(scaling)
+    seat, machines = seat_for(scaling), machines_for(scaling)
     job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling)
     chosen = _choose(configured_storage(storage), run, checkpoints, name, poll_s if watch else None)
     with outlast_api_outages():
-        return _evaluate_all(job, seat, chosen)
+        return _evaluate_all(job, seat, machines, chosen)
 
 
 def _pack(eval_fn: str | Callable[..., Any], config: dict[str, Any] | None) -> PackedFunction:
@@ -171,12 +172,14 @@ def _unevaluated(store: CheckpointStore, name: str, seen: set[str]) -> list[Chec
     ]
 
 
-def _evaluate_all(job: EvaluationJob, seat: GpuSeat, checkpoints: Iterable[CheckpointRef]) -> dict[str, Metrics]:
+def _evaluate_all(
+    job: EvaluationJob, seat: GpuSeat, machines: Machines | None, checkpoints: Iterable[CheckpointRef]
+) -> dict[str, Metrics]:
     evaluated: dict[str, Metrics] = {}
     failure: Exception | None = None
     for checkpoint in checkpoints:
         try:
-            metrics = evaluate_checkpoint(job, checkpoint, seat)
+            metrics = evaluate_checkpoint(job, checkpoint, seat, machines)
         except Exception as exc:
             if _is_final(exc):
                 raise

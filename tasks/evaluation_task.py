@@ -1,5 +1,6 @@
 """The Prefect task that evaluates one checkpoint: a group of ranks runs the user's function, and its metrics are attached."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.tasks.gang.gang import meet
 from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.config import ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -46,7 +48,9 @@ class EvaluationJob:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat | None = None) -> Metrics | None:
+def evaluate_checkpoint(
+    job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat | None = None, machines: Machines | None = None
+) -> Metrics | None:
     """Return the metrics of `checkpoint`, which are attached to it when this returns; None if it was pruned meanwhile.
 
     Claims no attempt of the run, so it may run during its training. No rank's process outlives this call, however it ends.
@@ -54,7 +58,8 @@ def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef, seat: Gpu
     Args:
         job: The evaluation.
         checkpoint: The checkpoint.
-        seat: The GPUs of the ranks, which are taken for the time of this call; None if they have none.
+        seat: The GPUs of the ranks, which are taken for the time of this call; None if they have none here.
+        machines: The machines of the ranks, which are lent for the time of this call; None for this one.
 
     Raises:
         Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
@@ -70,7 +75,7 @@ def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef, seat: Gpu
         with library_logs_in_run():
             check_free(store.committed(checkpoint.checkpoint_id), job.name)  # fails before hours of work
             termination = Termination(grace_s=0.0)
-            metrics = termination.outlast(partial(_run, job, checkpoint, termination, seat))
+            metrics = termination.outlast(partial(_run, job, checkpoint, termination, seat, machines))
             store.attach_metrics(checkpoint.checkpoint_id, metrics, job.name)
     except RankFailedError as exc:
         if _is_pruned(store, checkpoint.checkpoint_id):
@@ -86,10 +91,13 @@ def evaluate_checkpoint(job: EvaluationJob, checkpoint: CheckpointRef, seat: Gpu
     return metrics
 
 
-def _run(job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination, seat: GpuSeat) -> Metrics:
+def _run(
+    job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination, seat: GpuSeat, machines: Machines | None
+) -> Metrics:
     try:
         seat.take(termination.raise_if_requested)
-        metrics = _run_ranks(job, checkpoint, termination, seat)
+        with nullcontext() if machines is None else machines.lend(termination.raise_if_requested) as lease:
+            metrics = _run_ranks(job, checkpoint, termination, seat, lease)
     finally:
         seat.release()
     if metrics is None:
@@ -97,10 +105,12 @@ def _run(job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination
     return dict(metrics)
 
 
-def _run_ranks(job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination, seat: GpuSeat) -> Any:
+def _run_ranks(
+    job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination, seat: GpuSeat, lease: Lease | None
+) -> Any:
     # Without it, Prefect marks the task runs of ranks as rolled back as soon as this one fails.
     with transaction(commit_mode=CommitMode.EAGER):
-        gang, key_value = meet(lambda address: _specs(job, checkpoint, seat, address), hang_timeout_s=None)
+        gang, key_value = meet(partial(_specs, job, checkpoint, seat, lease), None, lease)
         try:
             return gang.run(key_value, None, termination)
         finally:
@@ -121,7 +131,9 @@ def _log_skipped(checkpoint: CheckpointRef) -> None:
     )
 
 
-def _specs(job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat, rendezvous: Address) -> list[RankSpec]:
+def _specs(
+    job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat, lease: Lease | None, rendezvous: Address
+) -> list[RankSpec]:
     return on_machines(
         RankSpec(
             world_size=job.scaling.most_workers,
@@ -138,6 +150,7 @@ def _specs(job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat, rendezv
             visible_gpus=seat.environment,
             gpu_locks=seat.locks,
             evaluates=True,
+            master_host=None if lease is None else lease.machines[0].address,
         ),
-        (job.scaling.most_workers,),
+        (job.scaling.most_workers,) if lease is None else lease.num_ranks,
     )

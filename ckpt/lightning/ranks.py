@@ -120,8 +120,7 @@ class _OnExistingRanks(_Parallel):
     @property
     def num_nodes(self) -> int:
         """The number of machines."""
-        context = get_context()
-        return context.world_size // context.local_world_size
+        return get_context().num_nodes
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:

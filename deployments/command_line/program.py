@@ -31,6 +31,7 @@ _MODULES = {
     "doctor": "doctor.doctor_command",
     "migrate-check": "ray.migrate_check_command",
     "execute": "execute_command",
+    "agent": "agent_command",
 }
 
 

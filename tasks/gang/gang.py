@@ -66,7 +66,7 @@ class Gang:
         # Asking a running future for its state costs an API request, so a callback collects those that are done.
         self._finished: set[int] = set()
         self._stop_deadline_s: float | None = None  # from the first `stop` on
-        self._futures = [train_rank.submit(spec, machines[spec.node_rank] if machines else None) for spec in specs]
+        self._futures = [train_rank.submit(spec, *machines[spec.node_rank : spec.node_rank + 1]) for spec in specs]
         for rank, future in enumerate(self._futures):
             future.add_done_callback(partial(self._record_finished, rank))
 

@@ -15,11 +15,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from prefect import get_run_logger
 from prefect_torch.ckpt.text import show_some
 
 # Not "-m", which looks in the working directory first.
@@ -93,14 +93,15 @@ class GpuSeat:
         count: How many; 0 for ranks without a GPU.
         wait_s: How long to wait for as many; None for unlimited.
         owner: What others that wait for them are told, such as the name of the flow run.
+        pool: The GPUs of this machine, where they are known.
 
     """
 
-    def __init__(self, count: int, wait_s: float | None, owner: str) -> None:
+    def __init__(self, count: int, wait_s: float | None, owner: str, pool: list[Gpu] | None = None) -> None:
         self._count = count
         self._wait_s = wait_s
         self._owner = f"{owner} (process {os.getpid()})"
-        self._pool: list[Gpu] | None = None
+        self._pool = pool
         self._taken: dict[int, Gpu] = {}
 
     @property
@@ -157,6 +158,13 @@ class GpuSeat:
             os.close(lock)
         self._taken = {}
 
+    def keep(self, count: int) -> None:
+        """Release the GPUs that are taken beyond the first `count`."""
+        for lock in self.locks[count:]:
+            os.close(lock)
+            del self._taken[lock]
+        self._count = len(self._taken)
+
     def _gpus(self) -> list[Gpu]:
         if self._pool is None:
             self._pool = list_gpus() if self._count else []
@@ -186,6 +194,30 @@ class GpuSeat:
                 os.pwrite(lock, self._owner.encode()[:_LONGEST_OWNER], 0)
         self._taken = taken
         return None
+
+
+def take_free(most: int | None, owner: str) -> GpuSeat:
+    """Take the GPUs of this machine that are free, without waiting for others.
+
+    Args:
+        most: How many at most; all if None.
+        owner: As for a GpuSeat.
+
+    """
+    pool = list_gpus()
+    for count in range(len(pool) if most is None else min(most, len(pool)), 0, -1):
+        seat = GpuSeat(count, 0.0, owner, pool)
+        with suppress(GpusBusyError):
+            seat.take(lambda: None)
+            return seat
+    return GpuSeat(0, 0.0, owner)
+
+
+def get_run_logger() -> Any:
+    """Return the log of the current run; an agent, which never waits for GPUs, does not import prefect."""
+    from prefect import get_run_logger as of_prefect  # noqa: PLC0415
+
+    return of_prefect()
 
 
 @contextmanager

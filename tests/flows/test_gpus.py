@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, evaluate, train
+from prefect_torch.flows import FailureConfig, Hosts, NotEnoughMachinesError, RunConfig, ScalingConfig, evaluate, train
 from prefect_torch.tasks.gang import gpus
 from prefect_torch.tasks.gang.gpus import GpusBusyError
 
@@ -55,6 +55,16 @@ def test_each_rank_has_a_gpu_before_its_function_is_imported(run):
         {"device": f"fakegpu:{rank}", "at_import": rank, "visible": "0,1", "backend": "gloo", "timeout_s": 1234.0}
         for rank in range(2)
     ]
+
+
+def test_ranks_of_another_machine_have_its_gpus_and_no_others(run):
+    """The agent takes them; here it is one of this machine, started by `env`."""
+    cluster = Hosts(["here"], command="env", leader_address="127.0.0.1", wait_s=0)
+    two, three = (ScalingConfig(num_workers=number, use_gpu=True, cluster=cluster) for number in (2, 3))
+    ranks = train("gpu_trainings:tell_gpu", {}, two, run).return_value["ranks"]
+    assert [(rank["visible"], rank["device"]) for rank in ranks] == [("0,1", "fakegpu:0"), ("0,1", "fakegpu:1")]
+    with pytest.raises(NotEnoughMachinesError, match=r"^3 ranks wanted, the cluster has room for 2: here: 2$"):
+        train("gpu_trainings:tell_gpu", {}, three, run, failure=FailureConfig(max_infrastructure_failures=0))
 
 
 def test_trainings_and_evaluations_of_one_machine_never_share_a_gpu(other, run, tmp_path):

@@ -1,11 +1,19 @@
 """Training functions for ranks on several machines."""
 
+import itertools
 import os
 import socket
+import time
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from prefect_torch.ckpt import get_context
+from prefect_torch.ckpt import get_checkpoint, get_context, report
+from prefect_torch.ckpt.reporting import commit
+from prefect_torch.ckpt.runs.attempts import list_attempts
+
+_lines, _commits = itertools.count(), itertools.count()
 
 
 def tell_places(config: dict) -> list:
@@ -26,3 +34,77 @@ def tell_places(config: dict) -> list:
     everybody: list = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, {**told, "sum of my own group": again.item()})
     return everybody
+
+
+def train_exactly(config: dict) -> dict:
+    """Train a small model whose every bit counts; in some epochs of some attempts, wait for what happens outside.
+
+    `config["waits"]` has, by attempt and epoch, such as "1-2", the file in `config["told"]` that all ranks wait for after
+    rank 0 has written one of that name, unless they are told to checkpoint before.
+    """
+    torch.set_num_threads(1)
+    context, told = get_context(), Path(config["told"])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    state = {"model": model, "optimizer": optimizer, "extra": {"epoch": -1}}
+    if checkpoint := get_checkpoint():
+        checkpoint.load_state(state)
+    begun = state["extra"]["epoch"] + 1
+    if "fenced" in config and (context.world_rank, context.attempt) == (0, 1):
+        commit.check_fence = partial(tell_of_fence, told, config["fenced"], commit.check_fence)
+    for epoch in range(begun, config["epochs"]):
+        train_epoch(model, optimizer, epoch)
+        state["extra"]["epoch"] = epoch
+        moment = f"{context.attempt}-{epoch}"
+        if moment in config.get("waits", {}):
+            if context.world_rank == 0:
+                (told / moment).write_text(socket.gethostname())
+            wait_together(told / config["waits"][moment])
+        report({"epoch": epoch}, state=state, upload="sync")
+        if context.ends_soon():
+            break
+    weights = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+    return {"begun": begun, "attempt": context.attempt, "world size": context.world_size, "weights": weights}
+
+
+def wait_together(awaited: Path) -> None:
+    """Return on all ranks at the same time, when the file exists or a checkpoint is wanted."""
+    is_there = torch.zeros(1)
+    while not is_there and not get_context().should_checkpoint():
+        print(f"waiting for {awaited.name}, line {next(_lines)}")
+        time.sleep(0.05)
+        is_there[0] = awaited.exists()
+        dist.all_reduce(is_there)
+
+
+def train_epoch(model, optimizer, epoch: int) -> None:
+    """Train on the same samples with any number of ranks: what each computes is summed in double precision."""
+    random = torch.Generator().manual_seed(epoch)
+    inputs, targets = torch.randn(12, 8, generator=random), torch.randn(12, 1, generator=random)
+    context = get_context()
+    optimizer.zero_grad()
+    mine = slice(context.world_rank, None, context.world_size)
+    ((model(inputs[mine]) - targets[mine]) ** 2).sum().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+
+
+def tell_of_fence(told: Path, epoch: int, check_fence, run, attempt: int) -> None:
+    """Check the fence of the commit of `epoch` only after another attempt has begun, and write down what that said."""
+    if next(_commits) == epoch:
+        (told / "commits").touch()
+        wait_for(lambda: len(list(list_attempts(run))) > 1, "another attempt")
+    try:
+        check_fence(run, attempt)
+    except BaseException as exc:
+        (told / "fence").write_text(type(exc).__name__)
+        raise
+
+
+def wait_for(condition, what: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, f"it did not come to pass: {what}"
+        time.sleep(0.05)

@@ -1,20 +1,26 @@
-"""Hosts on this machine, each a network namespace with a name of its own, connected by a switch whose cables can be cut."""
+"""Hosts on this machine, each a network namespace with a name and an OpenSSH server of its own.
+
+They are connected by a switch, whose cables can be cut. What a host runs is no child of who asked for it, as on real hosts.
+"""
 
 import os
 import random
 import shutil
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-NO_NAMESPACES = "namespaces cannot be made here: that takes root and iproute2"
+NO_HOSTS = "hosts cannot be made here: that takes root, iproute2 and an OpenSSH server"
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
 
 
 def can_make_hosts() -> bool:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("nsenter") is None:
+    if os.geteuid() != 0 or None in {SSHD, *map(shutil.which, ("ip", "nsenter", "ssh"))}:
         return False
     name = f"ptprobe{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
@@ -26,9 +32,10 @@ def can_make_hosts() -> bool:
 class Network:
     """Hosts that reach each other and this machine, at `address`."""
 
-    def __init__(self, subnet: str, tag: str, names: tuple[str, ...]) -> None:
+    def __init__(self, subnet: str, tag: str, names: tuple[str, ...], folder: Path) -> None:
         self.address = f"{subnet}.254"
-        self.command = f"nsenter --net=/run/netns/{tag}-{{host}} unshare --uts sh -c 'hostname {{host}}; exec {{agent}}'"
+        self.command = f"ssh -F {folder / 'ssh_config'} {{host}}"
+        self._folder = folder
         self._switch = f"{tag}-switch"
         self._tag = tag
         self._numbers = {name: number for number, name in enumerate(names, 1)}
@@ -37,6 +44,25 @@ class Network:
 
     def namespace(self, host: str) -> str:
         return f"{self._tag}-{host}"
+
+    def serve_ssh(self, stack: ExitStack) -> None:
+        """Serve this user on every host, until `stack` is left."""
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd confines a part of itself there
+        for name in ("host", "user"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._folder / name], check=True)
+        lines = [f"AuthorizedKeysFile {self._folder / 'user.pub'}", "StrictModes no", "PermitRootLogin yes", "PidFile none"]
+        (self._folder / "sshd_config").write_text("\n".join([*lines, "UsePAM no", "PasswordAuthentication no"]))
+        here = [f"Host {host}\n  HostName {address}\n" for host, address in self.addresses.items()]
+        known = "Host *\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n  ConnectTimeout 10\n"
+        (self._folder / "ssh_config").write_text("".join([*here, known, f"  IdentityFile {self._folder / 'user'}\n"]))
+        serve = f"exec {SSHD} -D -e -h {self._folder / 'host'} -f {self._folder / 'sshd_config'}"
+        for host in self.names:
+            enter = ["nsenter", f"--net=/run/netns/{self.namespace(host)}", "unshare", "--uts"]
+            server = subprocess.Popen([*enter, "sh", "-c", f"hostname {host}; {serve}"], stderr=subprocess.DEVNULL)
+            stack.callback(server.wait)
+            stack.callback(server.terminate)
+        for address in self.addresses.values():
+            wait_for_port(address, 22)
 
     def cut(self, host: str) -> None:
         ip("-n", self._switch, "link", "set", f"port{self._numbers[host]}", "down")
@@ -51,7 +77,7 @@ class Network:
         for pid in pids.split():
             with suppress(psutil.Error):
                 process = psutil.Process(int(pid))
-                if process.status() != psutil.STATUS_ZOMBIE:
+                if process.status() != psutil.STATUS_ZOMBIE and "sshd" not in process.name():
                     found.append(process)
         return found
 
@@ -65,13 +91,20 @@ class Network:
 
 
 @contextmanager
-def network(*names: str) -> Iterator[Network]:
-    """Yield hosts of these names, which are removed in the end."""
+def network(folder: Path, *names: str) -> Iterator[Network]:
+    """Yield hosts of these names, which are removed in the end.
+
+    Args:
+        folder: For their keys.
+        names: Their names.
+
+    """
     tag = f"pt{os.getpid()}x{random.randrange(1000)}"
     subnet = f"198.{18 + random.randrange(2)}.{random.randrange(256)}"  # RFC 2544: for tests of networks
-    made = Network(subnet, tag, names)
+    made = Network(subnet, tag, names, folder)
     switch, cable = f"{tag}-switch", f"{tag}c"[:15]
     namespaces = [switch, *(made.namespace(name) for name in names)]
+    stack = ExitStack()
     try:
         for namespace in namespaces:
             ip("netns", "add", namespace)
@@ -88,11 +121,22 @@ def network(*names: str) -> Iterator[Network]:
                 ip("-n", namespace, "link", "set", "lan0", "up")
                 ip("-n", namespace, "link", "set", "lo", "up")
             ip("-n", switch, "link", "set", f"port{number}", "master", "sw0", "up")
+        made.serve_ssh(stack)
         yield made
     finally:
+        stack.close()
         for namespace in namespaces:  # with their ends of the cables, also this machine's
             if Path("/run/netns", namespace).exists():
                 ip("netns", "del", namespace)
+
+
+def wait_for_port(address: str, port: int) -> None:
+    deadline_s = time.monotonic() + 30
+    while True:
+        with suppress(OSError), socket.create_connection((address, port), 5):
+            return
+        assert time.monotonic() < deadline_s, f"nobody listens on {address}:{port}"
+        time.sleep(0.05)
 
 
 def ip(*arguments: str) -> None:

@@ -8,6 +8,6 @@ from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, train
 if __name__ == "__main__":
     storage, train_fn, *settings = sys.argv[1:]
     config, scaling, failure = map(json.loads, settings)
-    scaling = ScalingConfig(use_gpu=True, **scaling)
+    scaling = ScalingConfig(**{"use_gpu": True, **scaling})
     result = train(train_fn, config, scaling, RunConfig(name="run", storage=storage), failure=FailureConfig(**failure))
     print(json.dumps(result.return_value))

@@ -1,6 +1,6 @@
 """The node agent: starts the ranks of one machine, under a guard each, as the leader of a training orders over one connection.
 
-    python -m prefect_torch.tasks.gang.machine.agent HOST:PORT [--name NAME] [--slots N]
+    python -m prefect_torch.tasks.gang.machine.agent HOST:PORT [--name NAME] [--slots N] [--gpus]
 
 The key is in PREFECT_TORCH_AGENT_KEY, or is the first line of stdin. The agent imports neither torch nor prefect, and unpickles
 nothing. It ends, and its ranks with it, when the leader says so, closes the connection, or is silent for 30 seconds. On SIGTERM
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
 from prefect_torch.tasks.gang.process import RankProcess
@@ -25,6 +25,9 @@ from prefect_torch.tasks.rank.oom_kills import count_oom_kills
 from .interface import interface_of
 from .link import BEAT_S, Link, LinkError, greet_leader
 from .versions import versions
+
+if TYPE_CHECKING:
+    from prefect_torch.tasks.gang.gpus import GpuSeat
 
 KEY_VARIABLE = "PREFECT_TORCH_AGENT_KEY"
 _CONNECT_S = 20.0
@@ -41,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="prefect-torch agent", description="Start ranks of a training on this machine.")
     parser.add_argument("leader", metavar="HOST:PORT", help="where the leader of the training waits")
     parser.add_argument("--name", default=socket.gethostname(), help="this machine's name in messages")
-    parser.add_argument("--slots", type=int, help="for how many ranks there is room; as many as GPUs, or one, if not given")
+    parser.add_argument("--slots", type=int, help="for how many ranks there is room at most")
+    parser.add_argument("--gpus", action="store_true", help="take a free GPU for each rank, and have room for no more ranks")
     options = parser.parse_args(arguments)
     key = os.environ.pop(KEY_VARIABLE, None) or sys.stdin.readline().strip()
     if not key:
@@ -54,8 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     address = connection.getsockname()[0]
     agent = Agent(link, address)
-    link.send({"type": "hello", "name": options.name, "slots": options.slots, "address": address, "versions": versions()})
-    return agent.run()
+    seat = _take_gpus(options.slots, options.leader) if options.gpus else None
+    slots = options.slots or 1 if seat is None else len(seat.locks)
+    link.send({"type": "hello", "name": options.name, "slots": slots, "address": address, "versions": versions()})
+    return agent.run(seat)
+
+
+def _take_gpus(most: int | None, leader: str) -> "GpuSeat":
+    from prefect_torch.tasks.gang.gpus import take_free  # noqa: PLC0415 - most agents need none of it
+
+    return take_free(most, f"a training led from {leader}")
 
 
 def _connect(leader: str, key: str) -> tuple[socket.socket, Link]:
@@ -77,11 +89,18 @@ class Agent:
         self._link = link
         self._interface = interface_of(address)
         self._ranks: dict[int, _Rank] = {}
+        self._seat: GpuSeat | None = None
         self._terminated = threading.Event()
         self._has_ended = threading.Event()
 
-    def run(self) -> int:
-        """Return when the leader is gone, and no rank is left."""
+    def run(self, seat: "GpuSeat | None") -> int:
+        """Return when the leader is gone, and no rank is left.
+
+        Args:
+            seat: The GPUs for the ranks; None if they need none.
+
+        """
+        self._seat = seat
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._terminated.set())
         if hasattr(signal, "SIGHUP"):
@@ -111,7 +130,12 @@ class Agent:
         kept = {name: value for name, value in os.environ.items() if name not in header["not_for_ranks"]}
         if self._interface is not None:
             kept = {**dict.fromkeys(_INTERFACES, self._interface), **kept}
-        self._ranks[header["rank"]] = _Rank(self._link, header, {**kept, **header["environment"]}, spec)
+        held: tuple[int, ...] = ()
+        if self._seat is not None:
+            self._seat.keep(header["local_world_size"])
+            kept.update(self._seat.environment)
+            held = self._seat.locks[header["local_rank"] : header["local_rank"] + 1]
+        self._ranks[header["rank"]] = _Rank(self._link, header, {**kept, **header["environment"]}, spec, held)
 
     def _beat(self) -> None:
         """Beat, and close the connection when the leader no longer does."""
@@ -134,14 +158,16 @@ class Agent:
 class _Rank:
     """One rank's process, and the thread that passes on its output."""
 
-    def __init__(self, link: Link, header: Mapping[str, Any], environment: dict[str, str], spec: bytes) -> None:
+    def __init__(
+        self, link: Link, header: Mapping[str, Any], environment: dict[str, str], spec: bytes, held: Sequence[int]
+    ) -> None:
         self._link = link
         self._number = header["rank"]
         self._recorder = FlightRecorder(self._number) if header["records_collectives"] else None
         self._oom_kills = count_oom_kills()
         command = [sys.executable, "-u", "-c", _RUN, "prefect_torch.tasks.rank.main"]
         recorded = {} if self._recorder is None else self._recorder.environment
-        self._process = RankProcess(command, {**environment, **recorded}, spec)
+        self._process = RankProcess(command, {**environment, **recorded}, spec, held)
         self.thread = threading.Thread(target=self._supervise, daemon=True)
         self.thread.start()
 

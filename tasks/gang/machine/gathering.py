@@ -54,7 +54,8 @@ class Gathering:
     def arguments(self, name: str | None = None, slots: int | None = None) -> list[str]:
         """Return the arguments of an agent's command."""
         named = [] if name is None else ["--name", name]
-        return [self.address, *named, *([] if slots is None else ["--slots", str(slots)])]
+        gpus = ["--gpus"] if self._wanted.use_gpu else []
+        return [self.address, *named, *([] if slots is None else ["--slots", str(slots)]), *gpus]
 
     def run(self, command: str, names: list[str]) -> None:
         """Run a shell command that brings one agent for each of `names`."""
@@ -75,7 +76,7 @@ class Gathering:
         begun_s, enough_s = time.monotonic(), None
         while (now_s := time.monotonic()) - begun_s < _START_S:
             raise_if_requested()
-            room = sum(room_on(machine) for machine in self._alive())
+            room = sum(machine.slots for machine in self._alive())
             if room >= self._wanted.most or all(name in self._came or name in self._failed for name in self._expected):
                 break
             enough_s = (enough_s or now_s) if room >= self._wanted.fewest else None
@@ -145,11 +146,6 @@ def gather(cluster: Cluster, wanted: Wanted) -> Iterator[Gathering]:
                 gathering.release()
     finally:
         gathering.close()
-
-
-def room_on(machine: RemoteMachine) -> int:
-    """Return for how many ranks a machine has room."""
-    return 1 if machine.slots is None else machine.slots
 
 
 def _address(given: str | None) -> str:

@@ -9,7 +9,7 @@ from prefect import get_run_logger
 from prefect_torch.tasks.gang.engines.cluster import Cluster, Wanted
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
-from .gathering import gather, room_on
+from .gathering import gather
 from .machine import RemoteMachine
 
 _AVOID_S = 300.0
@@ -103,15 +103,15 @@ def _fill(machines: Sequence[RemoteMachine], most: int) -> list[int]:
     """Return how many ranks each machine gets, the first ones as many as they have room for."""
     num_ranks: list[int] = []
     for machine in machines:
-        num_ranks.append(min(room_on(machine), most - sum(num_ranks)))
+        num_ranks.append(min(machine.slots, most - sum(num_ranks)))
     return num_ranks
 
 
 def _shortage(wanted: Wanted, machines: Sequence[RemoteMachine], missing: list[str]) -> str:
     ranks = f"{wanted.fewest} ranks" if wanted.fewest == wanted.most else f"at least {wanted.fewest} ranks"
-    there = [f"{machine.name}: {room_on(machine)}" for machine in machines]
+    there = [f"{machine.name}: {machine.slots}" for machine in machines]
     avoided = [f"{name}: lost some minutes ago" for name in sorted(wanted.avoid)]
-    room = sum(map(room_on, machines))
+    room = sum(machine.slots for machine in machines)
     return f"{ranks} wanted, the cluster has room for {room}: {'; '.join([*there, *missing, *avoided]) or 'no machine'}"
 
 

@@ -32,7 +32,7 @@ class RemoteMachine:
     Attributes:
         name: Its name.
         address: Its address, by which the leader and the other machines reach it.
-        slots: For how many ranks it has room; None if the agent was not told.
+        slots: For how many ranks it has room.
         lost: Why it is lost; None while it is not.
         is_terminated: Whether its agent was sent SIGTERM: the machine is going to be taken away.
 
@@ -43,7 +43,7 @@ class RemoteMachine:
     ) -> None:
         self.name = str(hello["name"])
         self.address = str(hello["address"])
-        self.slots: int | None = hello["slots"]
+        self.slots = int(hello["slots"])
         self.lost: str | None = None
         self.is_terminated = False
         self._link = link
@@ -67,6 +67,8 @@ class RemoteMachine:
                 "rank": spec.rank,
                 "environment": {**_carried(spec), **self._environment, **spec.environment()},
                 "not_for_ranks": self._not_for_ranks,
+                "local_rank": spec.local_rank,
+                "local_world_size": spec.local_world_size,
                 "records_collectives": spec.records_collectives,
             },
             cloudpickle.dumps(spec),

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from prefect_torch.tasks.gang import gpus
-from prefect_torch.tasks.gang.gpus import Gpu, GpusBusyError, GpuSeat, list_gpus
+from prefect_torch.tasks.gang.gpus import Gpu, GpusBusyError, GpuSeat, list_gpus, take_free
 from prefect_torch.tasks.gang.process import RankProcess
 from pretended_gpus import listed
 
@@ -273,3 +273,17 @@ def test_gpus_that_another_only_tries_to_take_are_not_in_use(machine):
                 seat.release()
         finally:
             other.kill()
+
+
+def test_an_agent_takes_what_is_free_and_keeps_what_it_needs(machine):
+    other = GpuSeat(1, 0.0, "the other")
+    other.take(lambda: None)
+    seat = take_free(None, "an agent")
+    assert seat.environment == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
+    assert len(take_free(5, "another agent").locks) == 0
+    seat.keep(1)
+    assert seat.environment == {"FAKEGPU_VISIBLE_DEVICES": "1"}
+    third = take_free(5, "another agent")
+    assert third.environment == {"FAKEGPU_VISIBLE_DEVICES": "2"}
+    for each in (other, seat, third):
+        each.release()
