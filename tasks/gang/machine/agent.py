@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
+from prefect_torch.tasks.gang.fork_servers import python_command
 from prefect_torch.tasks.gang.process import RankProcess
 from prefect_torch.tasks.rank.oom_kills import count_oom_kills
 
@@ -34,8 +35,6 @@ _CONNECT_S = 20.0
 _SILENT_S = 30.0
 _POLL_S = 1.0
 _END_S = 10.0
-# Not "-m", which looks in the working directory first.
-_RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -165,9 +164,8 @@ class _Rank:
         self._number = header["rank"]
         self._recorder = FlightRecorder(self._number) if header["records_collectives"] else None
         self._oom_kills = count_oom_kills()
-        command = [sys.executable, "-u", "-c", _RUN, "prefect_torch.tasks.rank.main"]
         recorded = {} if self._recorder is None else self._recorder.environment
-        self._process = RankProcess(command, {**environment, **recorded}, spec, held)
+        self._process = RankProcess(python_command("prefect_torch.tasks.rank.main"), {**environment, **recorded}, spec, held)
         self.thread = threading.Thread(target=self._supervise, daemon=True)
         self.thread.start()
 

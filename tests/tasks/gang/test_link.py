@@ -3,6 +3,8 @@
 import hashlib
 import hmac
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
@@ -209,3 +211,9 @@ def test_a_machine_that_was_sent_a_signal_says_so_and_is_not_lost(greet):
 def test_the_interface_of_an_address():
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.77") is None
+
+
+def test_an_agent_imports_neither_prefect_nor_torch():
+    program = "import prefect_torch.tasks.gang.machine.agent, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout.split()
+    assert not {"prefect", "torch", "pydantic", "cloudpickle"} & set(loaded)
