@@ -66,7 +66,8 @@ class Gang:
         # Asking a running future for its state costs an API request, so a callback collects those that are done.
         self._finished: set[int] = set()
         self._stop_deadline_s: float | None = None  # from the first `stop` on
-        self._futures = [train_rank.submit(spec, *machines[spec.node_rank : spec.node_rank + 1]) for spec in specs]
+        start = partial(_submit, machines) if machines else train_rank.submit
+        self._futures = [start(spec) for spec in specs]
         for rank, future in enumerate(self._futures):
             future.add_done_callback(partial(self._record_finished, rank))
 
@@ -188,6 +189,10 @@ class Gang:
 
     def _record_finished(self, rank: int, _: PrefectFuture[Any]) -> None:
         self._finished.add(rank)
+
+
+def _submit(machines: Sequence[RemoteMachine], spec: RankSpec) -> PrefectFuture[Any]:
+    return train_rank.submit(spec, machines[spec.node_rank])
 
 
 def meet(

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from .link import Link, LinkError, greet_agent
 from .machine import SILENT_S
 
 _GREETING_S = 5.0
+_PAUSE_S = 0.05
 _MOST_STRANGERS = 256  # that have not proved yet that they know the key; one more, and the oldest has to go
 
 
@@ -55,7 +57,8 @@ class Door:
             except OSError:
                 if self._socket.fileno() < 0:
                     return
-                continue  # the stranger is gone already, or there are too many
+                time.sleep(_PAUSE_S)  # the stranger is gone already, or this process has too many files open
+                continue
             with self._changing:
                 self._strangers[connection.fileno()] = connection
                 if len(self._strangers) > _MOST_STRANGERS:
