@@ -243,6 +243,23 @@ def test_a_run_is_shown(storage, command, as_json):
     assert "quarantined as damaged: " in out
 
 
+def test_a_run_and_a_checkpoint_fit_on_a_narrow_terminal(tmp_path):
+    storage = tmp_path / "store"
+    store = train(storage, ending="preempted")
+    resumed = claim_attempt(store, Owner.current("0b1c2d3e-0000-4000-8000-000000000001"), world_size=16, lineage=1)
+    record_resumed_from(store, resumed, store.path_of(store.latest().id))
+    for arguments in (("show", storage, "run"), ("show", storage, "run", "latest"), ("ls", storage)):
+        shown, code = on_terminal(*arguments, environment={"COLUMNS": "80"}.items())
+        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in shown.splitlines()]
+        table = [line for line in lines if not line.startswith((str(tmp_path), " "))]
+        assert code == 0, shown
+        assert max(map(len, table)) <= 80, shown
+        if arguments == ("show", storage, "run"):
+            rows = [line.split() for line in lines if re.match(r" +[123] ", line)]
+            assert [len(row) for row in rows] == [6, 6, 6], f"no cell is folded: {shown}"
+            assert rows[2][-1] == store.latest().id
+
+
 def test_a_checkpoint_is_shown(storage, command, as_json):
     store = train(storage)
     manifest = store.latest()

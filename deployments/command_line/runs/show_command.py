@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 import click
@@ -112,15 +113,15 @@ def _describe_checkpoint(store: CheckpointStore, manifest: Manifest) -> dict[str
 def _print_run(run: dict[str, Any]) -> None:
     say(run["path"], "bold")
     print_table(
-        ["attempt", "state", "ranks", "led by", "claimed at", "resumed from", "reason"],
+        ["attempt", "state", "ranks", "claimed at (UTC)", "resumed from"],
         (_attempt_row(attempt) for attempt in run["attempts"]),
         right={"attempt", "ranks"},
     )
+    for attempt in run["attempts"]:
+        _print_attempt(attempt)
     say("")
-    say(
-        show_count(run["reports"], "report")
-        + (f" from {run['first_report_at']} to {run['last_report_at']}" if run["reports"] else "")
-    )
+    first, last = _to_second(run["first_report_at"]), _to_second(run["last_report_at"])
+    say(show_count(run["reports"], "report") + (f" from {first} to {last}" if run["reports"] else ""))
     if run["metrics"]:
         summaries = [MetricSummary(**fields) for fields in run["metrics"]]
         print_table(
@@ -136,11 +137,22 @@ def _attempt_row(attempt: dict[str, Any]) -> Iterator[object]:
     yield attempt["number"]
     yield attempt["state"], STATE_STYLES.get(attempt["state"], "")
     yield attempt["world_size"]
-    flow_run = f"flow run {attempt['flow_run_id']}, " if attempt["flow_run_id"] else ""
-    yield f"{flow_run}process {attempt['pid']} on {attempt['host']}"
-    yield attempt["claimed_at"]
+    yield _to_second(attempt["claimed_at"])
     yield attempt["resumed_from"] and attempt["resumed_from"].rpartition("/")[2]
-    yield _reason(attempt["kind"], attempt["error"])
+
+
+def _print_attempt(attempt: dict[str, Any]) -> None:
+    """Print which process led an attempt, and why it ended: sentences, which a table would fold into a narrow column."""
+    flow_run = f"flow run {attempt['flow_run_id']}, " if attempt["flow_run_id"] else ""
+    say("")
+    say(f"attempt {attempt['number']}: {flow_run}process {attempt['pid']} on {attempt['host']}")
+    if (reason := _reason(attempt["kind"], attempt["error"])) is not None:
+        say(f"  {reason}", STATE_STYLES.get(attempt["state"], ""))
+
+
+def _to_second(iso: str | None) -> str | None:
+    """Return an ISO 8601 time in UTC to the second."""
+    return None if iso is None else datetime.fromisoformat(iso).astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _reason(kind: str | None, error: str | None) -> str | None:
