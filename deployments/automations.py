@@ -15,6 +15,7 @@ from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
+from prefect_torch.flows.monitoring.text import show_duration
 
 from .job_templates import has_variable
 from .resuming import HEARTBEAT, resume
@@ -64,7 +65,11 @@ def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: tim
 
 def make_resumer(name: str) -> RunnerDeployment:
     """Return a deployment of the flow `resume`."""
-    return cast("RunnerDeployment", resume.to_deployment(name=name, entrypoint_type=EntrypointType.MODULE_PATH))
+    description = (
+        f"Runs crashed or silent flow runs of the deployment {name} again. The automation of that deployment starts it."
+    )
+    made = resume.to_deployment(name=name, description=description, entrypoint_type=EntrypointType.MODULE_PATH)
+    return cast("RunnerDeployment", made)
 
 
 def resume_by(
@@ -81,7 +86,8 @@ def resume_by(
     return _create_or_update(
         AutomationCore(
             name=f"Resume {full_name}",
-            description=f"Runs {full_name} again, on the same run, when a flow run crashes or has no heartbeat for {silent}.",
+            description=f"Runs {full_name} again, on the same run, when one of its flow runs crashes, or has no heartbeat for "
+            f"{show_duration(silent.total_seconds())}. A training is restarted at most {_times(max_restarts)}.",
             trigger=CompoundTrigger(
                 require="any", within=None, triggers=[_crash_of(trained.id), _silence_of(trained.id, silent)]
             ),
@@ -124,7 +130,7 @@ def evaluate_new_best(
     return _create_or_update(
         AutomationCore(
             name=" of ".join([f"Evaluate new best by {_full_name(evaluator)}", *of]),
-            description=f"Runs {_full_name(evaluator)} with each new best checkpoint.",
+            description=f"Runs {_full_name(evaluator)} with each new best checkpoint{''.join(f' of {it}' for it in of)}.",
             trigger=EventTrigger(
                 posture=Posture.Reactive,
                 expect={COMMITTED},
@@ -134,6 +140,10 @@ def evaluate_new_best(
             actions=_run(evaluator.id, {**(parameters or {}), parameter: "{{ event.resource['checkpoint'] }}"}),
         )
     )
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _unlimited_queue(client: SyncPrefectClient, trained: DeploymentResponse) -> str | None:

@@ -6,6 +6,7 @@ from uuid import UUID
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
@@ -13,6 +14,8 @@ from prefect.events.filters import EventFilter
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
 from prefect_torch.flows.arguments import name_run
+from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTART_TAG, RESTARTS_LABEL, RESUMES_LABEL
+from prefect_torch.flows.monitoring.text import page_url, plain_text
 from prefect_torch.tasks.training.restarts import UNLIMITED
 from pydantic import Field
 
@@ -23,12 +26,17 @@ HEARTBEAT = "prefect.flow-run.heartbeat"
 FLOW_RUN = "prefect.flow-run."
 _KUBERNETES_POD = "prefect.kubernetes.pod."  # events of Prefect's Kubernetes worker about a flow run's pod
 _OOM_KILLED = "OOMKilled"
-_RESTARTS = "prefect-torch.restarts"
 _OUT_OF_MEMORY = "prefect-torch.out-of-memory"
-_FIRST_NAME = "prefect-torch.first-name"
 
 
-@flow(name="resume", retries=3, retry_delay_seconds=10, persist_result=False)
+@flow(
+    name="resume",
+    description="Runs a crashed or silent flow run again, on the same run, unless it is alive or has been restarted too often. "
+    "An automation starts this flow.",
+    retries=3,
+    retry_delay_seconds=10,
+    persist_result=False,
+)
 def resume(
     flow_run: Annotated[str, Field(description="The crashed or silent flow run: its id, or its resource id in an event.")],
     max_restarts: Annotated[int, Field(ge=0, description="The largest number of restarts of a training.")] = 3,
@@ -57,7 +65,8 @@ def resume(
             get_run_logger().info("flow run %r is not run again: %s", crashed.name, reason)
             return None
         again = _run_again(client, crashed)
-    restarts = again.labels[_RESTARTS]
+        _show_restart(client, crashed, again, max_restarts)
+    restarts = again.labels[RESTARTS_LABEL]
     get_run_logger().info("flow run %r crashed; restart %s of %d is %r", crashed.name, restarts, max_restarts, again.name)
     return str(again.id)
 
@@ -126,26 +135,39 @@ def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float) 
 def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:
     assert crashed.deployment_id is not None
     number = _num_restarts(crashed) + 1
-    first_name = str(crashed.labels.get(_FIRST_NAME, crashed.name))
+    first_name = str(crashed.labels.get(FIRST_NAME_LABEL, crashed.name))
     return client.create_flow_run_from_deployment(
         crashed.deployment_id,
         parameters=_same_run(client, crashed),
         name=f"{first_name}-restart-{number}",
-        tags=crashed.tags,
+        tags=[*dict.fromkeys([*crashed.tags, RESTART_TAG])],
         idempotency_key=f"prefect-torch-resume-{crashed.id}",  # both triggers may fire for one crash
         work_queue_name=crashed.work_queue_name,
         job_variables=crashed.job_variables,
         labels={
-            _RESTARTS: number,
+            RESTARTS_LABEL: number,
             _OUT_OF_MEMORY: _num_out_of_memory(client, crashed),
-            _FIRST_NAME: first_name,
-            "prefect-torch.resumes": str(crashed.id),
+            FIRST_NAME_LABEL: first_name,
+            RESUMES_LABEL: str(crashed.id),
         },
     )
 
 
+def _show_restart(client: SyncPrefectClient, crashed: FlowRun, again: FlowRun, max_restarts: int) -> None:
+    """Link from the crashed flow run to its restart; the restart links back in its log and on its summary page."""
+    shown = ArtifactCreate(
+        key=f"restart-of-{crashed.id}",
+        type="markdown",
+        description="An automation ran this crashed flow run again.",
+        data=f"Restart {again.labels[RESTARTS_LABEL]} of {max_restarts}: "
+        f"[{plain_text(again.name)}]({page_url('flow-run', again.id)})",
+        flow_run_id=crashed.id,
+    )
+    client.create_artifact(shown)
+
+
 def _num_restarts(flow_run: FlowRun) -> int:
-    return int(str(flow_run.labels.get(_RESTARTS, 0)))
+    return int(str(flow_run.labels.get(RESTARTS_LABEL, 0)))
 
 
 def _same_run(client: SyncPrefectClient, crashed: FlowRun) -> dict[str, Any]:

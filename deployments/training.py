@@ -26,6 +26,7 @@ from .job_templates import default_of, has_variable
 
 _WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation
 _TO_END_S = 5.0  # to stop ranks and to record the outcome
+_RESUMES = "A failed or killed training resumes from its latest checkpoint."
 _RELATIVE = re.compile(r"(?!/|~|[A-Za-z][A-Za-z0-9+.-]+://)")
 
 
@@ -62,10 +63,12 @@ def make_deployment(
 
     """
     given = {"config": config, "scaling": scaling, "run": _with_named_block(run), "checkpoint": checkpoint, "failure": failure}
+    function, workers = reference_to(train_fn), (scaling or ScalingConfig()).num_workers
     deployment = train.to_deployment(
         name=name,
+        description=f"Trains `{function}` on {workers} rank{'' if workers == 1 else 's'}. {_RESUMES}",
         parameters={
-            "train_fn": reference_to(train_fn),
+            "train_fn": function,
             **{key: _as_json(value) for key, value in given.items() if value is not None},
         },
         schedule=None if cron is None else Cron(cron, timezone=timezone),

@@ -30,7 +30,12 @@ from .short_tracebacks import short_tracebacks, shorten_logs
 
 
 @short_tracebacks
-@flow(name="evaluate", task_runner=ONE_THREAD_PER_RANK, persist_result=False)
+@flow(
+    name="evaluate",
+    description="Evaluates checkpoints of a run on several ranks, during its training or after it, and attaches the metrics.",
+    task_runner=ONE_THREAD_PER_RANK,
+    persist_result=False,
+)
 def evaluate(
     eval_fn: Annotated[
         str | SkipJsonSchema[Callable[..., Any]],

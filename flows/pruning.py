@@ -13,11 +13,16 @@ from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from pydantic import Field
 
+from .monitoring.pages.runs_page import refresh_runs_page
 from .short_tracebacks import short_tracebacks
 
 
 @short_tracebacks
-@flow(name="prune", persist_result=False)
+@flow(
+    name="prune",
+    description="Deletes the checkpoints that no retention policy keeps, and files that were never committed.",
+    persist_result=False,
+)
 def prune(
     storage: Annotated[
         StorageChoice,
@@ -60,6 +65,7 @@ def prune(
         get_run_logger().warning("there are no runs in %s", spec.url)
     for future in pruned.values():
         future.wait()
+    refresh_runs_page(spec)
     return {run: [manifest.id for manifest in future.result().drop] for run, future in pruned.items()}
 
 

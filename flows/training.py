@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from uuid import UUID
 
 from prefect import flow, get_run_logger
@@ -10,7 +10,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, Crashed
+from prefect.states import Cancelled, Completed, Crashed
 from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.runs.attempts import Outcome
 from prefect_torch.tasks import (
@@ -40,7 +40,12 @@ from .arguments import count_call_in_task, find_named, machines_for, name_run, s
 from .embedded_server import tie_embedded_server
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
+from .monitoring.messages import PlaceObserver, current_flow_run, flow_run_name, portable_storage, summarize, tag_of
+from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver
+from .monitoring.pages.runs_page import refresh_runs_page
+from .monitoring.pages.setup import Setup
+from .monitoring.restarted import Restart
 from .result import Result
 from .short_tracebacks import short_tracebacks, shorten_logs
 
@@ -70,7 +75,14 @@ def _set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[
 
 
 @short_tracebacks
-@flow(name="train", task_runner=ONE_THREAD_PER_RANK, persist_result=False, on_crashed=[_set_terminated_state])
+@flow(
+    name="train",
+    description="Trains a PyTorch function on several ranks. A failed or killed training resumes from its latest checkpoint.",
+    flow_run_name=flow_run_name,
+    task_runner=ONE_THREAD_PER_RANK,
+    persist_result=False,
+    on_crashed=[_set_terminated_state],
+)
 def train(
     train_fn: Annotated[
         str | SkipJsonSchema[Callable[..., Any]],
@@ -148,6 +160,7 @@ def train(
     if machines is None:
         prepare_ranks(scaling.most_workers)  # while Prefect's API and the storage answer
     flow_run_id = flow_run.id
+    _introduce(job)
     restarts = Restarts(failure, flow_run_id, is_rerun=flow_run.run_count > 1)
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
@@ -165,7 +178,10 @@ def train(
     )
     termination = Termination(failure.grace_s)
     with termination.limit_retries():
-        observers = Observers([*console_progress(job.run), PageObserver(job), EventObserver(job)])
+        setup = Setup(portable_storage(job), config, describe_machine(), Restart.of(current_flow_run()))
+        pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids))
+        place = PlaceObserver(job)
+        observers = Observers([*console_progress(job.run), place, pages, EventObserver(job)])
         try:
             with outlast_api_outages():
                 return_value = led(job, observers, termination, restarts, seat, machines)
@@ -175,7 +191,24 @@ def train(
         finally:
             seat.release()
             observers.close()
-    return replace(Result.from_storage(job.storage, job.run), return_value=return_value)
+            if (
+                place.has_begun and termination.cause is None
+            ):  # else the process may be killed soon, and the next end refreshes the page
+                refresh_runs_page(job.storage)
+    result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
+    # Prefect returns the data of a state that a flow returns.
+    return cast("Result", Completed(message=summarize(result, job.policy), data=result))
+
+
+def _introduce(job: TrainJob) -> None:
+    """Show in Prefect which training this flow run is of; one request."""
+    this = current_flow_run()
+    restart = Restart.of(this)
+    if restart is not None:
+        text = "restart %d of flow run %r by an automation: %s"
+        get_run_logger().info(text, restart.number, restart.first_name, restart.url)
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(this.id, tags={*this.tags, tag_of(job.run)})
 
 
 def _job(

@@ -1,7 +1,9 @@
-"""Numbers, durations, times and foreign text as pages and the terminal show them."""
+"""Numbers, durations, times, links and foreign text as pages and the terminal show them."""
 
 from datetime import datetime, timezone
+from uuid import UUID
 
+from prefect.utilities.urls import url_for
 from prefect_torch.ckpt.runs.metrics import MetricValue
 
 _SHORT = 160
@@ -58,3 +60,8 @@ def shorten(text: str, longest: int = _SHORT) -> str:
 def plain_text(text: str) -> str:
     """Return `text` on one line, escaped so that Markdown shows it literally, also in a table's cell."""
     return " ".join(text.split()).translate(_MARKUP)
+
+
+def page_url(kind: str, run_id: UUID) -> str:
+    """Return the URL of a run's page, relative to the server that shows the link if PREFECT_UI_URL is unknown."""
+    return url_for(kind, run_id) or f"/runs/{kind}/{run_id}"

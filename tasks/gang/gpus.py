@@ -110,6 +110,11 @@ class GpuSeat:
         return tuple(self._taken)
 
     @property
+    def uuids(self) -> tuple[str, ...]:
+        """The UUIDs of the GPUs, in the order of the ranks."""
+        return tuple(gpu.uuid for gpu in self._taken.values())
+
+    @property
     def environment(self) -> dict[str, str]:
         """The variables with which a process sees these GPUs, in the order of the ranks, and no others."""
         return {gpu.variable: ",".join(it.choice for it in self._taken.values()) for gpu in self._taken.values()}

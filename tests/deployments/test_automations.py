@@ -13,7 +13,7 @@ import psutil
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, DeploymentFilter, DeploymentFilterId
 from prefect.events import Event
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import disable_run_logger
@@ -25,6 +25,8 @@ from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_bes
 from prefect_torch.deployments.resuming import HEARTBEAT, resume
 from prefect_torch.flows import RunConfig
 from prefect_torch.flows.arguments import default_run_name
+from prefect_torch.flows.monitoring.restarted import Restart
+from prefect_torch.flows.monitoring.text import page_url
 
 SUPPORT = Path(__file__).parents[1] / "support"
 UPTAKE_S = 2.0  # the server takes an automation up, or its change, some time after it answered; until then it sees no event
@@ -100,8 +102,14 @@ def test_a_crashed_flow_run_is_run_again_once_on_its_own_run(client, trained):
     assert again.parameters["train_fn"] == "my_training:train_fn"
     assert again.parameters["run"]["name"] == default_run_name(crashed.name, str(crashed.id))
     assert again.parameters["run"]["storage"] == "/store"
-    assert again.tags == ["t"]
+    assert again.tags == ["t", "restart"]
     assert resumed(client, crashed).id == again.id
+    of_crashed = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[crashed.id]))
+    assert {it.data for it in client.read_artifacts(artifact_filter=of_crashed)} == {
+        f"Restart 1 of 3: [{again.name}]({page_url('flow-run', again.id)})"
+    }
+    assert Restart.of(again) == Restart(1, crashed.id, crashed.name)
+    assert Restart.of(crashed) is None
 
 
 def test_a_chain_of_restarts_keeps_its_run_and_has_an_end(client, trained):

@@ -1,4 +1,5 @@
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,9 @@ import yaml
 from prefect.flows import Flow
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import make_deployment
-from prefect_torch.flows import RunConfig, ScalingConfig, train
+from prefect_torch.deployments.automations import make_resumer
+from prefect_torch.deployments.resuming import resume
+from prefect_torch.flows import RunConfig, ScalingConfig, evaluate, prune, train
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
@@ -46,3 +49,13 @@ def test_the_run_form_shows_every_parameter_with_its_description():
     slugs = {schema["definitions"][choice["$ref"].rpartition("/")[2]]["block_type_slug"] for choice in storage["anyOf"][1:]}
     assert {"checkpoint-storage", "local-file-system", "remote-file-system", "s3-bucket"} <= slugs
     assert CheckpointStorage._block_type_slug in slugs
+
+
+def test_descriptions_are_sentences_and_no_docstrings():
+    deployment = make_deployment("nightly", "trainings:train_epochs", scaling=ScalingConfig(num_workers=4))
+    assert deployment.description == (
+        "Trains `trainings:train_epochs` on 4 ranks. A failed or killed training resumes from its latest checkpoint."
+    )
+    for described in (train, evaluate, prune, resume, make_resumer("nightly")):
+        assert described.description.endswith("."), described.name
+        assert not re.search(r"Args:|Raises:|\n", described.description), described.name

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, LogFilter, LogFilterTaskRunId
+from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, LogFilter, LogFilterTaskRunId
 from prefect_torch.ckpt import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -32,6 +32,7 @@ from prefect_torch.flows import (
     TrainingFailedError,
     train,
 )
+from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.training import start
 
 TWO = ScalingConfig(num_workers=2)
@@ -530,3 +531,21 @@ def test_a_report_that_one_rank_got_wrong_is_its_failure_not_its_peers(run):
     with pytest.raises(ValueError, match="metric 'loss' is a list"):
         train(wrong_on_rank_1, None, TWO, run)
     assert Result.from_storage(run.storage, "run").attempts == 1
+
+
+def test_a_flow_run_shows_its_training_by_name_tag_and_message_and_where_to_look(run, caplog):
+    by_epoch = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="epoch", checkpoint_score_order="min")
+    state = train("trainings:train_epochs", epochs(3), run=run, checkpoint=by_epoch, return_state=True)
+    assert state.message == "3 steps, epoch 0 (best at 0), 1 attempt"
+    result = state.result()
+    assert [manifest.step for manifest in CheckpointStore.open(run.storage, "run").list()] == [0, 1, 2]
+    assert result.return_value is not None
+    place = f"checkpoints of run 'run' are in {result.path}; see: prefect-torch show {run.storage} run"
+    assert [record.message for record in caplog.records].count(place) == 2, "at the start and at the end"
+    with get_client(sync_client=True) as client:
+        flow_run = client.read_flow_run(state.state_details.flow_run_id)
+        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id={"any_": [flow_run.id]}))
+    assert flow_run.name.startswith("run-")
+    assert flow_run.tags == ["run:run"]
+    (page,) = [it.data for it in artifacts if it.key.endswith("-runs")]
+    assert f"| [run]({page_url('flow-run', flow_run.id)}) | completed | 2 | epoch 0 |" in page

@@ -136,6 +136,14 @@ class AttemptLog:
         """Whether it completed."""
         return self.outcome is not None and self.outcome.ending == "completed"
 
+    @property
+    def steps_per_s(self) -> float | None:
+        """The mean number of steps per second between its first and its last report; None before the second."""
+        if self.first_step is None or self.last_step is None or self.first_report_s is None or self.last_report_s is None:
+            return None
+        passed_s = self.last_report_s - self.first_report_s
+        return (self.last_step - self.first_step) / passed_s if passed_s > 0 and self.last_step > self.first_step else None
+
     def record_report(self, record: MetricRecord) -> None:
         """Record a report."""
         at_s = seconds_of(record.reported_at)

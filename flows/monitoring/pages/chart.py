@@ -1,6 +1,5 @@
 """SVG charts, readable on light and dark pages: a panel with the curve of each metric, and a bar of where the time went."""
 
-import math
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from html import escape
 from prefect_torch.flows.monitoring.text import shorten, show_compact, show_duration, show_number
 
 from .attempt_log import Position
+from .axis import Axis, step_axis, value_axis
 from .curves import Curve, Point
 from .goodput import TimeSpent
 
@@ -26,85 +26,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 40, 26
 _BAR_HEIGHT, _LINE_HEIGHT = 16, 18
 _LETTER_WIDTH, _ENTRY_MARGIN = 6.6, 34.0  # a letter's mean width; the swatch of a legend's entry and the gap after it
 
-_NUM_TICKS = 4
-_MAX_SQUEEZED = 0.35  # the share of a linear axis below which the middle eight tenths of the values are hard to read
-_WIDE_RATIO = 30.0
-_SMALLEST, _LARGEST = 1e-307, 1e307  # arithmetic between these neither underflows nor overflows
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """A scale from values to a share of an axis.
-
-    Attributes:
-        low: The value at 0.
-        high: The value at 1.
-        is_log: Whether equal distances are equal ratios.
-        ticks: The values to write beside it.
-
-    """
-
-    low: float
-    high: float
-    is_log: bool
-    ticks: tuple[float, ...]
-
-    def position(self, value: float) -> float:
-        """Return how far along the axis `value` lies."""
-        low, high, value = (math.log10(it) if self.is_log else it for it in (self.low, self.high, value))
-        return (value - low) / (high - low)
-
-
-def value_axis(values: Sequence[float]) -> Axis:
-    """Return an axis for `values`, logarithmic where a linear one would squeeze most of them together.
-
-    Args:
-        values: Finite numbers, at least one.
-
-    """
-    low, high = min(values), max(values)
-    if low == high:
-        margin = abs(low) / 10 or 1.0
-        return _linear(low - margin, high + margin)
-    if low > 0 and high / low > _WIDE_RATIO and _middle_span(values) < _MAX_SQUEEZED * (high - low):
-        return _logarithmic(low, high)
-    margin = (high - low) / 20
-    return _linear(low - margin, high + margin)
-
-
-def step_axis(first: int, last: int) -> Axis:
-    """Return an axis from a run's first to its last step, with whole steps as ticks."""
-    axis = _linear(float(first), float(max(last, first + 1)))
-    whole = tuple(tick for tick in axis.ticks if tick == int(tick))
-    return Axis(axis.low, axis.high, axis.is_log, whole)
-
-
-def _middle_span(values: Sequence[float]) -> float:
-    """Return the distance between the lowest and the highest of the middle eight tenths of `values`."""
-    by_size = sorted(values)
-    cut = len(by_size) // 10
-    return by_size[len(by_size) - 1 - cut] - by_size[cut]
-
-
-def _linear(low: float, high: float) -> Axis:
-    rough = max((high - low) / _NUM_TICKS, _SMALLEST)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    first = math.ceil(low / step)
-    count = math.floor(high / step) - first + 1
-    ticks = dict.fromkeys(float(f"{(first + index) * step:.12g}") for index in range(count))  # not 0.30000000000000004
-    return Axis(low, high, is_log=False, ticks=tuple(tick for tick in ticks if low <= tick <= high))
-
-
-def _logarithmic(low: float, high: float) -> Axis:
-    margin = 10 ** ((math.log10(high) - math.log10(low)) / 20)
-    low, high = max(low / margin, _SMALLEST), min(high * margin, _LARGEST)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    within = [10.0**power for power in powers if low <= 10.0**power <= high]
-    if len(within) < 3:  # noqa: PLR2004 - fewer ticks do not show a scale
-        within = [factor * 10.0**power for power in powers for factor in (1, 2, 5) if low <= factor * 10.0**power <= high]
-    return Axis(low, high, is_log=True, ticks=tuple(within[:: math.ceil(len(within) / (_NUM_TICKS + 1))]))
-
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -114,12 +35,14 @@ class Panel:
         curve: The metric.
         kept: The line that later attempts continued from.
         lost: The lines that were trained again later.
+        best: The step and value of the best score; None for other metrics than the score.
 
     """
 
     curve: Curve
     kept: list[Point]
     lost: list[list[Point]]
+    best: Point | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +70,12 @@ class Frame:
         return self.top + self.height
 
 
-def draw_curves(curves: Sequence[Curve], resume_points: Mapping[int, Position], first_steps: Mapping[int, int]) -> str | None:
+def draw_curves(
+    curves: Sequence[Curve],
+    resume_points: Mapping[int, Position],
+    first_steps: Mapping[int, int],
+    best: Mapping[str, Point] | None = None,
+) -> str | None:
     """Return the first `MAX_PANELS` of `curves` that have a number as an SVG document; None if none has.
 
     A panel has a line for what later attempts continued from, pale lines for what was lost and trained again, a dashed vertical
@@ -157,9 +85,10 @@ def draw_curves(curves: Sequence[Curve], resume_points: Mapping[int, Position], 
         curves: The metrics, in the order of their panels.
         resume_points: The resume point of each attempt.
         first_steps: The first step that each attempt reported.
+        best: The step and value to mark, by metric.
 
     """
-    panels = [panel for curve in curves if (panel := _panel(curve, resume_points)).kept][:MAX_PANELS]
+    panels = [panel for curve in curves if (panel := _panel(curve, resume_points, best or {})).kept][:MAX_PANELS]
     if not panels:
         return None
     steps = [step for panel in panels for line in (panel.kept, *panel.lost) for step, _ in line]
@@ -187,8 +116,8 @@ def as_data_url(svg: str) -> str:
     return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}"
 
 
-def _panel(curve: Curve, resume_points: Mapping[int, Position]) -> Panel:
-    return Panel(curve, curve.kept(resume_points), curve.lost(resume_points, _MAX_LOST))
+def _panel(curve: Curve, resume_points: Mapping[int, Position], best: Mapping[str, Point]) -> Panel:
+    return Panel(curve, curve.kept(resume_points), curve.lost(resume_points, _MAX_LOST), best.get(curve.name))
 
 
 def _draw(panel: Panel, index: int, left: float, top: float, width: float, steps: Axis, first_steps: Mapping[int, int]) -> str:
@@ -202,6 +131,7 @@ def _draw(panel: Panel, index: int, left: float, top: float, width: float, steps
         *(_line(inner, line, colour, opacity="0.35") for line in panel.lost),
         _line(inner, panel.kept, colour),
         _dot(inner, panel.kept[-1], colour),
+        *_best(inner, panel.best, colour),
     ))  # fmt: skip
 
 
@@ -247,6 +177,17 @@ def _line(frame: Frame, points: Sequence[Point], colour: str, opacity: str = "1"
 
 def _dot(frame: Frame, point: Point, colour: str, opacity: str = "1") -> str:
     return f'<circle cx="{frame.x(point[0]):.1f}" cy="{frame.y(point[1]):.1f}" r="2.8" fill="{colour}" opacity="{opacity}"/>'
+
+
+def _best(frame: Frame, best: Point | None, colour: str) -> Iterable[str]:
+    """Draw a ring around the best point, and its step on the side where the picture has room."""
+    if best is None:
+        return
+    x, y = frame.x(best[0]), frame.y(best[1])
+    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+    is_left, is_high = x < frame.left + frame.width / 2, y < frame.top + frame.height / 2
+    place = {"text_anchor": "start" if is_left else "end", "font_weight": "600", "fill": colour}
+    yield _text(x + (8 if is_left else -8), y + (16 if is_high else -9), f"best at {best[0]}", **place)
 
 
 def _bar(spent: TimeSpent) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
+from prefect_torch.ckpt.runs.retention import Order
 
 from .attempt_log import Position
 
@@ -64,6 +65,17 @@ class Curve:
         """
         kept = [(step, value) for attempt, step, value in self._all() if (attempt, step) <= resume_points[attempt]]
         return thin(kept, MAX_POINTS)
+
+    def best(self, resume_points: Mapping[int, Position], order: Order) -> Point | None:
+        """Return the best of the points that later attempts continued from, the newest of equal ones; None without points.
+
+        Args:
+            resume_points: The resume point of each attempt.
+            order: Whether a high ("max") or a low ("min") value is good.
+
+        """
+        sign = 1 if order == "max" else -1
+        return max(self.kept(resume_points), key=lambda point: (sign * point[1], point[0]), default=None)
 
     def lost(self, resume_points: Mapping[int, Position], most: int) -> list[list[Point]]:
         """Return what was trained again later: a line for each of the newest `most` attempts that lost reports."""

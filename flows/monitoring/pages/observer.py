@@ -4,21 +4,24 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt.errors import StorageError
-from prefect_torch.flows.monitoring.text import plain_text, show_time
+from prefect_torch.flows.monitoring.text import page_url, plain_text, show_time
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import TrainingEvent
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .attempt_log import AttemptLog
 from .live_artifact import LiveArtifact, artifact_key
-from .rank_logs import RankLogs, page_url
+from .machine import GpuMonitor
+from .rank_logs import RankLogs
 from .run_view import RunView
+from .setup import Setup
 from .stored_checkpoints import MAX_ROWS, checkpoint_rows
 from .summary import SummaryContext, write_summary
 
@@ -35,14 +38,25 @@ class PageObserver:
 
     Args:
         job: The training.
+        setup: What the flow run was started with; None shows nothing of it.
+        gpus: Samples the GPUs of the ranks.
         clock: Returns the time in seconds since the epoch.
         backoff: Bounds how often pages are published.
 
     """
 
-    def __init__(self, job: TrainJob, clock: Callable[[], float] = time.time, backoff: PublishBackoff | None = None) -> None:
+    def __init__(
+        self,
+        job: TrainJob,
+        setup: Setup | None = None,
+        gpus: GpuMonitor | None = None,
+        clock: Callable[[], float] = time.time,
+        backoff: PublishBackoff | None = None,
+    ) -> None:
         self._store = job.open_store()
-        self._first_metric = job.policy.checkpoint_score_attribute
+        self._policy = job.policy
+        self._setup = setup
+        self._gpus = gpus or GpuMonitor(lambda: ())
         self._view = RunView(self._store, job.policy)
         self._rank_logs = RankLogs()
         self._clock = clock
@@ -66,6 +80,7 @@ class PageObserver:
             return wait_s
         self._backoff.record()
         problem = self._read_checkpoints() if final else None
+        self._gpus.sample()
         # If the API is away, the next publication tries again; retries here would delay the other observers.
         with nullcontext() if final else temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
             self._publish(self._open_client(), newest, problem)
@@ -102,9 +117,11 @@ class PageObserver:
             self._rank_logs.update(client, flow_run_id, logs)
         context = SummaryContext(
             path=self._store.path,
-            first_metric=self._first_metric,
+            first_metric=self._policy.checkpoint_score_attribute,
+            order=self._policy.checkpoint_score_order,
             flow_runs={log.number: page_url("flow-run", UUID(it)) for log in logs if (it := log.attempt.owner.flow_run_id)},
             ranks=self._rank_logs.urls(),
+            setup=None if self._setup is None else replace(self._setup, gpus=self._gpus.uses),
         )
         page = write_summary(self._store.run, self._view, context, now_s)
         self._summary.show(client, flow_run_id, page, f"Run {plain_text(self._store.run)}: metrics, time, attempts")
@@ -113,7 +130,7 @@ class PageObserver:
         self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float, problem: str | None
     ) -> None:
         checkpoints = self._view.checkpoints
-        rows = checkpoint_rows(checkpoints.held, self._view.kept(), self._first_metric, now_s)
+        rows = checkpoint_rows(checkpoints.held, self._view.kept(), self._policy.checkpoint_score_attribute, now_s)
         if not rows and not self._checkpoints.is_shown:
             return
         count = f"{checkpoints.num} checkpoint{'' if checkpoints.num == 1 else 's'}"

@@ -12,7 +12,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import TaskRun
 from prefect.client.schemas.sorting import TaskRunSort
-from prefect.utilities.urls import url_for
+from prefect_torch.flows.monitoring.text import page_url
 
 from .attempt_log import AttemptLog
 
@@ -72,8 +72,3 @@ def ranks_by_attempt(task_runs: Sequence[TaskRun], claims: Mapping[int, float]) 
         if before:
             found.setdefault(max(before), {})[int(rank)] = page_url("task-run", task_run.id)
     return {number: dict(sorted(ranks.items())) for number, ranks in sorted(found.items())}
-
-
-def page_url(kind: str, run_id: UUID) -> str:
-    """Return the URL of a run's page, relative to the server that shows the link if PREFECT_UI_URL is unknown."""
-    return url_for(kind, run_id) or f"/runs/{kind}/{run_id}"

@@ -1,7 +1,7 @@
 """The view of a run that pages show: its past from storage, its present from the events of its training."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
@@ -24,6 +24,27 @@ from .curves import Curves
 from .stored_checkpoints import MAX_HELD, StoredCheckpoint, StoredCheckpoints
 
 
+@dataclass(frozen=True, slots=True)
+class ProgressPace:
+    """How fast an attempt progresses, from its first reported progress to its newest; times in seconds since the epoch."""
+
+    first: float
+    first_s: float
+    newest: float | None = None
+    newest_s: float = 0.0
+
+    def at(self, progress: float, now_s: float) -> "ProgressPace":
+        """Return the pace up to `progress`."""
+        return replace(self, newest=progress, newest_s=now_s)
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds from the newest progress to the end; None before the second progress."""
+        if self.newest is None or not self.first < self.newest <= 1:
+            return None
+        return (1 - self.newest) * (self.newest_s - self.first_s) / (self.newest - self.first)
+
+
 class RunView:
     """Attempts, metrics and checkpoints of a run, in bounded memory and without requests while the training runs.
 
@@ -44,6 +65,7 @@ class RunView:
         self.curves = Curves()
         self.quarantined: dict[str, str] = {}
         self.progress: float | None = None
+        self._pace: ProgressPace | None = None
 
     @property
     def logs(self) -> list[AttemptLog]:
@@ -54,6 +76,11 @@ class RunView:
     def newest(self) -> AttemptLog | None:
         """The newest attempt; None before the first."""
         return max(self._logs.values(), key=lambda log: log.number, default=None)
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds until the training is done if it goes on as in its newest attempt; None if that is unknown."""
+        return None if self._pace is None else self._pace.left_s
 
     def kept(self) -> dict[str, tuple[str, ...]]:
         """Return the reasons to keep each checkpoint, by id; the next prune deletes those that are missing."""
@@ -69,9 +96,12 @@ class RunView:
         match happening:
             case AttemptStarted(attempt, resumed_from):
                 self._add_attempt(replace(attempt, resumed_from=resumed_from))
+                self._pace = None
             case ReportEvent(record, progress):
                 self._record_report(record)
-                self.progress = progress if progress is not None else self.progress
+                if progress is not None:
+                    self.progress = progress
+                    self._pace = ProgressPace(progress, now_s) if self._pace is None else self._pace.at(progress, now_s)
             case CommitEvent():
                 self.checkpoints.add(
                     StoredCheckpoint(happening.id, happening.step, happening.metrics, happening.bytes, created_s=now_s)

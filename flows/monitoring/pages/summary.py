@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.flows.monitoring.text import plain_text, shorten, show_duration, show_number, show_time
 
@@ -12,6 +13,7 @@ from .chart import MAX_PANELS, as_data_url, draw_curves, draw_time
 from .curves import Curve
 from .goodput import TimeSpent, time_spent
 from .run_view import RunView
+from .setup import Setup, restart_line, write_setup, write_use
 
 _MAX_ATTEMPTS = 20
 _MAX_LINKED_ATTEMPTS = 5
@@ -27,15 +29,19 @@ class SummaryContext:
     Attributes:
         path: The run's local path or URL.
         first_metric: The score, which comes first among the metrics; None without a score.
+        order: Whether a high ("max") or a low ("min") score is good.
         flow_runs: The URLs of the flow runs that led the attempts, by attempt.
         ranks: The URLs of the ranks' task runs, by attempt and rank.
+        setup: What the flow run was started with; None leaves that out.
 
     """
 
     path: str
     first_metric: str | None = None
+    order: Order = "max"
     flow_runs: Mapping[int, str] = field(default_factory=dict)
     ranks: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
+    setup: Setup | None = None
 
 
 def write_summary(run: str, view: RunView, context: SummaryContext, now_s: float) -> str:
@@ -51,11 +57,12 @@ def write_summary(run: str, view: RunView, context: SummaryContext, now_s: float
     spent = time_spent(view.logs, now_s)
     parts = (
         _head(run, view, context, now_s, spent),
-        _metrics(view, context.first_metric),
+        _metrics(view, context.first_metric, context.order),
+        _checkpoints(run, view, context.setup),
         _time(spent),
         _attempts(run, view, now_s),
         _log_links(context),
-        _checkpoints(view),
+        _setup(view, context.setup),
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
 
@@ -75,7 +82,10 @@ def _head(run: str, view: RunView, context: SummaryContext, now_s: float, spent:
     if newest is not None:
         facts.append(f"attempt {newest.number}")
         facts.extend([f"step {newest.last_step}"] if newest.last_step is not None else [])
+        facts.extend([f"{rate:.3g} steps/s"] if (rate := newest.steps_per_s) is not None else [])
     facts.extend([f"{view.progress:.0%} done"] if view.progress is not None else [])
+    if newest is not None and newest.is_running and view.left_s is not None:
+        facts.append(f"about {show_duration(view.left_s)} left")
     facts.extend([f"goodput {spent.goodput:.1%}"] if spent.goodput is not None else [])
     yield f"# {plain_text(run)}"
     yield ""
@@ -84,20 +94,25 @@ def _head(run: str, view: RunView, context: SummaryContext, now_s: float, spent:
     # A killed flow leaves its last page as it is; the words let a later reader recognize that.
     updates = ", updated every 2 to 30 s while there is news" if newest is None or newest.is_running else ""
     yield f"As of {show_time(now_s)} UTC{updates} · `{context.path}`"
+    if context.setup is not None and context.setup.restart is not None:
+        yield from ("", restart_line(context.setup.restart))
     if newest is not None and newest.outcome is not None and newest.outcome.error is not None:
         yield from ("", "```text", newest.outcome.error[-_LONGEST_ERROR:].replace("```", "'''").strip(), "```")
 
 
-def _metrics(view: RunView, first: str | None) -> Iterator[str]:
+def _metrics(view: RunView, first: str | None, order: Order) -> Iterator[str]:
     curves = view.curves.sorted(first)
     if not curves:
         return
+    points = resume_points(view.logs)
+    best = {it.name: point for it in curves[:1] if it.name == first and (point := it.best(points, order)) is not None}
     first_steps = {log.number: log.first_step for log in view.logs if log.first_step is not None}
-    picture = draw_curves(curves, resume_points(view.logs), first_steps)
+    picture = draw_curves(curves, points, first_steps, best)
     yield from ("## Metrics", "")
     if picture is not None:
         yield f"![Metrics over steps]({as_data_url(picture)})"
         yield from _reading_aid(curves, later=len(first_steps) > 1)
+    yield from (f"\nBest: **{plain_text(name)} {show_number(value)}** at step {step}." for name, (step, value) in best.items())
     yield from ("", "| metric | last | lowest | highest |", "| :-- | --: | --: | --: |")
     yield from (
         f"| {plain_text(shorten(it.name, 60))} | {plain_text(shorten(show_number(it.last), 40))} "
@@ -192,7 +207,13 @@ def _log_links(context: SummaryContext) -> Iterator[str]:
         yield f"- attempt {attempt}: {' · '.join((*links, *more, *leader))}"
 
 
-def _checkpoints(view: RunView) -> Iterator[str]:
+def _setup(view: RunView, setup: Setup | None) -> Iterator[str]:
+    if setup is not None:
+        attempt = None if view.newest is None else view.newest.attempt
+        yield from write_setup(setup, *((None, None) if attempt is None else (attempt.world_size, attempt.owner.machine)))
+
+
+def _checkpoints(run: str, view: RunView, setup: Setup | None) -> Iterator[str]:
     checkpoints = view.checkpoints
     if not checkpoints.held:
         return
@@ -200,3 +221,5 @@ def _checkpoints(view: RunView) -> Iterator[str]:
     yield from ("## Checkpoints", "")
     total = show_bytes(checkpoints.bytes)
     yield f"{checkpoints.num} in storage, {total} in total; the newest is `{newest.id}`, step {newest.step}."
+    if setup is not None:
+        yield from write_use(setup, run)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.flows.monitoring.pages.attempt_log import END
-from prefect_torch.flows.monitoring.pages.chart import draw_curves, draw_time, step_axis, value_axis
+from prefect_torch.flows.monitoring.pages.axis import step_axis, value_axis
+from prefect_torch.flows.monitoring.pages.chart import draw_curves, draw_time
 from prefect_torch.flows.monitoring.pages.curves import MAX_CURVES, MAX_POINTS, Curves, thin
 from prefect_torch.flows.monitoring.pages.goodput import TimeSpent
 from run_stories import record
@@ -77,6 +78,19 @@ def test_attempts_have_boundaries_and_what_was_lost_is_pale():
     assert (len(kept.get("points").split()), kept.get("stroke-opacity")) == (12, "1")
     assert [line.get("stroke-dasharray") for line in picture.iter(f"{SVG}line")].count("3 3") == 1
     assert "#2" in words(picture)
+
+
+def test_the_best_of_the_score_is_marked_with_its_step_where_it_was_kept():
+    curves = Curves()
+    for attempt, step, loss in [(1, 0, 3.0), (1, 1, 2.0), (1, 2, 0.1), (2, 2, 1.0), (2, 3, 1.5)]:
+        curves.add(record(attempt, step, loss=loss))
+    (curve,) = curves.sorted("loss")
+    points = {1: (1, 1), 2: END}  # the report of 0.1 was lost
+    assert curve.best(points, "min") == (2, 1.0)
+    assert curve.best(points, "max") == (0, 3.0)
+    picture = ET.fromstring(draw_curves([curve], points, {1: 0, 2: 2}, {"loss": (2, 1.0)}))
+    assert "best at 2" in words(picture)
+    assert [circle.get("fill") for circle in picture.iter(f"{SVG}circle")].count("none") == 1
 
 
 def test_more_metrics_than_fit_are_neither_drawn_nor_held():

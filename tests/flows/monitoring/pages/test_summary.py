@@ -4,6 +4,7 @@ import re
 import tracemalloc
 from dataclasses import replace
 from datetime import datetime, timezone
+from uuid import UUID
 
 import pytest
 from faulty_storage import FaultyStorage
@@ -12,8 +13,11 @@ from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.flows.monitoring.pages.machine import GpuSample, GpuUse
 from prefect_torch.flows.monitoring.pages.run_view import RunView
+from prefect_torch.flows.monitoring.pages.setup import Setup
 from prefect_torch.flows.monitoring.pages.summary import SummaryContext, write_summary
+from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 from ranks import Attempt, folder
 from run_stories import BEGUN_S, checkpoint_id, claim, record
@@ -52,6 +56,8 @@ def test_a_running_training_shows_what_it_said_last(store):
     )
     page = page_of(view)
     assert "**running** · attempt 1 · step 3 · 25% done · goodput" in page
+    assert "steps/s" not in page
+    assert "left" not in page
     assert "2 in storage, 14 B in total" in page
     assert view.kept() == {checkpoint_id(1, 4): ("latest",), checkpoint_id(1, 3): ("best",)}
 
@@ -183,3 +189,34 @@ def test_what_happens_now_is_told_even_if_the_past_cannot_be_read(store, tmp_pat
         view.record(AttemptStarted(claim(2), None), BEGUN_S)
     view.record(ReportEvent(record(2, 3, 10.0, score=1.0)), BEGUN_S)
     assert "**running** · attempt 2 · step 3" in page_of(view)
+
+
+def test_the_pace_of_the_newest_attempt_tells_steps_per_second_and_what_is_left(store):
+    view = view_of(
+        store,
+        AttemptStarted(claim(1), None),
+        *(ReportEvent(record(1, step, float(step), score=1.0), step / 10) for step in range(3)),
+        AttemptStarted(claim(2, 50.0), None),
+        ReportEvent(record(2, 2, 52.0, score=1.0), 0.2),
+    )
+    assert view.left_s is None
+    view.record(ReportEvent(record(2, 6, 54.0, score=3.0), 0.6), BEGUN_S + 8)  # 0.4 in the 3 s since the report before
+    page = page_of(view, replace(CONTEXT, first_metric="score"))
+    assert "step 6 · 2 steps/s · 60% done · about 3.0 s left" in page
+    assert "Best: **score 3** at step 6." in page
+    view.record(AttemptEnded(Outcome(2, "completed")), BEGUN_S + 9)
+    assert "left" not in page_of(view)
+
+
+def test_the_setup_and_how_to_use_the_best_checkpoint_are_shown(store):
+    view = view_of(store, AttemptStarted(claim(1), None), commit(1, 3, score=1.0))
+    use = GpuUse(GpuSample(3, "GPU-3", "NVIDIA H200", 0.93, 2**35, 2**37), 2, 1.5)
+    restart = Restart(2, UUID(int=1), "first|one")
+    config = {"lr": 0.1, "sizes": (1, 2), "nan": float("nan"), "odd": object}
+    page = page_of(view, replace(CONTEXT, setup=Setup("s3://bucket/a b", config, "8 CPUs", restart, (use,))))
+    assert f"Restart 2 of [first\\|one]({restart.url}), which crashed, by an automation." in page
+    assert "| 3 | NVIDIA H200 | 93% | 75% | 32.0 GiB of 128.0 GiB |" in page
+    assert "2 ranks led from `host`: 8 CPUs" in page
+    assert '"lr": 0.1' in page
+    assert "checkpoint = Result.from_storage('s3://bucket/a b', 'run').best_checkpoints[0][0]" in page
+    assert "$ prefect-torch pull 's3://bucket/a b' run best ./model" in page

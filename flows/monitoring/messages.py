@@ -1,0 +1,133 @@
+"""What Prefect's list of runs and the terminal say of a training: its name, the place of its checkpoints, its result."""
+
+import shlex
+
+from prefect import get_run_logger
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
+from prefect_torch.ckpt import RetentionPolicy
+from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
+from prefect_torch.ckpt.runs.retention import score
+from prefect_torch.ckpt.storage.location import is_block_slug
+from prefect_torch.flows.monitoring.restarted import Restart
+from prefect_torch.flows.monitoring.text import show_number
+from prefect_torch.flows.result import Result
+from prefect_torch.tasks import RunConfig
+from prefect_torch.tasks.training.job import TrainJob
+from prefect_torch.tasks.training.observers import AttemptStarted, TrainingEvent
+
+_TAG = "run:"
+_MEMORY = "memory://"
+
+
+def flow_run_name() -> str:
+    """Return the name of the flow run that begins: with the name of its training in front, if that has one.
+
+    A training without a name gets one from the flow run's, so the flow run keeps that.
+    """
+    context = FlowRunContext.get()
+    assert context is not None, "Prefect asks for the name within the flow run"
+    this = current_flow_run()
+    given = RunConfig.model_validate((context.parameters or {}).get("run") or {}).name
+    is_named = given is None or this.name == given or this.name.startswith(f"{given}-") or Restart.of(this) is not None
+    return this.name if is_named else f"{given}-{this.name}"
+
+
+def current_flow_run() -> FlowRun:
+    """Return the flow run of this thread as it was when it began."""
+    context = FlowRunContext.get()
+    assert context is not None, "this is called within a flow run"
+    assert context.flow_run is not None
+    return context.flow_run
+
+
+def tag_of(run: str) -> str:
+    """Return the tag by which the flow runs of a training are found."""
+    return f"{_TAG}{run}"
+
+
+def show_command(job: TrainJob) -> str | None:
+    """Return the command that looks at the training from this directory; None if its storage ends with its process."""
+    given = job.run_config.storage
+    storage = given if isinstance(given, str) else portable_storage(job)
+    return None if storage.startswith(_MEMORY) else shlex.join(["prefect-torch", "show", storage, job.run])
+
+
+def portable_storage(job: TrainJob) -> str:
+    """Return the storage as commands and Python take it in any directory: its path, its URL, or the name of its block."""
+    given = job.run_config.storage
+    if isinstance(given, str):
+        return given if is_block_slug(given) else job.storage.url
+    name = given._block_document_name  # noqa: SLF001 - Prefect has no public name for it
+    return job.storage.url if name is None else f"{given.get_block_type_slug()}/{name}"
+
+
+def place_of(job: TrainJob) -> str:
+    """Return where the checkpoints of the training are, and how to look at them."""
+    command = show_command(job)
+    return f"checkpoints of run {job.run!r} are in {job.open_store().path}" + ("" if command is None else f"; see: {command}")
+
+
+def summarize(result: Result, policy: RetentionPolicy) -> str:
+    """Return a completed training in one line, such as "150 steps, val_loss 0.0013 (best at 143), 2 attempts"."""
+    attempts = f"{result.attempts} attempt{'' if result.attempts == 1 else 's'}"
+    return ", ".join([*_steps(result), *_best(result, policy), attempts])
+
+
+def _steps(result: Result) -> list[str]:
+    reported = [record.step for record in result.history if not record.is_logged]
+    if not reported:
+        return ["no report"]
+    number = max(reported) + (1 if min(reported) == 0 else 0)  # most trainings count from 0
+    return [f"{number} step{'' if number == 1 else 's'}"]
+
+
+def _best(result: Result, policy: RetentionPolicy) -> list[str]:
+    """Return the best score; without a score, the last value of the first metric that is a number."""
+    name, order = policy.checkpoint_score_attribute, policy.checkpoint_score_order
+    if name is None:
+        flat = flatten_metrics(result.metrics)
+        numbers = ((key, it) for key, it in flat if isinstance(it, (int, float)) and not isinstance(it, bool))
+        return [f"{key} {show_number(value)}" for key, value in list(numbers)[:1]]
+    scored = [(record.metrics, record.step) for record in result.history if _has_score(record, name)]
+    if not scored:  # an evaluation attached it
+        found = [(it.manifest, metrics) for it, metrics in result.best_checkpoints]
+        scored = [(metrics, manifest.step) for manifest, metrics in found if find_score(metrics, name) is not None]
+    if not scored:
+        return []
+    metrics, step = max(scored, key=lambda it: (score(it[0], name, order), it[1]))
+    return [f"{name} {show_number(find_score(metrics, name))} (best at {step})"]
+
+
+def _has_score(record: MetricRecord, name: str) -> bool:
+    return find_score(record.metrics, name) is not None
+
+
+class PlaceObserver:
+    """Logs where the checkpoints are when the first attempt begins, and once more at the end.
+
+    A training that cannot begin logs nothing: its error is all that there is to say.
+
+    Args:
+        job: The training.
+
+    Attributes:
+        has_begun: Whether an attempt has begun.
+
+    """
+
+    def __init__(self, job: TrainJob) -> None:
+        self.has_begun = False
+        self._text = place_of(job)
+
+    def observe(self, event: TrainingEvent) -> None:
+        """Log the place with the first attempt."""
+        if isinstance(event, AttemptStarted) and not self.has_begun:
+            self.has_begun = True
+            get_run_logger().info("%s", self._text)
+
+    def refresh(self, *, final: bool) -> None:
+        """Log the place at the end."""
+        if final and self.has_begun:
+            get_run_logger().info("%s", self._text)

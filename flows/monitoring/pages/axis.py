@@ -1,0 +1,84 @@
+"""The axes of a chart: linear, or logarithmic where values span decades."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_NUM_TICKS = 4
+_MAX_SQUEEZED = 0.35  # the share of a linear axis below which the middle eight tenths of the values are hard to read
+_WIDE_RATIO = 30.0
+_SMALLEST, _LARGEST = 1e-307, 1e307  # arithmetic between these neither underflows nor overflows
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A scale from values to a share of an axis.
+
+    Attributes:
+        low: The value at 0.
+        high: The value at 1.
+        is_log: Whether equal distances are equal ratios.
+        ticks: The values to write beside it.
+
+    """
+
+    low: float
+    high: float
+    is_log: bool
+    ticks: tuple[float, ...]
+
+    def position(self, value: float) -> float:
+        """Return how far along the axis `value` lies."""
+        low, high, value = (math.log10(it) if self.is_log else it for it in (self.low, self.high, value))
+        return (value - low) / (high - low)
+
+
+def value_axis(values: Sequence[float]) -> Axis:
+    """Return an axis for `values`, logarithmic where a linear one would squeeze most of them together.
+
+    Args:
+        values: Finite numbers, at least one.
+
+    """
+    low, high = min(values), max(values)
+    if low == high:
+        margin = abs(low) / 10 or 1.0
+        return _linear(low - margin, high + margin)
+    if low > 0 and high / low > _WIDE_RATIO and _middle_span(values) < _MAX_SQUEEZED * (high - low):
+        return _logarithmic(low, high)
+    margin = (high - low) / 20
+    return _linear(low - margin, high + margin)
+
+
+def step_axis(first: int, last: int) -> Axis:
+    """Return an axis from a run's first to its last step, with whole steps as ticks."""
+    axis = _linear(float(first), float(max(last, first + 1)))
+    whole = tuple(tick for tick in axis.ticks if tick == int(tick))
+    return Axis(axis.low, axis.high, axis.is_log, whole)
+
+
+def _middle_span(values: Sequence[float]) -> float:
+    """Return the distance between the lowest and the highest of the middle eight tenths of `values`."""
+    by_size = sorted(values)
+    cut = len(by_size) // 10
+    return by_size[len(by_size) - 1 - cut] - by_size[cut]
+
+
+def _linear(low: float, high: float) -> Axis:
+    rough = max((high - low) / _NUM_TICKS, _SMALLEST)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    first = math.ceil(low / step)
+    count = math.floor(high / step) - first + 1
+    ticks = dict.fromkeys(float(f"{(first + index) * step:.12g}") for index in range(count))  # not 0.30000000000000004
+    return Axis(low, high, is_log=False, ticks=tuple(tick for tick in ticks if low <= tick <= high))
+
+
+def _logarithmic(low: float, high: float) -> Axis:
+    margin = 10 ** ((math.log10(high) - math.log10(low)) / 20)
+    low, high = max(low / margin, _SMALLEST), min(high * margin, _LARGEST)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    within = [10.0**power for power in powers if low <= 10.0**power <= high]
+    if len(within) < 3:  # noqa: PLR2004 - fewer ticks do not show a scale
+        within = [factor * 10.0**power for power in powers for factor in (1, 2, 5) if low <= factor * 10.0**power <= high]
+    return Axis(low, high, is_log=True, ticks=tuple(within[:: math.ceil(len(within) / (_NUM_TICKS + 1))]))

@@ -1,0 +1,179 @@
+"""The page of a storage: its runs side by side, refreshed at the end of each training and by the flow `prune`."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.runtime import flow_run
+from prefect_torch.ckpt import CheckpointStore, StorageSpec
+from prefect_torch.ckpt.checkpoint_store import list_runs
+from prefect_torch.ckpt.errors import CheckpointError
+from prefect_torch.ckpt.runs.history import MetricRecord, read_history
+from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
+from prefect_torch.ckpt.runs.standing import Standing, read_standing
+from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.flows.monitoring.text import page_url, plain_text, seconds_of, show_number, show_time
+
+from .chart import as_data_url
+from .curves import Point
+from .live_artifact import artifact_key
+from .sparkline import draw_sparkline
+
+_MAX_RUNS = 500  # whose newest attempt is read
+_MAX_ROWS = 50  # whose metrics are read, too
+_LONGEST_S = 10.0  # for reading metrics; the rows that are left have no curve
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run among the others of its storage.
+
+    Attributes:
+        name: Its name.
+        standing: Its newest attempt.
+        step: The step of its last report; None without reports, or if they were not read.
+        metric: The score, or the first metric that is a number; None without one.
+        best: The best value of the score, or the last of another metric.
+        points: The curve of that metric.
+
+    """
+
+    name: str
+    standing: Standing
+    step: int | None = None
+    metric: str | None = None
+    best: float | None = None
+    points: tuple[Point, ...] = ()
+
+
+def refresh_runs_page(storage: StorageSpec) -> None:
+    """Publish the page of `storage` from a flow run; a failure is logged, and the flow goes on."""
+    try:
+        with get_client(sync_client=True) as client:
+            brief = replace(storage, retry=replace(storage.retry, deadline_s=_LONGEST_S))
+            publish_runs(client, brief, UUID(flow_run.id))
+    except Exception as exc:  # noqa: BLE001 - a page is not worth a training
+        get_run_logger().warning("the page of the storage's runs is not refreshed: %r", exc)
+
+
+def publish_runs(client: SyncPrefectClient, storage: StorageSpec, flow_run_id: UUID | None) -> None:
+    """Publish the page of `storage`; costs three small requests for each run, and a read of the metrics of the newest fifty.
+
+    Args:
+        client: A client of Prefect's API.
+        storage: The storage.
+        flow_run_id: The flow run that refreshes it.
+
+    Raises:
+        StorageError: If the storage does not answer.
+
+    """
+    rows, num_left_out = read_runs(storage)
+    if not rows:
+        return
+    name = storage.url.rstrip("/").rpartition("/")[2]
+    client.create_artifact(
+        ArtifactCreate(
+            key=f"{artifact_key(name, storage.url)}-runs",
+            type="markdown",
+            description=f"The runs in `{storage.url}`",
+            data=write_runs(storage.url, rows, num_left_out, time.time()),
+            flow_run_id=flow_run_id,
+        )
+    )
+
+
+def read_runs(storage: StorageSpec, clock: Callable[[], float] = time.monotonic) -> tuple[list[RunRow], int]:
+    """Return the runs whose newest attempts are the newest, newest first, and the number of the others.
+
+    Args:
+        storage: The storage.
+        clock: Returns seconds; after ten of them, no more metrics are read.
+
+    """
+    names = list(list_runs(storage))
+    stores = [CheckpointStore.open(storage, name) for name in islice(names, _MAX_RUNS)]
+    found = [RunRow(store.run, it) for store, it in zip(stores, read_all(stores, _standing), strict=True) if it is not None]
+    found.sort(key=lambda row: row.standing.attempt.claimed_at, reverse=True)
+    read = partial(_with_metrics, storage, clock() + _LONGEST_S, clock)
+    return read_all(found[:_MAX_ROWS], read), len(names) - len(found[:_MAX_ROWS])
+
+
+def write_runs(url: str, rows: Sequence[RunRow], num_left_out: int, now_s: float) -> str:
+    """Return the page.
+
+    Args:
+        url: The storage.
+        rows: Its runs, in the order of the page.
+        num_left_out: The number of runs that are not among them.
+        now_s: The current time (seconds since the epoch).
+
+    """
+    return "\n".join([
+        "# Runs",
+        "",
+        f"`{url}` as of {show_time(now_s)} UTC; refreshed at the end of each training, and by the flow `prune`.",
+        "",
+        "| run | state | step | best | curve | attempts | started (UTC) |",
+        "| :-- | :-- | --: | --: | :-- | --: | :-- |",
+        *(f"| {' | '.join(_cells(row))} |" for row in rows),
+        *(("", f"{num_left_out} other runs are not shown: `prefect-torch ls {url}`") if num_left_out else ()),
+    ])  # fmt: skip
+
+
+def _standing(store: CheckpointStore) -> Standing | None:
+    try:
+        return read_standing(store)
+    except CheckpointError:  # made by a newer version, or damaged: the other runs are shown
+        return None
+
+
+def _with_metrics(storage: StorageSpec, until_s: float, clock: Callable[[], float], row: RunRow) -> RunRow:
+    if clock() >= until_s:
+        return row
+    history = [record for record in read_history(CheckpointStore.open(storage, row.name)) if not record.is_logged]
+    if not history:
+        return row
+    policy = row.standing.attempt.policy
+    name = policy.checkpoint_score_attribute or _first_metric(history)
+    points = [] if name is None else list(_points(history, name))
+    choose = max if policy.checkpoint_score_order == "max" else min
+    best = None
+    if points:
+        values = [value for _, value in points]
+        best = values[-1] if policy.checkpoint_score_attribute is None else choose(values)
+    return RunRow(row.name, row.standing, history[-1].step, name, best, tuple(points))
+
+
+def _first_metric(history: Sequence[MetricRecord]) -> str | None:
+    flat = flatten_metrics(history[-1].metrics)
+    return next((name for name, value in flat if isinstance(value, (int, float)) and not isinstance(value, bool)), None)
+
+
+def _points(history: Sequence[MetricRecord], name: str) -> Iterator[Point]:
+    """Yield the finite values of a metric by step; what was trained again replaces what was lost."""
+    values: dict[int, float] = {}
+    for record in history:
+        value = find_score(record.metrics, name)
+        if value is not None and abs(value) < 1e300:  # noqa: PLR2004 - neither NaN nor infinite, and differences are finite
+            values[record.step] = float(value)
+    yield from sorted(values.items())
+
+
+def _cells(row: RunRow) -> Iterator[str]:
+    attempt, led_by = row.standing.attempt, row.standing.attempt.owner.flow_run_id
+    name = plain_text(row.name)
+    yield f"[{name}]({page_url('flow-run', UUID(led_by))})" if led_by else name
+    yield row.standing.state
+    yield "" if row.step is None else str(row.step)
+    yield "" if row.best is None else f"{plain_text(row.metric or '')} {show_number(row.best)}"
+    picture = draw_sparkline(row.points)
+    yield "" if picture is None else f"![{plain_text(row.metric or 'curve')}]({as_data_url(picture)})"
+    yield str(attempt.number)
+    yield show_time(seconds_of(attempt.claimed_at))[5:16]

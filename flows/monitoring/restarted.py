@@ -1,0 +1,42 @@
+"""The restart of a crashed flow run by an automation, as the labels of the new flow run tell it."""
+
+from dataclasses import dataclass
+from uuid import UUID
+
+from prefect.client.schemas.objects import FlowRun
+from prefect_torch.flows.monitoring.text import page_url
+
+RESTARTS_LABEL = "prefect-torch.restarts"
+RESUMES_LABEL = "prefect-torch.resumes"
+FIRST_NAME_LABEL = "prefect-torch.first-name"
+RESTART_TAG = "restart"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """What a flow run restarts.
+
+    Attributes:
+        number: How often its training has been restarted.
+        flow_run_id: The flow run that crashed.
+        first_name: The name of the first flow run of the chain.
+
+    """
+
+    number: int
+    flow_run_id: UUID
+    first_name: str
+
+    @classmethod
+    def of(cls, flow_run: FlowRun) -> "Restart | None":
+        """Return what `flow_run` restarts; None unless an automation made it for that."""
+        labels = flow_run.labels
+        if RESUMES_LABEL not in labels:
+            return None
+        number, first_name = int(str(labels.get(RESTARTS_LABEL, 1))), str(labels.get(FIRST_NAME_LABEL, ""))
+        return cls(number, UUID(str(labels[RESUMES_LABEL])), first_name)
+
+    @property
+    def url(self) -> str:
+        """The page of the flow run that crashed."""
+        return page_url("flow-run", self.flow_run_id)

@@ -1,0 +1,74 @@
+"""The page of a storage: its runs side by side."""
+
+import base64
+import re
+from dataclasses import asdict
+from uuid import UUID
+from xml.etree import ElementTree as ET
+
+import pytest
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.flows.monitoring.pages import runs_page
+from prefect_torch.flows.monitoring.pages.runs_page import read_runs, write_runs
+from prefect_torch.flows.monitoring.pages.sparkline import draw_sparkline
+from prefect_torch.flows.monitoring.text import page_url
+from prefect_torch.tasks.options.storage import configured_storage
+
+FLOW_RUN = "0b1c2d3e-0000-4000-8000-000000000001"
+BY_LOSS = RetentionPolicy(2, "loss", "min")
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return configured_storage(tmp_path / "store")
+
+
+def leave_run(storage, name, losses, *, ending="completed", policy=BY_LOSS, attempts=1):
+    store = CheckpointStore.open(storage, name)
+    for _ in range(attempts):
+        attempt = claim_attempt(store, Owner.current(FLOW_RUN), world_size=2, lineage=1, settings=asdict(policy))
+    history = HistoryWriter(store, attempt.number)
+    for step, loss in enumerate(losses):
+        history.append(MetricRecord(attempt.number, step, {"loss": loss}, None, "2026-01-01T00:00:00+00:00"))
+    history.close()
+    if ending is not None:
+        write_outcome(store, Outcome(attempt.number, ending, FLOW_RUN))
+
+
+def test_runs_stand_side_by_side_the_newest_first(storage):
+    leave_run(storage, "older", [3.0, 0.5, 1.0], attempts=2)
+    leave_run(storage, "unscored", [2.0, 4.0], ending="failed", policy=RetentionPolicy())
+    leave_run(storage, "silent", [], ending=None)
+    page = write_runs(storage.url, *read_runs(storage), now_s=0.0)
+    url = page_url("flow-run", UUID(FLOW_RUN))
+    rows = [line for line in page.splitlines() if line.startswith("| [")]
+    assert [re.sub(r"\(data:[^)]*\)|\d\d-\d\d \d\d:\d\d", "…", row) for row in rows] == [
+        f"| [silent]({url}) | running |  |  |  | 1 | … |",
+        f"| [unscored]({url}) | failed | 1 | loss 4 | ![loss]… | 1 | … |",
+        f"| [older]({url}) | completed | 2 | loss 0.5 | ![loss]… | 2 | … |",
+    ]
+    pictures = re.findall(r"base64,([^)]*)\)", page)
+    assert [ET.fromstring(base64.b64decode(picture)).tag for picture in pictures] == ["{http://www.w3.org/2000/svg}svg"] * 2
+
+
+def test_more_runs_than_rows_are_counted_and_slow_reads_leave_curves_out(storage, monkeypatch):
+    for number in range(4):
+        leave_run(storage, f"run-{number}", [1.0, 2.0])
+    monkeypatch.setattr(runs_page, "_MAX_ROWS", 3)
+    times = iter([0.0, 1.0, 9.0, 11.0])  # of a storage that is slow
+    rows, num_left_out = read_runs(storage, clock=lambda: next(times))
+    assert [(row.name, len(row.points)) for row in rows] == [("run-3", 2), ("run-2", 2), ("run-1", 0)]
+    assert num_left_out == 1
+    assert "1 other runs are not shown" in write_runs(storage.url, rows, num_left_out, 0.0)
+
+
+def test_a_storage_without_runs_has_no_page(storage):
+    assert read_runs(storage) == ([], 0)
+
+
+def test_a_line_needs_two_points_and_holds_forty():
+    assert draw_sparkline([(0, 1.0)]) is None
+    picture = ET.fromstring(draw_sparkline([(step, 1 / (step + 1)) for step in range(1000)]))
+    assert len(picture[0].get("points").split()) <= 40
