@@ -299,7 +299,7 @@ def test_a_cancelled_flow_run_lets_ranks_commit_and_its_page_and_its_record_say_
         server.kill()
     assert state.is_cancelled(), state
     assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41]
-    safe = f"work is safe up to step 0 ({committed(storage)[0].id})"
+    safe = f"work is safe up to step 0 ({committed(storage)[0].id}), where the next training named 'run' continues"
     (outcome,) = read_outcomes(CheckpointStore.open(storage, "run"))
     assert outcome == Outcome(1, "cancelled", str(flow_run.id), error=f"cancelled (TerminationSignal); {safe}")
     assert "**cancelled**" in page
