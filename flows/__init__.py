@@ -2,13 +2,17 @@
 
 from prefect_torch.tasks import (
     CheckpointConfig,
+    DaskCluster,
     FailureConfig,
     GpusBusyError,
     Hosts,
+    KubernetesCluster,
     NotEnoughMachinesError,
     RankFailedError,
+    RayCluster,
     RunConfig,
     ScalingConfig,
+    SlurmCluster,
 )
 
 from .evaluation import evaluate
@@ -18,14 +22,18 @@ from .training import train
 
 __all__ = [
     "CheckpointConfig",
+    "DaskCluster",
     "FailureConfig",
     "GpusBusyError",
     "Hosts",
+    "KubernetesCluster",
     "NotEnoughMachinesError",
     "RankFailedError",
+    "RayCluster",
     "Result",
     "RunConfig",
     "ScalingConfig",
+    "SlurmCluster",
     "TrainingFailedError",
     "evaluate",
     "prune",

@@ -11,6 +11,8 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
 
+from .cluster_runner import use_threads
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _RETRY = "Task run failed with %s: %r - Retry %s/%s"
@@ -79,8 +81,8 @@ class ShortTracebackFlow(Flow[P, R]):
                 raise exc from None
 
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
-            """Return a copy with other options; see `prefect.Flow`."""
-            return short_tracebacks(super().with_options(**options))
+            """Return a copy with other options; see `prefect.Flow`. A task runner of Ray or Dask names the ranks' cluster."""
+            return short_tracebacks(super().with_options(**use_threads(options)))
 
 
 @contextmanager

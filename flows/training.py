@@ -37,6 +37,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from .api_outage import outlast_api_outages
 from .arguments import count_call_in_task, find_named, machines_for, name_run, seat_for
+from .cluster_runner import with_cluster_of_runner
 from .embedded_server import tie_embedded_server
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
@@ -153,7 +154,7 @@ def train(
     """
     shorten_logs()
     tie_embedded_server()
-    scaling, failure = scaling or ScalingConfig(), failure or FailureConfig()
+    scaling, failure = with_cluster_of_runner(scaling or ScalingConfig()), failure or FailureConfig()
     seat, machines = seat_for(scaling), machines_for(scaling)
     job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure,
                resume_from)  # fmt: skip

@@ -7,7 +7,11 @@ uses.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from prefect_torch.tasks.gang.engines.dask_cluster import DaskCluster
     from prefect_torch.tasks.gang.engines.hosts import Hosts
+    from prefect_torch.tasks.gang.engines.kubernetes_cluster import KubernetesCluster
+    from prefect_torch.tasks.gang.engines.ray_cluster import RayCluster
+    from prefect_torch.tasks.gang.engines.slurm_cluster import SlurmCluster
     from prefect_torch.tasks.gang.gpus import GpusBusyError
     from prefect_torch.tasks.gang.rank_task import train_rank
     from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
@@ -22,13 +26,17 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "CheckpointConfig": "options.config",
+    "DaskCluster": "gang.engines.dask_cluster",
     "FailureConfig": "options.config",
     "GpusBusyError": "gang.gpus",
     "Hosts": "gang.engines.hosts",
+    "KubernetesCluster": "gang.engines.kubernetes_cluster",
     "NotEnoughMachinesError": "rank.errors",
     "RankFailedError": "rank.errors",
+    "RayCluster": "gang.engines.ray_cluster",
     "RunConfig": "options.config",
     "ScalingConfig": "options.config",
+    "SlurmCluster": "gang.engines.slurm_cluster",
     "evaluate_checkpoint": "evaluation_task",
     "get_device": "prepare.device",
     "prepare_data_loader": "prepare.data_loader",
@@ -40,13 +48,17 @@ _MODULES = {
 
 __all__ = [
     "CheckpointConfig",
+    "DaskCluster",
     "FailureConfig",
     "GpusBusyError",
     "Hosts",
+    "KubernetesCluster",
     "NotEnoughMachinesError",
     "RankFailedError",
+    "RayCluster",
     "RunConfig",
     "ScalingConfig",
+    "SlurmCluster",
     "evaluate_checkpoint",
     "get_device",
     "prepare_data_loader",

@@ -41,5 +41,9 @@ def show_what_may_be_empty(schema: JsonSchemaValue) -> None:
 
 
 def _without_null(schema: JsonSchemaValue) -> JsonSchemaValue:
-    (value,) = (choice for choice in schema["anyOf"] if choice != {"type": "null"})
+    """Return the schema of one value without null; of models, a form would demand the inputs, so null is the first choice."""
+    values = [choice for choice in schema["anyOf"] if choice != {"type": "null"}]
+    if any("properties" in value for value in values):
+        return {**schema, "anyOf": [{"type": "null", "title": "None"}, *values]}
+    (value,) = values
     return {**{key: value for key, value in schema.items() if key != "anyOf"}, **value}

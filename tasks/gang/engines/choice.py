@@ -6,9 +6,19 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, SerializeAsAny, WithJsonSchema
 
 from .cluster import Cluster
+from .dask_cluster import DaskCluster
 from .hosts import Hosts
+from .kubernetes_cluster import KubernetesCluster
+from .ray_cluster import RayCluster
+from .slurm_cluster import SlurmCluster
 
-_KINDS: dict[str, type[Cluster]] = {"hosts": Hosts}
+_KINDS: dict[str, type[Cluster]] = {
+    "hosts": Hosts,
+    "ray": RayCluster,
+    "slurm": SlurmCluster,
+    "dask": DaskCluster,
+    "kubernetes": KubernetesCluster,
+}
 
 
 def check_cluster(value: Any) -> Any:
@@ -21,4 +31,8 @@ def check_cluster(value: Any) -> Any:
     return _KINDS[kind](**value)
 
 
-ClusterChoice = Annotated[SerializeAsAny[Cluster], BeforeValidator(check_cluster), WithJsonSchema(Hosts.model_json_schema())]
+ClusterChoice = Annotated[
+    SerializeAsAny[Cluster],
+    BeforeValidator(check_cluster),
+    WithJsonSchema({"anyOf": [kind.model_json_schema() for kind in _KINDS.values()]}),
+]

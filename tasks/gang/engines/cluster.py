@@ -53,7 +53,8 @@ class Agents(Protocol):
         """Run a shell command on this machine that brings one agent for each of `names`; its stdin is the key.
 
         It is killed, with all its descendants, when the machines are released or this process is gone. If it exits before its
-        agents have come, its last lines say why they do not come.
+        agents have come, its last lines say why they do not come. A line "room for 3: …" says for how many ranks the cluster
+        has room, so that no more are waited for.
         """
         ...
 

@@ -1,12 +1,14 @@
 """A command on this machine that brings agents, such as ssh."""
 
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from prefect_torch.tasks.gang.process import RankProcess
 
+_ROOM = re.compile(r"room for (\d+): .*")
 _LAST_LINES = 3
 
 
@@ -18,10 +20,14 @@ class AgentCommand:
         key: The key that the agents read from its stdin.
         ended: Called with the end of the command in words, whenever that is.
 
+    Attributes:
+        room: A line "room for 3: …" that the command wrote, and for how many ranks there is room; None without such a line.
+
     """
 
     def __init__(self, command: str, key: str, ended: Callable[[str], None]) -> None:
         self._process = RankProcess(["sh", "-c", command], dict(os.environ), f"{key}\n".encode())
+        self.room: tuple[str, int] | None = None
         self._ended = ended
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -36,6 +42,8 @@ class AgentCommand:
         last: deque[str] = deque(maxlen=_LAST_LINES)
         for lines in self._process.lines(1.0):
             last.extend(lines)
+            for counted in filter(None, map(_ROOM.fullmatch, lines)):
+                self.room = counted[0], int(counted[1])
         returncode = self._process.reap().returncode
         said = f": {' / '.join(last)}" if last else ""
         self._ended(f"its command ended with {returncode}{said}")

@@ -74,10 +74,11 @@ class Gathering:
     def wait(self, raise_if_requested: Callable[[], None]) -> tuple[RemoteMachine, ...]:
         """Return the machines whose agents came, as expected, once there is room for all ranks, or no more will come."""
         begun_s, enough_s = time.monotonic(), None
-        while (now_s := time.monotonic()) - begun_s < _START_S:
+        longest_s = max(_START_S, self._cluster.wait_s)
+        while (now_s := time.monotonic()) - begun_s < longest_s:
             raise_if_requested()
             room = sum(machine.slots for machine in self._alive())
-            if room >= self._wanted.most or all(name in self._came or name in self._failed for name in self._expected):
+            if room >= self._most() or all(name in self._came or name in self._failed for name in self._expected):
                 break
             enough_s = (enough_s or now_s) if room >= self._wanted.fewest else None
             if enough_s is not None and now_s - enough_s > _MORE_S:
@@ -85,9 +86,14 @@ class Gathering:
             time.sleep(_POLL_S)
         else:
             for name in self._expected:
-                self.fail(name, f"its agent did not come within {_START_S:g} s")
+                self.fail(name, f"its agent did not come within {longest_s:g} s")
         self._door.close()
         return self._alive()
+
+    @property
+    def counted(self) -> tuple[str, int] | None:
+        """The line in which a command has counted the room of its cluster, and for how many ranks that is."""
+        return next((command.room for command in self._commands if command.room is not None), None)
 
     def missing(self) -> list[str]:
         """Return the machines that did not come, and why."""
@@ -114,6 +120,9 @@ class Gathering:
         with self._changing:
             alive = [machine for machine in self._came.values() if machine.lost is None]
         return tuple(sorted(alive, key=lambda machine: order.get(machine.name, len(order))))
+
+    def _most(self) -> int:
+        return self._wanted.most if self.counted is None else min(self._wanted.most, self.counted[1])
 
     def _fail_all(self, names: list[str], reason: str) -> None:
         for name in names:

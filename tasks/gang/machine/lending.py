@@ -92,6 +92,8 @@ class Machines:
         machines = gathering.wait(raise_if_requested)
         num_ranks = _fill(machines, wanted.most)
         if sum(num_ranks) < wanted.fewest:
+            if gathering.counted is not None and gathering.counted[1] < wanted.fewest:
+                raise NotEnoughMachinesError(f"{_ranks(wanted)} wanted, the cluster has {gathering.counted[0]}")
             raise NotEnoughMachinesError(_shortage(wanted, machines, gathering.missing()))
         used = sum(number > 0 for number in num_ranks)
         for machine in machines[used:]:
@@ -108,11 +110,15 @@ def _fill(machines: Sequence[RemoteMachine], most: int) -> list[int]:
 
 
 def _shortage(wanted: Wanted, machines: Sequence[RemoteMachine], missing: list[str]) -> str:
-    ranks = f"{wanted.fewest} ranks" if wanted.fewest == wanted.most else f"at least {wanted.fewest} ranks"
     there = [f"{machine.name}: {machine.slots}" for machine in machines]
     avoided = [f"{name}: lost some minutes ago" for name in sorted(wanted.avoid)]
     room = sum(machine.slots for machine in machines)
-    return f"{ranks} wanted, the cluster has room for {room}: {'; '.join([*there, *missing, *avoided]) or 'no machine'}"
+    reasons = "; ".join([*there, *missing, *avoided]) or "no machine"
+    return f"{_ranks(wanted)} wanted, the cluster has room for {room}: {reasons}"
+
+
+def _ranks(wanted: Wanted) -> str:
+    return f"{wanted.fewest} ranks" if wanted.fewest == wanted.most else f"at least {wanted.fewest} ranks"
 
 
 def _sleep(seconds: float, raise_if_requested: Callable[[], None]) -> None:

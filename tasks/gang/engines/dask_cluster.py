@@ -1,0 +1,52 @@
+"""The machines of a Dask cluster."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from .cluster import Agents, Cluster, Wanted
+
+
+class DaskCluster(Cluster):
+    """The workers of a Dask cluster, each of which runs one agent as a task.
+
+    Needs the extra `dask` on the flow's machine, and this package, in the same version, on Dask's machines.
+    """
+
+    # Dask's nanny sets them to one.
+    not_for_ranks: ClassVar[tuple[str, ...]] = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+    kind: Literal["dask"] = "dask"
+    address: str = Field(min_length=1, title="Address", description="The address of the scheduler, such as tcp://head:8786.")
+    ranks_per_worker: int | None = Field(
+        default=None,
+        ge=1,
+        title="Ranks per worker",
+        description="For how many ranks a worker has room. When empty, as many as it has GPUs; without GPUs, so many that all "
+        "ranks are spread evenly over all workers.",
+    )
+    resources: dict[str, float] = Field(
+        default={}, title="Resources", description="Only workers that were started with these resources, such as GPU: 1."
+    )
+
+    @contextmanager
+    def lend(self, wanted: Wanted, agents: Agents) -> Iterator[None]:
+        """Submit an agent to each worker that is not to be avoided, from a process of its own."""
+        order: dict[str, Any] = {
+            "address": self.address,
+            "ranks_per_worker": self.ranks_per_worker,
+            "resources": self.resources,
+            "use_gpu": wanted.use_gpu,
+            "fewest": wanted.fewest,
+            "most": wanted.most,
+            "avoid": sorted(wanted.avoid),
+            "arguments": agents.arguments(),
+        }
+        program = [sys.executable, "-m", "prefect_torch.tasks.gang.engines.dask_agents", json.dumps(order)]
+        agents.run(shlex.join(program), [f"Dask at {self.address}"])
+        yield

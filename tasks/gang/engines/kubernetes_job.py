@@ -1,0 +1,128 @@
+"""The manifests of the pods that run agents: an Indexed Job, alone or in a JobSet."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .starting import AGENT
+
+JOB_SET_GROUP, JOB_SET_VERSION = "jobset.x-k8s.io", "v1alpha2"
+KEY = "agent-key"
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_LEFT_S = 600  # how long what has ended stays, for kubectl logs
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPods:
+    """What the pods of one attempt are made from.
+
+    Attributes:
+        name: The name of the Job and of the Secret with the agents' key.
+        image: The image of the pods.
+        num_pods: How many there are.
+        arguments: The agents' arguments, apart from their names.
+        limits: The resources of a pod, such as {"nvidia.com/gpu": "8"}.
+        node_selector: The labels of machines that may be used.
+        avoid: The names of machines that must not be.
+        shared_memory: The size of /dev/shm, through which loaders' workers and NCCL exchange data.
+        grace_s: How long a pod may take to end: the grace of the ranks.
+        owner: The pod of the flow, with which all ends; None outside of the cluster.
+
+    """
+
+    name: str
+    image: str
+    num_pods: int
+    arguments: Sequence[str]
+    limits: Mapping[str, str] = field(default_factory=dict)
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    avoid: Sequence[str] = ()
+    shared_memory: str = "1Gi"
+    grace_s: int = 60
+    owner: Mapping[str, str] | None = None
+
+
+def job(pods: AgentPods) -> dict[str, Any]:
+    """Return the Job: as many pods as indexes, none of which is ever started again."""
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(pods),
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": pods.num_pods,
+            "parallelism": pods.num_pods,
+            # A pod that is lost must not end the others: they have the grace for a last checkpoint.
+            "backoffLimitPerIndex": 0,
+            "maxFailedIndexes": pods.num_pods,
+            "ttlSecondsAfterFinished": _LEFT_S,
+            "template": {"metadata": {"labels": {"app": pods.name}}, "spec": _pod(pods)},
+        },
+    }
+
+
+def job_set(pods: AgentPods) -> dict[str, Any]:
+    """Return the JobSet of that Job alone, for clusters whose queues admit JobSets."""
+    return {
+        "apiVersion": f"{JOB_SET_GROUP}/{JOB_SET_VERSION}",
+        "kind": "JobSet",
+        "metadata": _metadata(pods),
+        "spec": {
+            "failurePolicy": {"maxRestarts": 0},
+            "ttlSecondsAfterFinished": _LEFT_S,
+            "replicatedJobs": [{"name": "agents", "replicas": 1, "template": {"spec": job(pods)["spec"]}}],
+        },
+    }
+
+
+def secret(pods: AgentPods, key: str, made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Secret of the agents' key, which ends with the Job or JobSet `made`."""
+    owner = {
+        "apiVersion": made["apiVersion"],
+        "kind": made["kind"],
+        "name": made["metadata"]["name"],
+        "uid": made["metadata"]["uid"],
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": pods.name, "ownerReferences": [owner]},
+        "stringData": {KEY: key},
+    }
+
+
+def machine_of(agent: str) -> str:
+    """Return the name of the machine on which the agent of this name runs."""
+    return agent.rpartition("/")[0]
+
+
+def _metadata(pods: AgentPods) -> dict[str, Any]:
+    owned = {} if pods.owner is None else {"ownerReferences": [dict(pods.owner)]}
+    return {"name": pods.name, "labels": {"app.kubernetes.io/managed-by": "prefect-torch"}, **owned}
+
+
+def _pod(pods: AgentPods) -> dict[str, Any]:
+    elsewhere = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(pods.avoid)}]}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [elsewhere]}}
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": pods.grace_s,
+        "nodeSelector": dict(pods.node_selector),
+        **({"affinity": {"nodeAffinity": required}} if pods.avoid else {}),
+        "containers": [
+            {
+                "name": "agent",
+                "image": pods.image,
+                "command": ["python", "-m", AGENT],
+                "args": [*pods.arguments, "--name", "$(NODE_NAME)/$(INDEX)"],
+                "env": [
+                    {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+                    {"name": "INDEX", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+                    {"name": "PREFECT_TORCH_AGENT_KEY", "valueFrom": {"secretKeyRef": {"name": pods.name, "key": KEY}}},
+                ],
+                "resources": {"limits": dict(pods.limits)},
+                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 - in the pod
+            }
+        ],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory}}],
+    }

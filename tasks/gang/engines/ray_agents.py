@@ -1,0 +1,128 @@
+"""Reserves a placement group of a Ray cluster, and runs an agent on each of its machines, as long as this process lives.
+
+    python -m prefect_torch.tasks.gang.engines.ray_agents JSON
+
+The key of the agents is the first line of stdin. A process of its own, since Ray allows one connection per process, which has
+threads, and takes the reservation back when the process is gone.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from .starting import run_agent
+
+_SETTLE_S = 5.0  # how long a placement for which there is room may take
+_POLL_S = 0.5
+
+
+def main() -> None:
+    """Run the agents; exit with 1 if there is room for too few ranks."""
+    order = json.loads(sys.argv[1])
+    key = sys.stdin.readline().strip()
+    ray = _ray()
+    ray.init(address=order["address"], log_to_driver=False, logging_level=logging.ERROR)
+    group, num_ranks = _reserve(order)
+    print(f"room for {num_ranks}: reserved", flush=True)  # noqa: T201 - the leader reads it
+    seats = [_seat(order["resources"], group, number) for number in range(num_ranks)]
+    places = ray.get([seat.place.remote() for seat in seats])
+    names = _names()
+    agents = []
+    for node in dict.fromkeys(node for node, _ in places):
+        there = [number for number, place in enumerate(places) if place[0] == node]
+        gpus = [gpu for number in there for gpu in places[number][1]]
+        arguments = [*order["arguments"], "--name", names.get(node, node), "--slots", str(len(there))]
+        agents.append(seats[there[0]].run.remote(arguments, key, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}))
+    while agents:
+        ended, agents = ray.wait(agents)
+        try:
+            print(*ray.get(ended), flush=True)  # noqa: T201 - the leader shows the last lines
+        except ray.exceptions.RayError as exc:  # its machine is gone, which the leader has seen by then
+            print(type(exc).__name__, flush=True)  # noqa: T201 - as above
+
+
+def _ray() -> Any:
+    """Return the module; its types are incomplete, and it is an extra."""
+    try:
+        return import_module("ray")
+    except ModuleNotFoundError:
+        sys.exit("Ray is not installed: pip install 'prefect-torch[ray]'")
+
+
+class Seat:
+    """One bundle of the placement group, as an actor."""
+
+    def place(self) -> tuple[str, list[str]]:
+        """Return the id of its machine, and its GPUs."""
+        ray = _ray()
+        return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def run(self, arguments: Sequence[str], key: str, environment: dict[str, str]) -> str:
+        """Run the agent of its machine, for all bundles there."""
+        return run_agent(arguments, key, environment)
+
+
+def _seat(resources: dict[str, float], group: Any, bundle: int) -> Any:
+    ray = _ray()
+    others = {name: amount for name, amount in resources.items() if name not in {"CPU", "GPU"}}
+    return (
+        ray.remote(Seat)
+        .options(
+            num_cpus=resources.get("CPU", 0),
+            num_gpus=resources.get("GPU", 0),
+            resources=others,
+            max_restarts=0,  # a new attempt is for the leader to begin
+            max_task_retries=0,
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=bundle
+            ),
+        )
+        .remote()
+    )
+
+
+def _reserve(order: dict[str, Any]) -> tuple[Any, int]:
+    """Return a placement group for as many ranks as there is room for now, and how many these are."""
+    ray = _ray()
+    avoided = [node for node, name in _names().items() if name in order["avoid"]]
+    deadline_s = time.monotonic() + order["wait_s"]
+    while True:
+        room = _room(order["resources"])
+        for num_ranks in range(min(order["most"], max(room, order["fewest"])), order["fewest"] - 1, -1):
+            group = _group(order, num_ranks, avoided)
+            is_last = num_ranks == order["fewest"]  # which waits, so that a cluster that can grow does
+            longest_s = max(_SETTLE_S, deadline_s - time.monotonic()) if is_last else _SETTLE_S
+            if group.wait(timeout_seconds=longest_s):
+                return group, num_ranks
+            ray.util.remove_placement_group(group)
+        if time.monotonic() >= deadline_s:
+            sys.exit(f"room for {min(_room(order['resources']), order['fewest'] - 1)}: with {order['resources']} for each rank")
+
+
+def _group(order: dict[str, Any], num_ranks: int, avoided: list[str]) -> Any:
+    elsewhere = {"bundle_label_selector": [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * num_ranks} if avoided else {}
+    return _ray().util.placement_group([order["resources"]] * num_ranks, strategy=order["strategy"], **elsewhere)
+
+
+def _room(resources: dict[str, float]) -> int:
+    """Return for how many ranks the whole cluster has resources left; fewer may fit on its machines."""
+    ray = _ray()
+    left = ray.available_resources()
+    return int(min(left.get(name, 0.0) // amount for name, amount in resources.items() if amount > 0))
+
+
+def _names() -> dict[str, str]:
+    """Return the names of the living machines by their ids; a name that several have with a part of the id."""
+    ray = _ray()
+    nodes = [(node["NodeID"], node.get("NodeName") or node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"]]
+    counts = Counter(name for _, name in nodes)
+    return {node: name if counts[name] == 1 else f"{name}-{node[:6]}" for node, name in nodes}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The machines of a Ray cluster."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from .cluster import Agents, Cluster, Wanted
+
+
+class RayCluster(Cluster):
+    """The machines of a Ray cluster, on which a placement group has a bundle for each rank.
+
+    Needs the extra `ray` on the flow's machine, and this package, in the same version, on Ray's machines.
+    """
+
+    # Ray sets the first to the number of CPUs of a bundle.
+    not_for_ranks: ClassVar[tuple[str, ...]] = ("OMP_NUM_THREADS", "RAY_JOB_ID", "RAY_RAYLET_PID")
+
+    kind: Literal["ray"] = "ray"
+    address: str = Field(
+        default="auto",
+        min_length=1,
+        title="Address",
+        description="Ray's address, such as head:6379, or ray://head:10001 from outside of the cluster. auto: the cluster that "
+        "this machine belongs to.",
+    )
+    resources_per_worker: dict[str, float] = Field(
+        default={},
+        title="Resources per rank",
+        description="What Ray reserves for each rank, such as GPU: 1. One CPU, and one GPU if ranks have GPUs, when empty.",
+    )
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        default="PACK", title="Placement", description="Whether ranks are on few machines, or spread over many."
+    )
+
+    @contextmanager
+    def lend(self, wanted: Wanted, agents: Agents) -> Iterator[None]:
+        """Reserve a placement group in a process of its own, whose end releases it."""
+        order: dict[str, Any] = {
+            "address": self.address,
+            "resources": self.resources_per_worker or {"CPU": 1.0, **({"GPU": 1.0} if wanted.use_gpu else {})},
+            "strategy": self.placement_strategy,
+            "fewest": wanted.fewest,
+            "most": wanted.most,
+            "avoid": sorted(wanted.avoid),
+            "wait_s": self.wait_s,
+            "arguments": agents.arguments(),
+        }
+        program = [sys.executable, "-m", "prefect_torch.tasks.gang.engines.ray_agents", json.dumps(order)]
+        agents.run(shlex.join(program), [f"Ray at {self.address}"])
+        yield

@@ -1,0 +1,40 @@
+"""Starts a node agent from the worker process of another system, with which it dies."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+AGENT = "prefect_torch.tasks.gang.machine.agent"
+_PR_SET_PDEATHSIG = 1
+_LAST_BYTES = 2000
+
+
+def run_agent(arguments: Sequence[str], key: str, environment: Mapping[str, str]) -> str:
+    """Run an agent to its end, and return the end of what it wrote.
+
+    It is killed with the thread that calls this, however that ends; its ranks then end with it.
+
+    Args:
+        arguments: Those of the agent.
+        key: Its key.
+        environment: Variables in addition to those of this process.
+
+    """
+    agent = subprocess.Popen(
+        [sys.executable, "-m", AGENT, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **environment},
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - it calls one function of libc
+        start_new_session=True,  # a Ctrl-C at the terminal of a worker that somebody started by hand is not for it
+    )
+    written, _ = agent.communicate(f"{key}\n".encode())
+    return written[-_LAST_BYTES:].decode(errors="replace").strip()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
