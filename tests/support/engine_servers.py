@@ -1,0 +1,252 @@
+"""Real clusters of this machine: Ray, Dask and Slurm, each stopped by the pids of what was started."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import psutil
+from prefect_servers import wait_until
+
+BIN = Path(sys.executable).parent
+LOOPBACK = "127.0.0.1"
+
+
+def free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextmanager
+def program(log: Path, *command: str, **variables: str) -> Iterator[psutil.Process]:
+    """Run a program, which is killed with all its descendants in the end."""
+    with log.open("wb") as output:
+        started = psutil.Popen(command, env={**os.environ, **variables}, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield started
+    finally:
+        kill_family(started)
+        started.wait(20)
+
+
+def kill_family(first: psutil.Process) -> None:
+    """Kill a process with all its descendants at once, as a machine that vanishes does."""
+    family = []
+    try:
+        first.send_signal(signal.SIGSTOP)  # else it starts more while they are killed
+        family = [first, *first.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def wait_for_line(log: Path, words: str) -> None:
+    wait_until(lambda: words in log.read_text(), log.read_text, 90)
+
+
+@contextmanager
+def ray_cluster(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the address of a cluster of two machines with one seat each, and what takes the second one away."""
+    port = free_port()
+    # Short, since Ray's sockets are below it.
+    common = [
+        "--block",
+        "--num-cpus=1",
+        "--disable-usage-stats",
+        f"--node-ip-address={LOOPBACK}",
+        "--object-store-memory=80000000",
+    ]
+    head = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
+    ray = str(BIN / "ray")
+    with program(folder / "head.txt", ray, "start", *head, *common, "--node-name=first"):
+        address = f"{LOOPBACK}:{port}"
+        wait_for_line(folder / "head.txt", "Ray runtime started")
+        with program(folder / "second.txt", ray, "start", f"--address={address}", *common, "--node-name=second") as second:
+            wait_for_line(folder / "second.txt", "Ray runtime started")
+            yield address, lambda: kill_family(second)
+
+
+@contextmanager
+def dask_cluster(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the address of a scheduler with two workers, and what takes the second one away, with its nanny."""
+    address = f"tcp://{LOOPBACK}:{free_port()}"
+    dask = str(BIN / "dask")
+    options = ["--no-dashboard", f"--host={LOOPBACK}"]
+    with program(folder / "scheduler.txt", dask, "scheduler", *options, f"--port={address.rpartition(':')[2]}"):
+        workers = [
+            [dask, "worker", address, *options, "--nthreads=1", f"--name={name}", f"--local-directory={folder / name}"]
+            for name in ("first", "second")
+        ]
+        with program(folder / "first.txt", *workers[0]), program(folder / "second.txt", *workers[1]) as second:
+            for name in ("first.txt", "second.txt"):
+                wait_for_line(folder / name, "Registered to")
+            yield address, lambda: kill_family(second)
+
+
+HAS_SLURM = shutil.which("slurmctld") is not None and shutil.which("slurmd") is not None and os.geteuid() == 0
+
+
+@contextmanager
+def slurm_cluster(folder: Path) -> Iterator[str]:
+    """Yield the configuration file of a cluster of one machine."""
+    host = socket.gethostname().partition(".")[0]
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    settings = {
+        "ClusterName": "test",
+        "SlurmctldHost": f"{host}({LOOPBACK})",
+        "SlurmctldPort": free_port(),
+        "SlurmdPort": free_port(),
+        "AuthType": "auth/none",
+        "CredType": "cred/none",
+        "MpiDefault": "none",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "SwitchType": "switch/none",
+        "SelectType": "select/cons_tres",
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "StateSaveLocation": folder / "state",
+        "SlurmdSpoolDir": folder / "spool",
+        "SlurmctldPidFile": folder / "slurmctld.pid",
+        "SlurmdPidFile": folder / "slurmd.pid",
+    }
+    file = folder / "slurm.conf"
+    lines = [f"{name}={value}" for name, value in settings.items()]
+    lines.append(f"NodeName={host} NodeAddr={LOOPBACK} CPUs=2 State=UNKNOWN")
+    lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+    file.write_text("\n".join(lines) + "\n")
+    with (
+        program(folder / "slurmctld.txt", "slurmctld", "-D", "-f", str(file)),
+        program(folder / "slurmd.txt", "slurmd", "-D", "-f", str(file), SLURM_CONF=str(file)),
+    ):
+        environment = {**os.environ, "SLURM_CONF": str(file)}
+
+        def is_idle() -> bool:
+            asked = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, check=False)
+            return asked.stdout.strip() == "idle"
+
+        wait_until(is_idle, (folder / "slurmd.txt").read_text, 60)
+        yield str(file)
+
+
+class KubernetesServer:
+    """What KubernetesCluster needs of Kubernetes' API, on this machine: it checks manifests, and runs pods as processes."""
+
+    def __init__(self, folder: Path, *, knows_job_sets: bool) -> None:
+        self.requests: list[tuple[str, str]] = []
+        self.pods: list[psutil.Popen] = []
+        self._folder = folder
+        self._knows_job_sets = knows_job_sets
+        self._made: dict[str, Any] = {}
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(server.get(self.path))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._answer(server.post(self.path, body), 201)
+
+            def do_DELETE(self) -> None:
+                server.requests.append(("DELETE", self.path.partition("?")[0]))
+                server.end_pods()
+                self._answer({"kind": "Status", "status": "Success"})
+
+            def _answer(self, content: object, status: int = 200) -> None:
+                body = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer((LOOPBACK, 0), Handler)
+        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread.start()
+        self.configuration = folder / "kubeconfig"
+        self.configuration.write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "c", "cluster": {"server": f"http://{LOOPBACK}:{self._http.server_port}"}}],
+                    "users": [{"name": "u", "user": {}}],
+                    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                    "current-context": "x",
+                }
+            )
+        )
+
+    def get(self, path: str) -> dict:
+        if path == "/apis/":
+            groups = ["batch", *(["jobset.x-k8s.io"] if self._knows_job_sets else [])]
+            version = {"groupVersion": "x/v1", "version": "v1"}
+            return {"kind": "APIGroupList", "groups": [{"name": name, "versions": [version]} for name in groups]}
+        return {"kind": "PodList", "apiVersion": "v1", "items": []}
+
+    def post(self, path: str, body: dict) -> dict:
+        self.requests.append(("POST", path))
+        if body["kind"] == "JobSet":
+            job = {"apiVersion": "batch/v1", "kind": "Job", **body["spec"]["replicatedJobs"][0]["template"]}
+        else:
+            job = body
+        kubernetes_validate.validate(job, "1.31", strict=True)
+        if body["kind"] == "Secret":
+            self._start_pods(body)
+        else:
+            self._made = job
+        return {**body, "metadata": {**body["metadata"], "uid": "5"}}
+
+    def _start_pods(self, secret: dict) -> None:
+        spec = self._made["spec"]
+        container = spec["template"]["spec"]["containers"][0]
+        for index in range(spec["completions"]):
+            fields = {  # of the downward API
+                "spec.nodeName": f"node-{index}",
+                "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+            }
+            values = {}
+            for variable in container["env"]:
+                source = variable["valueFrom"]
+                if "fieldRef" in source:
+                    values[variable["name"]] = fields[source["fieldRef"]["fieldPath"]]
+                else:
+                    assert source["secretKeyRef"]["name"] == secret["metadata"]["name"]
+                    values[variable["name"]] = secret["stringData"][source["secretKeyRef"]["key"]]
+            arguments = container["args"]
+            for name, value in values.items():
+                arguments = [argument.replace(f"$({name})", value) for argument in arguments]
+            command = [sys.executable, *container["command"][1:], *arguments]
+            self.pods.append(psutil.Popen(command, env={**os.environ, **values}, stdin=subprocess.DEVNULL))
+
+    def end_pods(self) -> None:
+        for pod in self.pods:
+            if pod.is_running():
+                pod.terminate()
+
+    def stop(self) -> None:
+        for pod in self.pods:
+            kill_family(pod)
+            pod.wait(20)
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
