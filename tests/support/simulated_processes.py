@@ -24,7 +24,7 @@ class Mutant:
     """One change of the product.
 
     Attributes:
-        module: The name of the changed module below `prefect_torch.ckpt.state`.
+        module: The name of the changed module below `prefect_torch`.
         old: The text that occurs once in it.
         new: What stands there instead.
 
@@ -114,7 +114,7 @@ class _MutantFinder:
         self._mutant = mutant
 
     def find_spec(self, name, path, target=None):
-        if name != f"prefect_torch.ckpt.state.{self._mutant.module}":
+        if name != f"prefect_torch.{self._mutant.module}":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         spec.loader = _MutantLoader(spec.loader.name, spec.loader.path)

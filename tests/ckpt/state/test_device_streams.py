@@ -392,42 +392,50 @@ def test_options_and_steps_of_an_optimizer_are_on_the_device_where_it_wants_them
 MUTANTS = {
     "staging does not wait": (
         test_a_report_stores_the_values_of_its_call,
-        Mutant("device_copies", "arrivals.callback(copied.synchronize)", "pass"),
+        Mutant("ckpt.state.device_copies", "arrivals.callback(copied.synchronize)", "pass"),
     ),
     "the event is not recorded": (
         test_a_report_stores_the_values_of_its_call,
-        Mutant("device_copies", "copied.record(streams.current_stream(device))", "pass"),
+        Mutant("ckpt.state.device_copies", "copied.record(streams.current_stream(device))", "pass"),
     ),
     "the event is recorded before the copies": (
         test_a_report_stores_the_values_of_its_call,
         Mutant(
-            "device_copies", "copied = streams.Event()", "(copied := streams.Event()).record(); copied.record = lambda _: 0"
+            "ckpt.state.device_copies",
+            "copied = streams.Event()",
+            "(copied := streams.Event()).record(); copied.record = lambda _: 0",
         ),
     ),
     "the event is recorded only after success": (
         test_a_copy_that_fails_leaves_none_under_way,
-        Mutant("device_copies", "            finally:  #", "            except ZeroDivisionError: pass\n            else:  #"),
+        Mutant(
+            "ckpt.state.device_copies",
+            "            finally:  #",
+            "            except ZeroDivisionError: pass\n            else:  #",
+        ),
     ),
     "the event is recorded on another stream": (
         test_a_report_stores_the_values_of_the_current_stream,
-        Mutant("device_copies", "copied.record(streams.current_stream(device))", "copied.record(streams.Stream(device))"),
+        Mutant(
+            "ckpt.state.device_copies", "copied.record(streams.current_stream(device))", "copied.record(streams.Stream(device))"
+        ),
     ),
     "copies have a stream of their own": (
         test_a_report_stores_the_values_of_its_call,
         Mutant(
-            "device_copies",
+            "ckpt.state.device_copies",
             "                _copy(pairs, non_blocking=True)",
             "                with streams.stream(streams.Stream(device)): _copy(pairs, non_blocking=True)",
         ),
     ),
     "copies wait one by one": (
         test_a_report_waits_once_and_makes_no_stream,
-        Mutant("device_copies", "_copy(pairs, non_blocking=True)", "_copy(pairs, non_blocking=False)"),
+        Mutant("ckpt.state.device_copies", "_copy(pairs, non_blocking=True)", "_copy(pairs, non_blocking=False)"),
     ),
     "small tensors are not awaited": (
         test_tensors_that_no_module_holds_are_compared_by_the_gpu,
         Mutant(
-            "device_copies",
+            "ckpt.state.device_copies",
             'torch.cat([_raw(tensors[place]) for place in places]).to("cpu"), 0',
             "torch.empty(sum(it.nbytes for it in tensors), dtype=torch.uint8), 0\n"
             "        raw.copy_(torch.cat([_raw(tensors[place]) for place in places]), non_blocking=True)",
@@ -435,63 +443,65 @@ MUTANTS = {
     ),
     "torch conjugates the host's memory": (
         test_odd_tensors_are_stored_as_they_look,
-        Mutant("device_copies", "target.copy_(source.resolve_conj().resolve_neg(), ", "target.copy_(source, "),
+        Mutant("ckpt.state.device_copies", "target.copy_(source.resolve_conj().resolve_neg(), ", "target.copy_(source, "),
     ),
     "strided tensors are gathered whole": (
         test_a_report_takes_little_memory_of_the_gpu,
-        Mutant("device_copies", "REGISTRATION_BYTES if is_plain else _STRIDED_BYTES", "REGISTRATION_BYTES"),
+        Mutant("ckpt.state.device_copies", "REGISTRATION_BYTES if is_plain else _STRIDED_BYTES", "REGISTRATION_BYTES"),
     ),
     "copies cross registrations": (
         test_no_copy_crosses_a_registration,
-        Mutant("device_copies", "REGISTRATION_BYTES if is_plain else", "2**40 if is_plain else"),
+        Mutant("ckpt.state.device_copies", "REGISTRATION_BYTES if is_plain else", "2**40 if is_plain else"),
     ),
     "loading does not wait for the current stream": (
         test_a_load_waits_for_the_current_stream_and_is_there_for_every_other,
-        Mutant("loading.read", "wait_for_current_streams(slots.devices)", "pass"),
+        Mutant("ckpt.state.loading.read", "wait_for_current_streams(slots.devices)", "pass"),
     ),
     "loading waits for another stream": (
         test_a_load_waits_for_the_current_stream_and_is_there_for_every_other,
-        Mutant("device_copies", "streams.current_stream(device).synchronize()", "streams.Stream(device).synchronize()"),
+        Mutant(
+            "ckpt.state.device_copies", "streams.current_stream(device).synchronize()", "streams.Stream(device).synchronize()"
+        ),
     ),
     "blocks are still to be copied when their slot is reused": (
         test_a_load_takes_neither_memory_of_the_gpu_nor_of_the_host_for_whole_tensors,
-        Mutant("loading.read", "target.copy_(source)", "target.copy_(source, non_blocking=True)"),
+        Mutant("ckpt.state.loading.read", "target.copy_(source)", "target.copy_(source, non_blocking=True)"),
     ),
     "memory that does not suffice is kept": (
         test_memory_is_locked_in_the_background_and_of_exact_size,
-        Mutant("image", "memory.release()", "pass"),
+        Mutant("ckpt.state.image", "memory.release()", "pass"),
     ),
     "memory is unmapped before it is unlocked": (
         test_locked_memory_is_not_given_to_forked_processes_and_is_unlocked_before_it_is_unmapped,
-        Mutant("host_memory", "weakref.finalize(self, _unregister", "weakref.finalize(self._pages, _unregister"),
+        Mutant("ckpt.state.host_memory", "weakref.finalize(self, _unregister", "weakref.finalize(self._pages, _unregister"),
     ),
     "memory is locked on GPU 0": (
         test_memory_is_locked_in_the_background_and_of_exact_size,
-        Mutant("host_memory", "with module.device(device):", "if True:"),
+        Mutant("ckpt.state.host_memory", "with module.device(device):", "if True:"),
     ),
     "a refusal is left to the next kernel": (
         test_where_pages_cannot_be_locked_reports_go_on_with_one_warning,
         Mutant(
-            "host_memory",
+            "ckpt.state.host_memory",
             "pool.submit(self._register, self._pages, device).result()",
             "self._register(self._pages, device)",
         ),
     ),
     "a refused part leaves the others locked": (
         test_where_pages_cannot_be_locked_reports_go_on_with_one_warning,
-        Mutant("host_memory", "_unregister(device, registered, os.getpid())  #", "pass  #"),
+        Mutant("ckpt.state.host_memory", "_unregister(device, registered, os.getpid())  #", "pass  #"),
     ),
     "locked memory is copied by forks": (
         test_locked_memory_is_not_given_to_forked_processes_and_is_unlocked_before_it_is_unmapped,
-        Mutant("host_memory", "pages.madvise(mmap.MADV_DONTFORK)", "pass"),
+        Mutant("ckpt.state.host_memory", "pages.madvise(mmap.MADV_DONTFORK)", "pass"),
     ),
     "options are built on the CPU": (
         test_options_and_steps_of_an_optimizer_are_on_the_device_where_it_wants_them,
-        Mutant("loading.optimizers", "where, _options_of(optimizer.param_groups[number], where))", "where, {})"),
+        Mutant("ckpt.state.loading.optimizers", "where, _options_of(optimizer.param_groups[number], where))", "where, {})"),
     ),
     "the step of a scalar parameter is on the device": (
         test_options_and_steps_of_an_optimizer_are_on_the_device_where_it_wants_them,
-        Mutant("loading.optimizers", 'key == "step" and not has_step_on_device', "False"),
+        Mutant("ckpt.state.loading.optimizers", 'key == "step" and not has_step_on_device', "False"),
     ),
 }
 
