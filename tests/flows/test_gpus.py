@@ -52,7 +52,14 @@ def test_each_rank_has_a_gpu_before_its_function_is_imported(run):
     scaling = ScalingConfig(num_workers=2, use_gpu=True, timeout_s=1234)
     ranks = train("gpu_trainings:tell_gpu", {}, scaling, run).return_value["ranks"]
     assert ranks == [
-        {"device": f"fakegpu:{rank}", "at_import": rank, "visible": "0,1", "backend": "gloo", "timeout_s": 1234.0}
+        {
+            "device": f"fakegpu:{rank}",
+            "at_import": rank,
+            "visible": "0,1",
+            "backend": "gloo",
+            "interface": "lo",
+            "timeout_s": 1234.0,
+        }
         for rank in range(2)
     ]
 
@@ -91,10 +98,11 @@ def test_a_training_waits_for_the_gpus_of_another(other, run, caplog):
     assert process.wait(60) == 0
 
 
-def test_a_gpu_whose_memory_others_hold_is_no_fault_of_the_function(run, monkeypatch, tmp_path):
+def test_a_gpu_whose_memory_others_hold_is_no_fault_of_the_function(run, monkeypatch, tmp_path, caplog):
     (tmp_path / "free").write_text("10")
     monkeypatch.setenv("PRETENDED_MEMORY", str(tmp_path / "free"))
     train("gpu_trainings:run_out_of_memory", {}, ONE, run, failure=FailureConfig(max_infrastructure_failures=1))
+    assert "fakegpu:0 has 10.0 GiB of 80.0 GiB free; other processes hold the rest" in caplog.text
     (tmp_path / "free").write_text("79")
     again = run.model_copy(update={"name": "again"})
     with pytest.raises(Exception, match="CUDA out of memory"):

@@ -27,6 +27,7 @@ def tell_gpu(config: dict) -> dict:
         "at_import": AT_IMPORT,
         "visible": os.environ["FAKEGPU_VISIBLE_DEVICES"],
         "backend": dist.get_backend(),
+        "interface": os.environ["NCCL_SOCKET_IFNAME"],
         "timeout_s": dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
     }
     everybody: list = [None] * context.world_size

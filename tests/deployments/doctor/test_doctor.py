@@ -135,6 +135,15 @@ def test_a_torch_with_gpus_and_without_nccl_is_wrong(monkeypatch):
     assert (finding.status, finding.found) == ("wrong", "gloo; nccl is missing")
 
 
+@pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/dev/dxg"])
+def test_a_driver_that_torch_cannot_use_is_a_warning(monkeypatch, driver):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(machine_checks.Path, "exists", lambda path: str(path) == driver)
+    _, finding = machine_checks.check_torch()
+    assert finding.status == "warning"
+    assert finding.found.startswith("NVIDIA's driver is installed, but torch sees no GPU: torch ")
+
+
 def test_gpus_are_named(monkeypatch):
     class Properties:
         name = "H200"

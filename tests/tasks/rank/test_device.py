@@ -70,6 +70,22 @@ def test_memory_that_is_neither_free_nor_this_ranks_is_that_of_others(free, rese
     assert is_memory_held_by_others() == by_others
 
 
+def test_a_rank_takes_its_gpu_waits_for_its_memory_and_stays_on_the_cpus_beside_it(monkeypatch, clock):
+    told = []
+    properties = [SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in (0x17, 0xCA)]
+    gpus = SimpleNamespace(
+        set_device=told.append,
+        mem_get_info=lambda device: told.append(f"memory of {device}") or (80 * GIB, 80 * GIB),
+        device_count=lambda: 2,
+        get_device_properties=properties.__getitem__,
+    )
+    monkeypatch.setattr(device, "gpu_type", lambda: "cuda")
+    monkeypatch.setattr(device, "stay_near", lambda addresses, own: told.append((addresses, own)))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: gpus)
+    assert device.take_device(1) == torch.device("cuda", 1)
+    assert told == [torch.device("cuda", 1), "memory of cuda:1", (["0000:17:00.0", "0000:ca:00.0"], 1)]
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")
 def test_a_machine_without_a_gpu_has_none():
     assert gpu_type() is None
