@@ -1,10 +1,20 @@
 """The record of a rank's last collectives; a program that listens as ProcessGroupNCCL does stands for a rank with NCCL."""
 
+import logging
+import re
 import sys
+from pathlib import Path
 
 import pytest
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
+from prefect_torch.tasks.gang import local_rank, rank_task
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
+from prefect_torch.tasks.gang.local_rank import LocalRank
 from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.rank.guard import STACK_TRACES_SIGNAL
+from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, Address
+from prefect_torch.tasks.rank.spec import RankSpec
 
 # What ProcessGroupNCCL does with these variables: DumpPipe, and DebugInfoWriter's default.
 LISTEN = """
@@ -37,6 +47,65 @@ def test_a_rank_writes_its_record_when_asked():
     assert list(record.parent.iterdir()) == [record]
     record.unlink()
     record.parent.rmdir()
+
+
+def test_a_rank_of_this_machine_writes_its_record_beside_its_stack_traces(monkeypatch, caplog):
+    listen = f"import faulthandler, sys; sys.stdin.read(); faulthandler.register({int(STACK_TRACES_SIGNAL)})" + LISTEN
+    monkeypatch.setattr(local_rank, "RUN", listen)
+    monkeypatch.setattr(local_rank, "get_run_logger", lambda: logging.getLogger("rank"))
+    spec = RankSpec(
+        world_size=1,
+        local_world_size=1,
+        rendezvous=Address("127.0.0.1", 1),
+        storage=StorageSpec("/nowhere"),
+        run="run",
+        attempt=1,
+        restored=None,
+        function=None,
+        use_gpu=True,
+        backend=None,
+        records_collectives=True,
+    )
+    rank, seen = LocalRank(spec), []
+    for lines in rank.lines(0.05):
+        seen += lines
+        if "listens" in lines:
+            assert rank.write_stack_traces()  # more than the traces is to be awaited
+    rank.finish()
+    assert seen[-1] == "wrote"
+    record = Path(re.search(r"last collectives are in (\S+):", caplog.text)[1])
+    assert record.read_text() == "record"
+    record.unlink()
+    record.parent.rmdir()
+
+
+@pytest.mark.parametrize(("is_recording", "waits_s"), [(True, 5.0), (False, 1.0)])
+def test_a_rank_that_hangs_has_the_time_to_write_before_it_is_terminated(is_recording, waits_s, monkeypatch):
+    class Rank:
+        now_s = asked_s = terminated_s = 0.0
+
+        def lines(self, poll_s):
+            while not self.terminated_s:
+                self.now_s += 0.25
+                yield []
+
+        def monotonic(self):
+            return self.now_s
+
+        def write_stack_traces(self):
+            self.asked_s = self.now_s
+            return is_recording
+
+        def terminate(self):
+            self.terminated_s = self.now_s
+
+    rank, key_value = Rank(), MemoryKeyValue()
+    monkeypatch.setattr(rank_task, "time", rank)
+    monkeypatch.setattr(rank_task, "get_run_logger", lambda: logging.getLogger("rank"))
+    key_value.set(STACK_TRACES_KEY, b"")
+    key_value.set(STOP_KEY, b"it hangs")
+    assert rank_task._supervise(rank, key_value, 0) == "it hangs"
+    assert rank.terminated_s - rank.asked_s == waits_s
 
 
 def test_a_rank_without_nccl_is_asked_in_vain_and_nothing_is_left():

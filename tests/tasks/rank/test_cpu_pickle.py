@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from prefect_torch.tasks.rank import cpu_pickle
+from prefect_torch.tasks.rank import cpu_pickle, main
 from prefect_torch.tasks.rank.cpu_pickle import dump_on_cpu
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -16,7 +16,7 @@ import sys
 import pretended_gpus
 pretended_gpus.hold_tensors()
 import torch
-from prefect_torch.tasks.rank import cpu_pickle
+from prefect_torch.tasks.rank import cpu_pickle, main
 from prefect_torch.tasks.rank.cpu_pickle import dump_on_cpu
 
 class MyError(Exception):
@@ -61,3 +61,14 @@ def test_subclasses_bring_their_storage(monkeypatch):
     assert (type(loaded[0]), loaded[0].tolist()) == (Named, [0.0, 1.0, 2.0])
     assert (type(loaded[1]), loaded[1].tolist()) == (torch.nn.Parameter, [0.0, 1.0])
     assert set(asked) == {torch.Tensor, torch.UntypedStorage}
+
+
+def test_what_a_rank_returns_and_raises_goes_this_way(monkeypatch):
+    monkeypatch.setattr(cpu_pickle, "_is_elsewhere", lambda data: True)
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: asked.append(tensor.tolist()) or tensor.clone())
+    returned = main._dump_value({"weight": torch.ones(2)})
+    raised = main._failure(ValueError("with a tensor", torch.zeros(2)), "user").exception
+    assert asked == [[1.0, 1.0], [0.0, 0.0]]
+    assert pickle.loads(returned)["weight"].tolist() == [1.0, 1.0]
+    assert pickle.loads(raised).args[1].tolist() == [0.0, 0.0]
