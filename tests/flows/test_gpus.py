@@ -39,13 +39,15 @@ def other(tmp_path):
     arguments = [str(tmp_path / "other"), "gpu_trainings:tell_gpu", config, "{}", "{}"]
     command = [sys.executable, str(SUPPORT / "run_on_gpus.py"), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not running.exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield process, until
-        until.touch()
+        try:
+            deadline = time.monotonic() + 120
+            while not running.exists():
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            yield process, until
+        finally:
+            until.touch()
 
 
 def test_each_rank_has_a_gpu_before_its_function_is_imported(run):
@@ -98,11 +100,10 @@ def test_a_training_waits_for_the_gpus_of_another(other, run, caplog):
     assert process.wait(60) == 0
 
 
-def test_a_gpu_whose_memory_others_hold_is_no_fault_of_the_function(run, monkeypatch, tmp_path, caplog):
+def test_a_gpu_whose_memory_others_hold_is_no_fault_of_the_function(run, monkeypatch, tmp_path):
     (tmp_path / "free").write_text("10")
     monkeypatch.setenv("PRETENDED_MEMORY", str(tmp_path / "free"))
     train("gpu_trainings:run_out_of_memory", {}, ONE, run, failure=FailureConfig(max_infrastructure_failures=1))
-    assert "fakegpu:0 has 10.0 GiB of 80.0 GiB free; other processes hold the rest" in caplog.text
     (tmp_path / "free").write_text("79")
     again = run.model_copy(update={"name": "again"})
     with pytest.raises(Exception, match="CUDA out of memory"):
