@@ -1,20 +1,14 @@
 """The record of a rank's last collectives; a program that listens as ProcessGroupNCCL does stands for a rank with NCCL."""
 
 import logging
-import re
 import sys
-from pathlib import Path
 
 import pytest
-from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.tasks.gang import local_rank, rank_task
+from prefect_torch.tasks.gang import rank_task
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
-from prefect_torch.tasks.gang.local_rank import LocalRank
 from prefect_torch.tasks.gang.process import RankProcess
-from prefect_torch.tasks.rank.guard import STACK_TRACES_SIGNAL
-from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, Address
-from prefect_torch.tasks.rank.spec import RankSpec
+from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY
 
 # What ProcessGroupNCCL does with these variables: DumpPipe, and DebugInfoWriter's default.
 LISTEN = """
@@ -45,36 +39,6 @@ def test_a_rank_writes_its_record_when_asked():
     record = recorder.close()
     assert record.read_text() == "record"
     assert list(record.parent.iterdir()) == [record]
-    record.unlink()
-    record.parent.rmdir()
-
-
-def test_a_rank_of_this_machine_writes_its_record_beside_its_stack_traces(monkeypatch, caplog):
-    listen = f"import faulthandler, sys; sys.stdin.read(); faulthandler.register({int(STACK_TRACES_SIGNAL)})" + LISTEN
-    monkeypatch.setattr(local_rank, "RUN", listen)
-    monkeypatch.setattr(local_rank, "get_run_logger", lambda: logging.getLogger("rank"))
-    spec = RankSpec(
-        world_size=1,
-        local_world_size=1,
-        rendezvous=Address("127.0.0.1", 1),
-        storage=StorageSpec("/nowhere"),
-        run="run",
-        attempt=1,
-        restored=None,
-        function=None,
-        use_gpu=True,
-        backend=None,
-        records_collectives=True,
-    )
-    rank, seen = LocalRank(spec), []
-    for lines in rank.lines(0.05):
-        seen += lines
-        if "listens" in lines:
-            assert rank.write_stack_traces()  # more than the traces is to be awaited
-    rank.finish()
-    assert seen[-1] == "wrote"
-    record = Path(re.search(r"last collectives are in (\S+):", caplog.text)[1])
-    assert record.read_text() == "record"
     record.unlink()
     record.parent.rmdir()
 
