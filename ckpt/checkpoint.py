@@ -4,21 +4,23 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from html import escape
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prefect_torch.ckpt.context import rank_and_world_size
-from prefect_torch.ckpt.errors import CheckpointNotFoundError
+from prefect_torch.ckpt.errors import CheckpointError, CheckpointNotFoundError
 from prefect_torch.ckpt.files.download import copy_folder, download, readable_files
 from prefect_torch.ckpt.files.folder import USER_METADATA_FILE, existing_directory, read_metadata
 from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_folder
 from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
-from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.runs.records import check_depth
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
+from prefect_torch.ckpt.text import show_bytes
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.state.loading.load import Source  # it imports torch
@@ -294,6 +296,22 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r})"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: where it is, and what its manifest says; a checkpoint that is gone says so."""
+        rows = {"path": self.path, **self._facts()}
+        lines = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows.items())
+        return f"<table>{lines}</table>"
+
+    def _facts(self) -> dict[str, object]:
+        if self.store is None:
+            return {}
+        try:
+            manifest = self.manifest
+        except (CheckpointError, OSError) as exc:
+            return {"not readable": exc}
+        size = f"{show_bytes(manifest.total_bytes)} in {len(manifest.files)} files"
+        return {"step": manifest.step, "attempt": manifest.attempt, **dict(flatten_metrics(manifest.metrics)), "size": size}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Checkpoint) and self.path == other.path

@@ -9,6 +9,7 @@ from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, sort_by_score
 from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.ckpt.storage.opening import StorageLike
+from prefect_torch.flows.monitoring.pages.notebook import result_html
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,6 +75,17 @@ class Result:
                 for record in self.history
             ]
         )
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the curves, the kept checkpoints, and the lines that load one."""
+        last = self.history[-1].step if self.history else None
+        ending = "completed" if self.completed else "failed" if self.error is not None else "not completed"
+        outcome = f"{ending}, {self.attempts} attempt{'s' * (self.attempts != 1)}"
+        if last is not None:
+            outcome += f", {len(self.history)} report{'s' * (len(self.history) != 1)} up to step {last}"
+        if self.error is not None:
+            outcome += f"; {str(self.error).strip().splitlines()[-1] if str(self.error).strip() else type(self.error).__name__}"
+        return result_html(self.path, outcome, self.history, [(it.path, metrics) for it, metrics in self.best_checkpoints])
 
     def get_best_checkpoint(self, metric: str, mode: Order) -> Checkpoint:
         """Return the best of `best_checkpoints` by any metric; of equal ones the newer.
