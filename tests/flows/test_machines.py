@@ -97,16 +97,18 @@ def test_a_cable_that_is_cut_costs_the_training_nothing_but_time(hosts, run, tol
 
     The cut is between the look of rank 0 for newer attempts and its manifest: on its host, it goes on and is refused.
     """
-    cut_s = []
+    cut_s, cut = [], []
 
     def disturb():
-        wait_for((told / "1-1").exists)
-        hosts.cut("b")
+        wait_for(lambda: (told / "1-1").exists() and (told / "1-1").read_text())
+        cut.append((told / "1-1").read_text())  # of the hosts, the first two that came are used
+        other = next(host for host in hosts.names if host not in cut and hosts.find(host, "rank.main"))
+        hosts.cut(other)
         time.sleep(6)
-        hosts.mend("b")
+        hosts.mend(other)
         (told / "go").touch()
         wait_for((told / "commits").exists)
-        hosts.cut("a")
+        hosts.cut(cut[0])
         cut_s.append(time.time())
         wait_for((told / "fence").exists, 30)
 
@@ -121,16 +123,16 @@ def test_a_cable_that_is_cut_costs_the_training_nothing_but_time(hosts, run, tol
         assert result.return_value == {"begun": 2, "attempt": 2, "world size": 2, "weights": undisturbed}
         store = CheckpointStore.open(run.storage, "run")
         assert [(it.attempt, it.step) for it in store.list()] == [(1, 0), (1, 1), *((2, step) for step in range(2, 6))]
-        noticed_s = next(it.created for it in caplog.records if "machine a is lost" in it.getMessage())
+        noticed_s = next(it.created for it in caplog.records if f"machine {cut[0]} is lost" in it.getMessage())
         assert noticed_s - cut_s[0] < 15
         outcomes = read_outcomes(store)
         assert [(it.ending, it.kind) for it in outcomes] == [("failed", "infrastructure"), ("completed", None)]
-        assert "machine a is lost: it has sent nothing for 10 s" in outcomes[0].error
+        assert f"machine {cut[0]} is lost: it has sent nothing for 10 s" in outcomes[0].error
         lines = [it.getMessage() for it in caplog.records if it.getMessage().startswith("waiting for go, line ")]
         assert {f"waiting for go, line {number}" for number in range(len(lines) // 2)} == set(lines)
-        wait_for(lambda: not hosts.processes("a"), cut_s[0] + 35 - time.time())
+        wait_for(lambda: not hosts.processes(cut[0]), cut_s[0] + 35 - time.time())
     finally:
-        hosts.mend("a")
+        hosts.mend(cut[0])
 
 
 def test_machines_that_are_taken_away_leave_a_smaller_training(hosts, run, told, undisturbed):
