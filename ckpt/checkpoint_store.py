@@ -133,10 +133,14 @@ class CheckpointStore(Run):
                 f"checkpoint {checkpoint_id} of run {self.name!r} in {self.storage.url} was pruned while it was evaluated"
             )
 
-    def pin(self, checkpoint_id: str) -> None:
+    def pin(self, checkpoint_id: str, token: str | None = None) -> None:
         """Keep `checkpoint_id` until it is unpinned, despite any retention policy and any concurrent prune.
 
         Costs three requests; while a prune is under way, two more and a small read.
+
+        Args:
+            checkpoint_id: The checkpoint.
+            token: Eight hexadecimal digits by which `unpin` removes this pin alone; None for any.
 
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint, or a prune is deleting it at this moment.
@@ -145,7 +149,9 @@ class CheckpointStore(Run):
         """
         if not is_id(checkpoint_id):
             raise CheckpointNotFoundError(f"run {self.name!r} in {self.storage.url} has no checkpoint {checkpoint_id[:100]!r}")
-        key = self.layout.pin(checkpoint_id, secrets.token_hex(4))  # of its own: giving way to a prune removes no other pin
+        key = self.layout.pin(
+            checkpoint_id, token or secrets.token_hex(4)
+        )  # of its own: giving way to a prune removes no other pin
         self.put_json(key, {"pinned_at": utc_now()})
         try:
             self._check_stays(checkpoint_id, key)
@@ -161,8 +167,17 @@ class CheckpointStore(Run):
             )
         self.committed(checkpoint_id)  # last: a prune that has removed its mark before has deleted the manifest
 
-    def unpin(self, checkpoint_id: str) -> None:
-        """Leave `checkpoint_id` to the retention policy again; harmless when it was not pinned."""
+    def unpin(self, checkpoint_id: str, token: str | None = None) -> None:
+        """Leave `checkpoint_id` to the retention policy again; harmless when it was not pinned.
+
+        Args:
+            checkpoint_id: The checkpoint.
+            token: The token of the pin to remove; None removes all.
+
+        """
+        if token is not None:
+            self.storage.delete([self.layout.pin(checkpoint_id, token)])
+            return
         pins = self.storage.list(self.layout.pins)
         self.storage.delete([info.key for info in pins if stem(info.key) == checkpoint_id])
 

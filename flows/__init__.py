@@ -1,4 +1,4 @@
-"""The flows `train`, `evaluate` and `prune`, their configurations and results."""
+"""The flows `train`, `sweep`, `evaluate` and `prune`, their configurations and results."""
 
 from prefect_torch.tasks import (
     CheckpointConfig,
@@ -18,6 +18,12 @@ from prefect_torch.tasks import (
 from .evaluation import evaluate
 from .pruning import prune
 from .result import Result, TrainingFailedError
+from .sweep_result import SweepResult, Trial
+from .sweeping import sweep
+from .sweeps.journal import JournalDamagedError
+from .sweeps.search import SweepFailedError
+from .sweeps.search_config import SearchConfig
+from .sweeps.space import choice, grid, loguniform, randint, uniform
 from .training import train
 
 __all__ = [
@@ -26,6 +32,7 @@ __all__ = [
     "FailureConfig",
     "GpusBusyError",
     "Hosts",
+    "JournalDamagedError",
     "KubernetesCluster",
     "NotEnoughMachinesError",
     "RankFailedError",
@@ -33,9 +40,19 @@ __all__ = [
     "Result",
     "RunConfig",
     "ScalingConfig",
+    "SearchConfig",
     "SlurmCluster",
+    "SweepFailedError",
+    "SweepResult",
     "TrainingFailedError",
+    "Trial",
+    "choice",
     "evaluate",
+    "grid",
+    "loguniform",
     "prune",
+    "randint",
+    "sweep",
     "train",
+    "uniform",
 ]

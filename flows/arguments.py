@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import TaskRunContext
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
-from prefect_torch.ckpt.runs.layout import check_run_name
+from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.tasks import ScalingConfig
 from prefect_torch.tasks.gang.gpus import GpuSeat
@@ -60,8 +60,8 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
         if run is None:
             raise ValueError(f"checkpoint {checkpoint}: give its run, or its path or URL")
         return CheckpointRef(storage, check_run_name(run), checkpoint)
-    run_name, _, checkpoint_id = checkpoint.partition("/")
-    if is_id(checkpoint_id):
+    run_name, _, checkpoint_id = checkpoint.rpartition("/")
+    if is_id(checkpoint_id) and ("/" not in run_name or re.fullmatch(RUN_NAME, run_name)):  # else it is a path
         return CheckpointRef(storage, check_run_name(run_name), checkpoint_id)
     named = Checkpoint(checkpoint)
     if named.store is None or named.id is None:
@@ -109,6 +109,12 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
         return default_run_name(root.name, str(root.id))
     digest = hashlib.sha256("\n".join([str(root.id), *calls]).encode()).hexdigest()
     return _name(root.name, digest[:_DIGITS])
+
+
+def name_of_flow_run() -> str:
+    """Return the name of the current flow run's training or sweep that has none of its own."""
+    with get_client(sync_client=True) as client:
+        return name_run(client, client.read_flow_run(UUID(flow_run.id)), count_call_in_task())
 
 
 def count_call_in_task() -> TaskCall | None:

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _RETRY = "Task run failed with %s: %r - Retry %s/%s"
 _HOOK = "_set_terminated_state"
-_VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in ("train", "evaluate", "prune"))
+_VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in ("train", "sweep", "evaluate", "prune"))
 # What is no event for the person who looks at a training; Prefect itself logs all states but Completed as errors.
 _LEVELS = (
     ("train_rank", "Cancelled", logging.INFO),

@@ -31,8 +31,8 @@ PROGRAMS = {
     if (match := re.match(r"# (\S+\.py)\n.*", str(block.values[0]), re.DOTALL)) is not None
 }
 TRAININGS = [name for name, code in PROGRAMS.items() if "def train_fn(" in code]
-# tests/test_readme.py runs their like on Prefect's server.
-NEED_A_SERVER = {"fail.py", "run.py", "schedule.py"}
+# tests/test_readme.py runs their like on Prefect's server, and tests/flows/sweeps/test_sweeping.py the sweep.
+NEED_A_SERVER = {"fail.py", "run.py", "schedule.py", "sweep_line.py"}
 COMMANDS = sorted(
     {line[2:].partition("#")[0].strip() for text in PAGES.values() for line in text.splitlines() if line[:2] == "$ "}
 )

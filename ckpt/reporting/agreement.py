@@ -31,6 +31,7 @@ class Intent:
         state: The description of its state, or None.
         error: The reason why it cannot take part in this report, or None.
         num_requests: How often it has called should_checkpoint() so far.
+        asks_leader: Whether the leader decides after this report if the training goes on; rank 0's counts.
 
     """
 
@@ -42,6 +43,7 @@ class Intent:
     state: StateDescription | None = None
     error: str | None = None
     num_requests: int = 0
+    asks_leader: bool = False
 
     def encode(self) -> bytes:
         """Return JSON."""
@@ -71,6 +73,7 @@ class Agreement:
         error: The error that every rank must raise instead; then nothing is stored.
         is_background_failure: Whether that error is of a background commit, and not about this report.
         ends_training: Whether every rank's function ends with this report, since termination is requested.
+        asks_leader: Whether the leader decides after this report if the training goes on.
 
     """
 
@@ -84,6 +87,7 @@ class Agreement:
     error: RemoteError | None = None
     is_background_failure: bool = False
     ends_training: bool = False
+    asks_leader: bool = False
 
     def encode(self) -> bytes:
         """Return JSON."""
@@ -271,7 +275,7 @@ def decide(
     if isinstance(state, ReportMismatchError):
         return Agreement(step, error=RemoteError.of(state))
     if not storing:
-        return Agreement(step)
+        return Agreement(step, asks_leader=intents[0].asks_leader)
     metadata: dict[str, Any] = {}
     for intent in reversed(storing):
         metadata.update(intent.metadata)
@@ -283,6 +287,7 @@ def decide(
         owners={path: min(ranks) for path, ranks in _ranks_by_path(storing).items() if len(ranks) > 1},
         metadata=metadata,
         state=state,
+        asks_leader=intents[0].asks_leader,
     )
 
 

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import TypeAlias
 
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import Metrics, from_json, to_json
@@ -47,6 +48,29 @@ class CommitEvent:
     stall_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class DecisionRequest:
+    """The ranks wait for a decision on whether the training goes on after a report, whose checkpoint is durable.
+
+    Attributes:
+        number: The number of the request in the attempt.
+        step: The step of the report.
+        num_reports: The number of reports of the run up to this one.
+        metrics: Its metrics.
+        checkpoint: The id of its checkpoint, or None.
+
+    """
+
+    number: int
+    step: int
+    num_reports: int
+    metrics: Metrics
+    checkpoint: str | None
+
+
+Sent: TypeAlias = ReportEvent | CommitEvent | DecisionRequest
+
+
 class EventSender:
     """Rank 0's sender: numbers the events of its training thread and of background commits."""
 
@@ -55,7 +79,7 @@ class EventSender:
         self._sent = 0
         self._one_sender = threading.Lock()
 
-    def send(self, event: ReportEvent | CommitEvent) -> None:
+    def send(self, event: Sent) -> None:
         """Send `event` to the leader, without waiting for it."""
         body = to_json({"type": type(event).__name__, **asdict(event)})
         with self._one_sender:
@@ -70,14 +94,17 @@ class EventReceiver:
         self._key_value = key_value
         self._received = 0
 
-    def drain(self) -> Iterator[ReportEvent | CommitEvent]:
+    def drain(self) -> Iterator[Sent]:
         """Yield the events that arrived since the last call."""
         while self._key_value.check(key := f"event/{self._received}"):
             fields = from_json(json.loads(self._key_value.get([key], 1.0)[0]))
             assert isinstance(fields, dict)
             self._key_value.delete(key)
             self._received += 1
-            if fields.pop("type") == CommitEvent.__name__:
+            kind = fields.pop("type")
+            if kind == CommitEvent.__name__:
                 yield CommitEvent(**fields)
+            elif kind == DecisionRequest.__name__:
+                yield DecisionRequest(**fields)
             else:
                 yield ReportEvent(MetricRecord(**fields["record"]), fields["progress"])

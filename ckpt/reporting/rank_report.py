@@ -72,10 +72,19 @@ class Report:
     snapshot: "StateSnapshot | None" = None
     awaits_commits: bool = False
 
-    def intent(self, rank: int, num_requests: int) -> Intent:
+    def intent(self, rank: int, num_requests: int, *, asks_leader: bool = False) -> Intent:
         """Return the description of the report for rank 0; it must be sent."""
         state = None if self.snapshot is None else self.snapshot.describe()
-        return Intent(rank, self.step, self.upload, list(self.files), dict(self.metadata), state, num_requests=num_requests)
+        return Intent(
+            rank,
+            self.step,
+            self.upload,
+            list(self.files),
+            dict(self.metadata),
+            state,
+            num_requests=num_requests,
+            asks_leader=asks_leader,
+        )
 
     def stage_early(self) -> None:
         """Stage the state while the ranks agree, as the plan of the previous report may still be valid."""

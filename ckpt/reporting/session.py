@@ -15,15 +15,16 @@ from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import utc_now
 
-from .agreement import Rounds, Upload, never
+from .agreement import Agreement, Rounds, Upload, never
 from .background import BackgroundCommits
 from .checkpoint_requests import CheckpointRequests
 from .commit import RankCommits
+from .decisions import DecisionPoints, Decisions
 from .events import EventSender, ReportEvent
 from .key_value import KeyValue
 from .overhead import OverheadBudget
 from .peers import Peers, RankExit
-from .rank_report import ReportArguments, ReportPreparation, check_step
+from .rank_report import Report, ReportArguments, ReportPreparation, check_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,14 @@ class ReportSettings:
         max_in_flight: How many commits may be under way in the background.
         target_overhead: The share of its time that the training may wait, for `should_checkpoint`; None for no target.
         checkpoint_score_attribute: The metric by which checkpoints are sorted, which must be a number; None sorts them by age.
+        decisions: The reports at which the leader decides whether the training goes on; None if it always does.
 
     """
 
     max_in_flight: int = 1
     target_overhead: float | None = None
     checkpoint_score_attribute: str | None = None
+    decisions: DecisionPoints | None = None
 
 
 class RankSession:
@@ -80,6 +83,7 @@ class RankSession:
         self.context = replace(
             context, _should_checkpoint=self._requests.should_checkpoint, _stop_requested=lambda: self._requests.stop_requested
         )
+        self._decisions = None if settings.decisions is None else Decisions(peers, self._events, settings.decisions)
         self._one_report = Lock()
         self._num_reports = 0
         self._last_step = -1 if restored is None else restored.step
@@ -103,6 +107,8 @@ class RankSession:
         """
         given = ReportArguments(metrics, checkpoint, state, step, progress, upload)
         with self._one_report, ExitStack() as cleanup:
+            if self._decisions is not None:
+                self._decisions.raise_if_stopped()
             following = self._last_step + 1
             newest = max([self._commits.committed_step, *(commit.step for commit in self._background.commits)])
             try:
@@ -110,13 +116,27 @@ class RankSession:
             except Exception as exc:
                 self._rounds.abstain(exc, self._last_step)
                 raise
-            intent = report.intent(self.context.world_rank, self._requests.num_requests)
+            asks = self._decisions is not None and self._decisions.asks(
+                report.step, self._num_reports + 1, report.metrics, has_checkpoint=report.upload is not None
+            )
+            intent = report.intent(self.context.world_rank, self._requests.num_requests, asks_leader=asks)
             agreement = self._rounds.agree(intent, meanwhile=report.stage_early)
             staged = report.stage(agreement, self._rounds.writes)
             self._commits.commit(staged)
             self._last_step, self._num_reports = report.step, self._num_reports + 1
+            if agreement.asks_leader and not agreement.ends_training:
+                self._follow_decision(report, agreement)
         if agreement.ends_training:
             raise SystemExit
+
+    def _follow_decision(self, report: Report, agreement: Agreement) -> None:
+        """Follow the leader's decision, once the report's checkpoint is durable: nothing is decided by one that is not."""
+        self._background.wait()
+        failure = self._background.take_failure()
+        if failure is not None:
+            raise failure
+        assert self._decisions is not None
+        self._decisions.follow(report.step, self._num_reports, report.metrics, agreement.checkpoint_id)
 
     def log_metrics(self, metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
         """Record metrics without a report; see `reporting.log_metrics`."""

@@ -24,7 +24,7 @@ from .records import FORMAT_VERSION, decode
 from .retention import RetentionPolicy
 from .run import Run
 
-Ending: TypeAlias = Literal["completed", "failed", "preempted", "cancelled"]
+Ending: TypeAlias = Literal["completed", "stopped", "failed", "preempted", "cancelled"]
 _RANK = re.compile(r"[0-9]{1,9}")
 FailureKind: TypeAlias = Literal["user", "infrastructure", "out_of_memory", "preemption", "final"]
 
@@ -129,7 +129,7 @@ class Outcome:
 
     Attributes:
         attempt: Its number.
-        ending: "completed", "failed", "preempted" or "cancelled".
+        ending: "completed", "stopped" (a sweep's decision ended it after a report), "failed", "preempted" or "cancelled".
         flow_run_id: The flow run that led it: retry budgets are counted per flow run.
         kind: The kind of the failure, which selects its budget; None unless it failed.
         error: The error that ended it, as text, with the rank's own traceback.

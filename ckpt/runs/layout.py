@@ -23,17 +23,18 @@ from .manifest import is_id
 
 _CHECKPOINTS = "checkpoints"
 _CLAIM = re.compile(r"(?P<number>[0-9]{6})-[^/]+\.json")
-_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+# A run, or a trial in the directory of its sweep; in forms, too.
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}(/trial-[0-9]{4,9}-[0-9a-f]{8})?"
 
 
 def check_run_name(run: str) -> str:
-    """Return `run`, a name that is one directory on every backend.
+    """Return `run`, a name that is one directory on every backend; that of a sweep's trial is one in the sweep's directory.
 
     Raises:
         ValueError: If it is not 1 to 200 letters, digits, ".", "_" or "-" that begin with a letter or digit.
 
     """
-    if not isinstance(run, str) or not _RUN.fullmatch(run):
+    if not isinstance(run, str) or not re.fullmatch(RUN_NAME, run):
         raise ValueError(f"run name {run!r}: use 1 to 200 letters, digits, '.', '_' or '-', beginning with a letter or a digit")
     return run
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
-from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver, ReportEvent
+from prefect_torch.ckpt.reporting.events import EventReceiver, Sent
 from prefect_torch.ckpt.reporting.key_value import KeyValue
 from prefect_torch.ckpt.reporting.peers import has_failure
 from prefect_torch.ckpt.text import show_some
@@ -39,8 +39,8 @@ _LONGEST_STOP_S = 600.0
 class Recorder(Protocol):
     """Records the reports and commits of a training."""
 
-    def record(self, event: ReportEvent | CommitEvent) -> None:
-        """Record a report or a commit of rank 0; returns immediately."""
+    def record(self, event: Sent) -> None:
+        """Record a report, a commit or a request of rank 0; returns immediately."""
         ...
 
     def poll(self) -> None:

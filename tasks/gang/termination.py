@@ -76,6 +76,14 @@ class Termination:
         """Let each storage operation within `limit_retries` raise at its next failure."""
         self._no_more_retries.set()
 
+    def request(self, cause: BaseException) -> None:
+        """Request termination from another thread; a second KeyboardInterrupt ends the grace."""
+        if self.cause is None:
+            self._grace_ends_s = time.monotonic() + self._grace_s
+            self.cause = cause
+        elif isinstance(cause, KeyboardInterrupt):
+            self._grace_ends_s = time.monotonic()
+
     @contextmanager
     def limit_retries(self) -> Iterator[None]:
         """Retry storage operations of the body as usual, but not past the end of the grace."""
@@ -110,15 +118,8 @@ class Termination:
                 if time.monotonic() >= self._grace_ends_s:
                     self.end_retries()
         except TERMINATIONS as exc:
-            self._request(exc)
+            self.request(exc)
             self._wait_for(thread)
-
-    def _request(self, cause: BaseException) -> None:
-        if self.cause is None:
-            self._grace_ends_s = time.monotonic() + self._grace_s
-            self.cause = cause
-        elif isinstance(cause, KeyboardInterrupt):
-            self._grace_ends_s = time.monotonic()
 
 
 class _Work(Generic[T]):

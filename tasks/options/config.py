@@ -5,35 +5,17 @@ from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from prefect_torch.ckpt import RetentionPolicy
-from prefect_torch.ckpt.runs.layout import check_run_name
+from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
 from prefect_torch.tasks.gang.engines.choice import ClusterChoice
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from .ranks import Ranks
-from .run_form import show_what_may_be_empty
+from .run_form import FormModel as _Config
 from .storage import StorageChoice
 
 Budget = Annotated[int, Field(ge=-1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
-
-
-class _Config(BaseModel):
-    # Errors do not quote the value that they refuse: it may contain a password.
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=show_what_may_be_empty, hide_input_in_errors=True)
-
-    @model_serializer(mode="wrap")
-    def _leave_out_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the parameters of a deployment without null, which a form does not accept for a choice."""
-        return {name: value for name, value in handler(self).items() if value is not None}
 
 
 class ScalingConfig(_Config):
@@ -88,7 +70,7 @@ class RunConfig(_Config):
         title="Run name",
         description="The run's name in the storage. A flow run continues the run of that name; when empty, each flow run has a "
         "run of its own, which its retries, and those of the flows that call it, continue.",
-        json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"},  # for forms; check_run_name raises the error
+        json_schema_extra={"pattern": f"^{RUN_NAME}$"},  # for forms; check_run_name raises the error
     )
     storage: StorageChoice = Field(
         default="./checkpoints",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import Field, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -47,3 +47,15 @@ def _without_null(schema: JsonSchemaValue) -> JsonSchemaValue:
         return {**schema, "anyOf": [{"type": "null", "title": "None"}, *values]}
     (value,) = values
     return {**{key: value for key, value in schema.items() if key != "anyOf"}, **value}
+
+
+class FormModel(BaseModel):
+    """A model whose fields are inputs of a form."""
+
+    # Errors do not quote the value that they refuse: it may contain a password.
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=show_what_may_be_empty, hide_input_in_errors=True)
+
+    @model_serializer(mode="wrap")
+    def _leave_out_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the parameters of a deployment without null, which a form does not accept for a choice."""
+        return {name: value for name, value in handler(self).items() if value is not None}

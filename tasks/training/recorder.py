@@ -8,7 +8,7 @@ from functools import partial
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageError
-from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, Sent
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.text import utc_now
@@ -34,6 +34,7 @@ class RunRecorder:
     Attributes:
         newest: The id of the newest checkpoint that is known to be committed or was restored; None before the first.
         on_first_report: Called once, in the writing thread, after the first report.
+        on_request: Called in the writing thread with each request for a decision.
 
     """
 
@@ -42,6 +43,7 @@ class RunRecorder:
     ) -> None:
         self.newest = restored_id = None if restored is None else restored.id
         self.on_first_report: Callable[[], None] | None = None
+        self.on_request: Callable[[DecisionRequest], None] | None = None
         self._store = store
         self._attempt = attempt
         self._observers = observers
@@ -63,8 +65,12 @@ class RunRecorder:
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
         self._flushing: Future[None] | None = None
 
-    def record(self, event: ReportEvent | CommitEvent) -> None:
-        """Record a report or a commit of rank 0; returns immediately."""
+    def record(self, event: Sent) -> None:
+        """Record a report or a commit of rank 0, or decide on its request; returns immediately."""
+        if isinstance(event, DecisionRequest):
+            assert self.on_request is not None, f"ranks that must not ask sent {event}"
+            self._submit(partial(self.on_request, event), "a decision")
+            return
         self._observers.notify(event)
         if isinstance(event, CommitEvent):
             self.newest = event.id

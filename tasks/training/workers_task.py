@@ -9,8 +9,11 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt.reporting.decisions import Verdict, answer
+from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.ckpt.reporting.key_value import KeyValue
 from prefect_torch.ckpt.reporting.session import ReportSettings
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, record_world_size, write_outcome
+from prefect_torch.ckpt.runs.attempts import Attempt, Ending, Outcome, record_world_size, write_outcome
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.records import check_depth
@@ -88,6 +91,7 @@ class _Leader:
         self._termination = termination
         self._store = job.open_store()
         self._recorder: RunRecorder | None = None
+        self._is_stopped = False
 
     def lead(self) -> Any:
         self._termination.raise_if_requested()
@@ -108,7 +112,8 @@ class _Leader:
             if exc.original is not None:
                 raise exc.original from exc
             raise
-        self._record(Outcome(claimed.number, "completed", claimed.owner.flow_run_id, return_value=_as_json(value)))
+        ending: Ending = "stopped" if self._is_stopped else "completed"
+        self._record(Outcome(claimed.number, ending, claimed.owner.flow_run_id, return_value=_as_json(value)))
         return value
 
     def _lend(self) -> AbstractContextManager[Lease | None]:
@@ -132,6 +137,7 @@ class _Leader:
         termination.raise_if_requested()
         specs_at = partial(_specs, job, attempt, restored, self._seat, lease)
         gang, key_value = meet(specs_at, job.failure.hang_timeout_s, lease)
+        recorder.on_request = partial(self._decide, key_value)
         try:
             return gang.run(key_value, recorder, termination)
         finally:
@@ -141,6 +147,16 @@ class _Leader:
                 if termination.is_requested:
                     termination.end_retries()
                 recorder.close()
+
+    def _decide(self, key_value: KeyValue, request: DecisionRequest) -> None:
+        """Send the ranks the decision on their request; without one, they stop, since they must not wait for it forever."""
+        assert self._job.decisions is not None
+        verdict = Verdict(goes_on=False)
+        try:
+            verdict = self._job.decisions.decide(request)
+        finally:
+            self._is_stopped = not verdict.goes_on
+            answer(key_value, request.number, verdict)
 
     def _record_termination(self, claimed: Attempt) -> None:
         flow_run_id = claimed.owner.flow_run_id
@@ -203,7 +219,12 @@ def _specs(
             visible_gpus=seat.environment,
             gpu_locks=seat.locks,
             records_collectives=scaling.use_gpu and job.failure.hang_timeout_s is not None,
-            reports=ReportSettings(checkpoint.max_in_flight, checkpoint.target_overhead, checkpoint.checkpoint_score_attribute),
+            reports=ReportSettings(
+                checkpoint.max_in_flight,
+                checkpoint.target_overhead,
+                checkpoint.checkpoint_score_attribute,
+                None if job.decisions is None else job.decisions.points(),
+            ),
             flush_s=_FLUSH_S,
             master_host=None if lease is None else lease.machines[0].address,
         ),

@@ -99,11 +99,11 @@ def test_an_end_is_raised_though_the_work_fails_at_it():
 
 def test_a_second_ctrl_c_ends_the_grace():
     termination = Termination(grace_s=600)
-    termination._request(TerminationSignal(15))
+    termination.request(TerminationSignal(15))
     assert 0 < termination.grace_left_s <= 600
-    termination._request(TerminationSignal(15))
+    termination.request(TerminationSignal(15))
     assert termination.grace_left_s > 0
-    termination._request(KeyboardInterrupt())
+    termination.request(KeyboardInterrupt())
     assert termination.grace_left_s == 0
 
 

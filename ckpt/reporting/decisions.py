@@ -1,0 +1,138 @@
+"""Decisions on a training at its reports: made by its leader, after the commit, and seen by all ranks at the same report."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+
+from .events import DecisionRequest, EventSender
+from .key_value import KeyValue
+from .peers import Peers
+
+
+class TrainingStopped(SystemExit):
+    """The leader has decided that the training ends after the report that raises this."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionPoints:
+    """The reports at which the leader decides whether the training goes on.
+
+    Attributes:
+        time_attr: "step", "training_iteration" (the number of reports), or a metric; it grows from report to report.
+        milestone: The first report with a checkpoint at or after this time asks; None if none does for that reason.
+        asks_always: Whether every report asks from the milestone on, also without a checkpoint.
+        stop: A report with one of these metrics (or "step", "training_iteration") at or above the number asks.
+        reports_before: The number of reports before this attempt.
+
+    """
+
+    time_attr: str = "step"
+    milestone: float | None = None
+    asks_always: bool = False
+    stop: dict[str, float] = field(default_factory=dict)
+    reports_before: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The leader's decision.
+
+    Attributes:
+        goes_on: Whether the training goes on.
+        milestone: The next milestone.
+
+    """
+
+    goes_on: bool
+    milestone: float | None = None
+
+
+def time_of(attribute: str, step: int, num_reports: int, metrics: Metrics) -> float | None:
+    """Return the time of a report by an attribute; None if it has none."""
+    if attribute == "step":
+        return step
+    if attribute == "training_iteration":
+        return num_reports
+    value = find_score(metrics, attribute)
+    return None if value is None or math.isnan(value) else float(value)
+
+
+class Decisions:
+    """The decisions on one rank's reports.
+
+    Args:
+        peers: The ranks.
+        events: The sender that asks the leader.
+        points: The reports that ask.
+
+    """
+
+    def __init__(self, peers: Peers, events: EventSender, points: DecisionPoints) -> None:
+        self._peers = peers
+        self._events = events
+        self._points = points
+        self._milestone = points.milestone
+        self._num_asked = 0
+        self._stopped = False
+
+    def asks(self, step: int, num_reports: int, metrics: Metrics, *, has_checkpoint: bool) -> bool:
+        """Return, on rank 0, whether a report asks the leader; False on other ranks.
+
+        Args:
+            step: Its step.
+            num_reports: Its number in this attempt, from 1.
+            metrics: Its metrics.
+            has_checkpoint: Whether it stores a checkpoint.
+
+        """
+        points = self._points
+        if self._peers.rank != 0:
+            return False
+        count = points.reports_before + num_reports
+        for name, limit in points.stop.items():
+            value = time_of(name, step, count, metrics)
+            if value is not None and value >= limit:
+                return True
+        time = time_of(points.time_attr, step, count, metrics)
+        if self._milestone is None or time is None or time < self._milestone:
+            return False
+        return has_checkpoint or points.asks_always
+
+    def follow(self, step: int, num_reports: int, metrics: Metrics, checkpoint: str | None) -> None:
+        """Ask the leader, and return if the training goes on; every rank calls it for the same reports.
+
+        Raises:
+            TrainingStopped: If it does not; then the next report raises it, too.
+
+        """
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        if self._peers.rank == 0:
+            count = self._points.reports_before + num_reports
+            self._events.send(DecisionRequest(number, step, count, metrics, checkpoint))
+        verdict = Verdict(**json.loads(self._peers.decision(_topic(number))))
+        self._milestone = verdict.milestone
+        if not verdict.goes_on:
+            self._stopped = True
+            self.raise_if_stopped()
+
+    def raise_if_stopped(self) -> None:
+        """Raise if the leader has decided that the training ends.
+
+        Raises:
+            TrainingStopped: In a function that goes on reporting after it was stopped.
+
+        """
+        if self._stopped:
+            raise TrainingStopped
+
+
+def answer(key_value: KeyValue, number: int, verdict: Verdict) -> None:
+    """As the leader, send every rank the verdict on request `number`."""
+    key_value.set(_topic(number), json.dumps(asdict(verdict)).encode())
+    key_value.delete(_topic(number - 1))  # every rank has read it, since all have taken part in a later report
+
+
+def _topic(number: int) -> str:
+    return f"decision {number}"

@@ -1,0 +1,94 @@
+"""The body of a flow that leads a training: its attempts, what observes them, and the end of a terminated flow run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.flows import Flow
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, Crashed
+from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.tasks import train_workers
+from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.local_rank import prepare_ranks
+from prefect_torch.tasks.gang.machine.lending import Machines
+from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.rank.failures import counts_against
+from prefect_torch.tasks.rank.tracebacks import first_line
+from prefect_torch.tasks.training.job import TrainJob
+from prefect_torch.tasks.training.observers import Observer, Observers
+from prefect_torch.tasks.training.restarts import Restarts
+
+from .api_outage import outlast_api_outages
+
+_outcomes: dict[str, Outcome] = {}  # by flow run, from the flow's body to its hook in the same process
+
+
+def _record_termination(outcome: Outcome | None) -> None:
+    """Record the outcome of a terminated attempt while the exception passes through the flow's body; costs no request."""
+    if outcome is not None and outcome.flow_run_id is not None:
+        _outcomes[outcome.flow_run_id] = outcome
+
+
+def set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001 - by name
+    """Give a crashed flow run's state the message that `_record_termination` recorded.
+
+    A cancellation that does not come through Prefect's API, such as a stopped container's, becomes Cancelled here, so that no
+    automation runs the flow again.
+    """
+    outcome = _outcomes.pop(str(flow_run.id), None)
+    if outcome is None or outcome.error is None:
+        return
+    final: State[Any] = Crashed(message=f"{state.message} {outcome.error}")
+    if outcome.ending == "cancelled":
+        final = Cancelled(message=outcome.error)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run.id, final, force=True)
+
+
+def lead_training(
+    job: TrainJob, seat: GpuSeat, machines: Machines | None, termination: Termination, observers: Sequence[Observer]
+) -> Any:
+    """Run the attempts of a training within the current flow run, and return rank 0's return value.
+
+    Args:
+        job: The training.
+        seat: The GPUs of its ranks, which are released at the end.
+        machines: The machines of its ranks; None for this one.
+        termination: Whether the flow run is being terminated.
+        observers: They are notified of every event of the training.
+
+    Raises:
+        Exception: The last failure.
+
+    """
+    if machines is None:
+        prepare_ranks(job.scaling.most_workers)  # while Prefect's API and the storage answer
+    restarts = Restarts(job.failure, flow_run.id, is_rerun=flow_run.run_count > 1)
+
+    def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
+        error = state.result(raise_on_failure=False)
+        if not isinstance(error, Exception) or not restarts.count_failure(kind := counts_against(error)):
+            return False
+        get_run_logger().warning("%s: %s; the training starts again", restarts.describe_last(kind), first_line(error))
+        return True
+
+    led = train_workers.with_options(
+        retries=restarts.most_retries,
+        retry_delay_seconds=job.failure.retry_delay_s,
+        retry_jitter_factor=job.failure.retry_jitter_factor or 0.0,
+        retry_condition_fn=is_worth_another_attempt,
+    )
+    with termination.limit_retries():
+        notified = Observers(observers)
+        try:
+            with outlast_api_outages():
+                return led(job, notified, termination, restarts, seat, machines)
+        except TERMINATIONS:
+            _record_termination(termination.outcome)
+            raise
+        finally:
+            seat.release()
+            notified.close()

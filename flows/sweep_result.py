@@ -1,0 +1,205 @@
+"""The result of a sweep, read from its storage: while it runs, when it has ended, and when it has failed."""
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from prefect_torch.ckpt import Checkpoint
+from prefect_torch.ckpt.runs.history import newest_metrics, read_history
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.opening import StorageLike
+
+from .result import Result
+from .sweeps.definition import Definition, read_definition
+from .sweeps.history import History, TrialRecord, TrialState, decode_event, history_of
+from .sweeps.journal import read_journal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One trial of a sweep.
+
+    Attributes:
+        number: Its number, from 0.
+        config: Its function's config, with that of all trials.
+        metrics: Its last metrics.
+        state: "completed", "stopped" (by the scheduler), "paused", "running" or "failed".
+        reason: Why it was stopped or paused, or its error; None otherwise.
+        run: The name of its run, in the sweep's storage.
+        storage: That storage.
+
+    """
+
+    number: int
+    config: dict[str, Any]
+    metrics: Metrics
+    state: TrialState
+    reason: str | None
+    run: str
+    storage: StorageLike = field(repr=False, compare=False)
+
+    @property
+    def result(self) -> Result:
+        """The result of its training; costs some requests each time.
+
+        Raises:
+            FileNotFoundError: If no attempt of it has begun.
+
+        """
+        return Result.from_storage(self.storage, self.run)
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """Its latest checkpoint; None without checkpoints. Costs some requests each time."""
+        try:
+            return self.result.checkpoint
+        except FileNotFoundError:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """The outcome of a sweep.
+
+    Attributes:
+        name: The sweep's name.
+        path: Its local path or URL.
+        trials: Its trials, by number.
+        metrics: What was optimized.
+        modes: Whether a low ("min") or a high ("max") value of each is good.
+
+    """
+
+    name: str
+    path: str
+    trials: list[Trial]
+    metrics: list[str]
+    modes: list[str]
+
+    @property
+    def best(self) -> Trial:
+        """The best trial by the first metric, among those that have not failed; of equal ones the first.
+
+        Raises:
+            ValueError: If none has that metric as a number.
+
+        """
+        return self.get_best_trial(self.metrics[0], self.modes[0])
+
+    def get_best_trial(self, metric: str, mode: str) -> Trial:
+        """Return the best trial by any metric.
+
+        Args:
+            metric: Its name, or an "a/b" path into nested metrics.
+            mode: "min" or "max".
+
+        Raises:
+            ValueError: If no trial has that metric as a number, or `mode` is neither.
+
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode={mode!r}: give 'min' or 'max'")
+        scored = [(score, trial) for trial in self.trials if (score := _score(trial, metric, mode)) is not None]
+        if not scored:
+            raise ValueError(f"no trial of sweep {self.name!r} has a metric {metric!r} that is a number")
+        return min(scored, key=lambda it: it[0])[1]
+
+    @property
+    def best_trials(self) -> list[Trial]:
+        """The trials that no other one beats in all metrics, by number; of a single metric, the best ones."""
+        scored = [(scores, trial) for trial in self.trials if (scores := self._scores(trial)) is not None]
+        return [
+            trial
+            for scores, trial in scored
+            if not any(other != scores and all(a <= b for a, b in zip(other, scores, strict=True)) for other, _ in scored)
+        ]
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """The error of each failed trial, by number."""
+        return {trial.number: trial.reason or "" for trial in self.trials if trial.state == "failed"}
+
+    @property
+    def trials_dataframe(self) -> "pd.DataFrame":
+        """A row per trial: number, state, reason, run, its config as "config/a/b" and its metrics as "a/b".
+
+        Raises:
+            ImportError: If pandas is not installed.
+
+        """
+        try:
+            import pandas as pd  # noqa: PLC0415 - optional
+        except ImportError as exc:
+            raise ImportError("trials_dataframe needs pandas: pip install 'prefect-torch[pandas]'; or use .trials") from exc
+        return pd.DataFrame(
+            [
+                {
+                    "number": trial.number,
+                    "state": trial.state,
+                    "reason": trial.reason,
+                    "run": trial.run,
+                    **dict(flatten_metrics(trial.config, "config/")),
+                    **dict(flatten_metrics(trial.metrics)),
+                }
+                for trial in self.trials
+            ]
+        )
+
+    @classmethod
+    def from_storage(cls, storage: StorageLike, name: str) -> "SweepResult":
+        """Read the result of a sweep that has ended, has failed or still runs; costs a few reads, and more for running trials.
+
+        Args:
+            storage: A local path, a URL, "block-type-slug/block-name", or a block.
+            name: The sweep's name.
+
+        Raises:
+            FileNotFoundError: If there is no such sweep.
+            JournalDamagedError: If its journal is damaged.
+
+        """
+        run = Run.open(storage, name)
+        definition = read_definition(run)
+        if definition is None:
+            raise FileNotFoundError(f"there is no sweep {name!r} in {run.storage.url}")
+        where = f"the journal of sweep {name!r}"
+        events = [event for entry in read_journal(run) if (event := decode_event(entry, where)) is not None]
+        return cls.of(run, definition, history_of(events))
+
+    @classmethod
+    def of(cls, run: Run, definition: Definition, history: History) -> "SweepResult":
+        """Return the result of a sweep with this history.
+
+        Args:
+            run: The sweep.
+            definition: What it searches.
+            history: Its trials.
+
+        """
+        trials = [_trial(run, definition, history[number]) for number in sorted(history)]
+        return cls(run.name, run.path, trials, definition.metrics, definition.modes)
+
+    def _scores(self, trial: Trial) -> list[float] | None:
+        scores = [_score(trial, metric, mode) for metric, mode in zip(self.metrics, self.modes, strict=True)]
+        known = [score for score in scores if score is not None]
+        return known if len(known) == len(scores) else None
+
+
+def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:
+    metrics = record.metrics
+    if record.state == "running":
+        metrics = newest_metrics(read_history(Run.open(run.storage, record.run))) or metrics
+    config = {**definition.config, **record.config}
+    return Trial(record.number, config, metrics, record.state, record.reason, record.run, run.spec)
+
+
+def _score(trial: Trial, metric: str, mode: str) -> float | None:
+    """Return a value of which a lower one is better; None if there is none."""
+    value = find_score(trial.metrics, metric)
+    if value is None or math.isnan(value) or trial.state == "failed":
+        return None
+    return float(value) if mode == "min" else -float(value)

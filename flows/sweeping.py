@@ -1,0 +1,242 @@
+"""The flow `sweep`: many trainings, searched, each a run of its own, to be called, scheduled and triggered."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from prefect import flow, get_run_logger
+from prefect.runtime import flow_run
+from prefect_torch.ckpt import CheckpointNotFoundError, RunBusyError, StorageSpec
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt, claim_unless_led, write_outcome
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.standing import standing_of
+from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.liveness import has_ended
+from prefect_torch.tasks.options.run_form import WithoutNull, shown_as
+from prefect_torch.tasks.options.storage import configured_storage
+from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.rank.tracebacks import first_line
+from pydantic.json_schema import SkipJsonSchema
+
+from .api_outage import outlast_api_outages
+from .arguments import name_of_flow_run, seat_for
+from .embedded_server import tie_embedded_server
+from .short_tracebacks import short_tracebacks, shorten_logs
+from .sweep_result import SweepResult
+from .sweeps.definition import define, settle_definition
+from .sweeps.history import TrialRecord, decode_event
+from .sweeps.journal import Journal, read_journal
+from .sweeps.search import Search, TrialEnd
+from .sweeps.search_config import SearchConfig
+from .sweeps.space import parse_space
+from .sweeps.study import check_sampler, require_optuna
+from .trial_runs import LocalTrials, Training, TrialRuns, pin_source, read_end, undecided, unpin_source
+
+_POLL_S = 0.5
+
+
+@short_tracebacks
+@flow(name="sweep", task_runner=ONE_THREAD_PER_RANK, persist_result=False)
+def sweep(
+    train_fn: Annotated[
+        str | SkipJsonSchema[Callable[..., Any]],
+        shown_as(
+            "Training function",
+            "The function that every rank of every trial runs: 'module:function' or 'path/to/file.py:function'.",
+            pattern="^.+:[A-Za-z_][A-Za-z0-9_]*$",
+        ),
+    ],
+    space: Annotated[
+        dict[str, Any],
+        shown_as(
+            "Space",
+            'What is searched, as JSON: {"lr": {"kind": "loguniform", "low": 0.0001, "high": 0.1}}. Kinds: uniform, '
+            "loguniform, randint, choice, grid.",
+        ),
+    ],
+    config: Annotated[
+        dict[str, Any] | None,
+        WithoutNull(),
+        shown_as("Config", "What all trials have, as JSON.", default={}),
+    ] = None,
+    search: Annotated[
+        SearchConfig | None, WithoutNull(), shown_as("Search", "What is optimized, by how many trials, and how.")
+    ] = None,
+    scaling: Annotated[
+        ScalingConfig | None, WithoutNull(), shown_as("Scaling", "How many ranks each trial has, and on what.")
+    ] = None,
+    run: Annotated[
+        RunConfig | None, WithoutNull(), shown_as("Run", "The sweep's name, the location of its records, and how it starts.")
+    ] = None,
+    checkpoint: Annotated[
+        CheckpointConfig | None,
+        WithoutNull(),
+        shown_as("Checkpoints", "Which checkpoints each trial keeps in addition to its latest."),
+    ] = None,
+    failure: Annotated[FailureConfig | None, WithoutNull(), shown_as("Failures", "How often each trial is restarted.")] = None,
+) -> SweepResult:
+    """Search a space by trials, each of which is a training of its own.
+
+    The function is any training function; `report` and `get_checkpoint` are all it knows. A trial that fails costs that trial.
+    A killed sweep goes on when it is started again with the same name: what has ended stays, and what ran resumes from its
+    checkpoints. The result can be read at any time: `SweepResult.from_storage(storage, name)`.
+
+    Args:
+        train_fn: The function that every rank runs, or its location ("module:function", "path/to/file.py:function").
+        space: What is searched: a config in which some values are domains, such as `loguniform(1e-4, 1e-1)`.
+        config: What all trials have.
+        search: What is optimized, by how many trials, and how.
+        scaling: The ranks of each trial. One rank without a GPU if None.
+        run: The sweep's name, the location of its records, and how it starts; a trial's run is "<name>/trial-0007-<8 hex>".
+        checkpoint: Which checkpoints each trial keeps. All if None.
+        failure: How often each trial is restarted.
+
+    Raises:
+        ValueError: If an argument is invalid; nothing was started.
+        ImportError: If Optuna is not installed.
+        SweepFailedError: If too many trials, or all, have failed.
+        RunBusyError: If another flow run that is alive leads this sweep.
+        JournalDamagedError: If the sweep's journal is damaged.
+
+    """
+    shorten_logs()
+    tie_embedded_server()
+    require_optuna()
+    if search is None:
+        raise ValueError("search is missing: give SearchConfig(metric=..., mode=...)")
+    parsed, scaling, failure, run_config = parse_space(space), scaling or ScalingConfig(), failure or FailureConfig(), run
+    run_config = run_config or RunConfig()
+    check_sampler(search, parsed)
+    seat_for(scaling)
+    storage = configured_storage(run_config.storage, run_config.storage_deadline_s)
+    function = pack_function(train_fn, {}).name
+    training = Training(
+        lambda whole: pack_function(train_fn, whole),
+        storage,
+        config or {},
+        scaling,
+        run_config,
+        checkpoint or CheckpointConfig(),
+        failure,
+    )
+    led = Run.open(storage, run_config.name or name_of_flow_run())
+    claimed = _claim(led, run_config)
+    is_fresh = run_config.resume == "never"
+    definition = settle_definition(
+        led, define(function, space, training.config, search), has_seed=search.seed is not None, is_fresh=is_fresh
+    )
+    entries = read_journal(led)
+    if run_config.resume == "must" and not entries:
+        raise CheckpointNotFoundError(f"there is no sweep {led.name!r} in {led.storage.url}, and resume='must' asks for one")
+    where = f"the journal of sweep {led.name!r}"
+    events = [event for entry in entries if (event := decode_event(entry, where)) is not None]
+    journal = Journal(led, claimed.number, len(entries))
+    searched = Search(
+        search,
+        parsed,
+        definition.seed,
+        [] if is_fresh else events,
+        journal.append,
+        led.name,
+        lambda source, clone: pin_source(storage, source, clone[-8:]),
+    )
+    termination = Termination(failure.grace_s)
+    trials = LocalTrials(training, searched)
+    with termination.limit_retries():
+        try:
+            with outlast_api_outages():
+                searched.lead(claimed.number, is_fresh=is_fresh)
+                termination.outlast(lambda: _lead(searched, trials, storage, search, termination))
+        except TERMINATIONS:
+            _record(led, Outcome(claimed.number, "preempted", claimed.owner.flow_run_id, "preemption"))
+            raise
+        except Exception as exc:
+            _record(led, Outcome(claimed.number, "failed", claimed.owner.flow_run_id, "user", first_line(exc)))
+            raise
+    _record(led, Outcome(claimed.number, "completed", claimed.owner.flow_run_id))
+    return SweepResult.of(led, definition, searched.trials)
+
+
+def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: SearchConfig, termination: Termination) -> None:
+    """Run trials until the search has no more."""
+    waiting = _recovered(search, storage, config.time_attr)
+    try:
+        while True:
+            termination.raise_if_requested()
+            search.raise_if_failed()
+            while trials.num_running() < config.max_concurrent:
+                trial = waiting.pop(0) if waiting else search.next_trial()
+                if trial is None:
+                    break
+                trials.start(trial)
+            if not trials.num_running():
+                break
+            for number, end in trials.take_ended(_POLL_S).items():
+                _record_end(search, trials, storage, number, end, termination)
+    except Exception as exc:
+        trials.terminate(termination.cause or exc)
+        while trials.num_running():
+            trials.take_ended(_POLL_S)
+        raise
+    search.raise_if_all_failed()
+
+
+def _recovered(search: Search, storage: StorageSpec, time_attr: str) -> list[TrialRecord]:
+    """Return the trials that ran when the sweep's process was killed, and must go on.
+
+    What they committed and the journal does not have is decided first, as it would have been.
+    """
+    for trial in search.running():
+        run = Run.open(storage, trial.run)
+        for request in undecided(run, trial, time_attr):
+            search.decide(trial.number, request)
+        if search.trials[trial.number].state == "running":
+            end = read_end(run, None)
+            if end is not None and end.outcome == "completed":
+                search.end(trial.number, end)
+    return search.running()
+
+
+def _record_end(
+    search: Search, trials: TrialRuns, storage: StorageSpec, number: int, end: TrialEnd | None, termination: Termination
+) -> None:
+    trial = search.trials[number]
+    if end is None:  # interrupted, and not by this process's own termination: it goes on
+        if termination.cause is None:
+            trials.start(trial)
+        return
+    if trial.state == "running":
+        trial = search.end(number, end)
+    for source, clone in search.take_released():
+        unpin_source(storage, source, clone[-8:])
+
+
+def _claim(run: Run, run_config: RunConfig) -> Attempt:
+    owner = Owner.current(flow_run.id)
+
+    def claim_after(_: Attempt | None) -> Attempt:
+        return claim_attempt(run, owner, world_size=0)
+
+    if run_config.takeover:
+        return claim_after(None)
+    return claim_unless_led(run, lambda attempt: _refuse_if_alive(run, attempt), claim_after)
+
+
+def _refuse_if_alive(run: Run, previous: Attempt) -> None:
+    owner = previous.owner
+    if owner.flow_run_id == flow_run.id or not standing_of(run, previous).may_be_alive:
+        return
+    if owner.flow_run_id is not None and has_ended(owner.flow_run_id):
+        return
+    raise RunBusyError(
+        f"sweep {run.name!r} in {run.storage.url} is led by flow run {owner.flow_run_id} (process {owner.pid} on "
+        f"{owner.machine}, since {previous.claimed_at}); wait for it, cancel it, choose another name, or give takeover=True"
+    )
+
+
+def _record(run: Run, outcome: Outcome) -> None:
+    try:
+        write_outcome(run, outcome)
+    except OSError as exc:
+        get_run_logger().warning("the outcome of sweep %r could not be written: %s", run.name, exc)

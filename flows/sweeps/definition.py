@@ -1,0 +1,91 @@
+"""What a sweep searches, as its storage has it: the same for every process that leads it."""
+
+import secrets
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from prefect_torch.ckpt.runs.metrics import to_json
+from prefect_torch.ckpt.runs.record_fields import Count
+from prefect_torch.ckpt.runs.records import FORMAT_VERSION
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.text import utc_now
+
+from .search_config import SearchConfig
+
+_KEY = "sweep.json"
+_LARGEST_SEED = 2**32
+_WHAT = "what a sweep searches"
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """What a sweep searches.
+
+    Attributes:
+        function: The location of the training function.
+        space: The space, as JSON.
+        config: The config that all trials have.
+        metrics: The metrics.
+        modes: Whether a low ("min") or a high ("max") value of each is good.
+        seed: The seed of all suggestions.
+        search: The configuration of the search, as it was given last.
+        created_at: When the sweep began (UTC, ISO 8601).
+
+    """
+
+    function: str
+    space: dict[str, Any]
+    config: dict[str, Any]
+    metrics: list[str]
+    modes: list[str]
+    seed: Count
+    search: dict[str, Any] = field(default_factory=dict)
+    created_at: str = ""
+
+
+def define(function: str, space: dict[str, Any], config: dict[str, Any], search: SearchConfig) -> Definition:
+    """Return the definition of a new sweep."""
+    seed = secrets.randbelow(_LARGEST_SEED) if search.seed is None else search.seed
+    given = search.model_dump(mode="json")
+    return Definition(function, dict(space), dict(config), search.metrics, list(search.modes), seed, given, utc_now())
+
+
+def key_of(sweep: str) -> str:
+    """Return the key of a sweep's definition."""
+    return f"{sweep}/{_KEY}"
+
+
+def read_definition(run: Run) -> Definition | None:
+    """Return the definition of a sweep; None if there is no such sweep."""
+    return run.get_record(Definition, key_of(run.name), _WHAT)
+
+
+def settle_definition(run: Run, given: Definition, *, has_seed: bool, is_fresh: bool) -> Definition:
+    """Return the definition that the sweep goes on with, stored if it is new or changed.
+
+    Args:
+        run: The sweep.
+        given: What its caller asks for.
+        has_seed: Whether the caller chose the seed.
+        is_fresh: Whether the sweep begins again, whatever it searched before.
+
+    Raises:
+        ValueError: If it searches something else than before.
+
+    """
+    known = None if is_fresh else read_definition(run)
+    settled = given
+    if known is not None:
+        for name in ("space", "metrics", "modes"):
+            if getattr(known, name) != getattr(given, name):
+                raise ValueError(
+                    f"sweep {run.name!r} in {run.storage.url} has {name}={getattr(known, name)!r}, and this one "
+                    f"{getattr(given, name)!r}: give it another name, or resume='never' to begin it again"
+                )
+        seed = given.seed if has_seed else known.seed
+        settled = replace(given, seed=seed, created_at=known.created_at)
+    if settled != known:
+        record = to_json({"format": FORMAT_VERSION, **asdict(settled)})
+        assert isinstance(record, dict)
+        run.put_json(key_of(run.name), record)
+    return settled

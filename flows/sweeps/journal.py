@@ -1,0 +1,180 @@
+"""The journal of a sweep: numbered entries, each an object of its own that is written once, by one process at a time.
+
+<sweep>/sweep.json                                    what the sweep searches
+<sweep>/journal/<last>-<attempt>-<count>.jsonl        `count` entries that end with number `last`, in the order of their numbers
+
+The process that leads the sweep owns it as the leader of a training owns its run: by a claim, which fences all earlier ones.
+The first entry of an attempt ends what earlier attempts may still write: an entry of an earlier attempt with that number or a
+higher one counts as never written. So does an entry that is torn, since nothing follows from an entry before it is stored.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from prefect_torch.ckpt import CheckpointCorruptError
+from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.runs.attempts import check_fence
+from prefect_torch.ckpt.runs.metrics import from_json, to_json
+from prefect_torch.ckpt.runs.records import FORMAT_VERSION, seal, unseal
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.parallel import read_all
+
+Entry: TypeAlias = dict[str, Any]
+MOST_PARTS = 64
+MOST_ENTRIES = 1024  # of one object
+_NAME = re.compile(r"(?P<last>[0-9]{9})-(?P<attempt>[0-9]{6})-(?P<count>[0-9]{6})\.jsonl")
+_WHAT = "an entry of a sweep's journal"
+_logger = logging.getLogger(__name__)
+
+
+class JournalDamagedError(CheckpointCorruptError):
+    """Entries of a sweep's journal are missing or damaged."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """One object of the journal; of two with the same last entry, that of the newer attempt, or the longer, is last."""
+
+    last: int
+    attempt: int
+    count: int
+    key: str
+
+
+class Journal:
+    """The journal of a sweep as its leader writes it.
+
+    Args:
+        run: The sweep.
+        attempt: The leader's attempt, which it has claimed.
+        entries: The number of entries so far, which this leader has read.
+
+    """
+
+    def __init__(self, run: Run, attempt: int, entries: int) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._next = entries
+        self._parts: list[Part] = []  # of this attempt, not merged yet
+        self._lines: list[bytes] = []
+
+    def append(self, entry: Entry) -> None:
+        """Store `entry`; durable when this returns. Costs a put and a listing of a few keys.
+
+        Raises:
+            FencedError: If another process leads the sweep by now.
+
+        """
+        check_fence(self._run, self._attempt)
+        line = seal({"format": FORMAT_VERSION, "number": self._next, "attempt": self._attempt, "entry": to_json(entry)})
+        part = self._part(self._next, 1)
+        self._run.storage.put_bytes(part.key, line)
+        self._parts.append(part)
+        self._lines.append(line)
+        self._next += 1
+        if len(self._parts) >= MOST_PARTS or len(self._lines) >= MOST_ENTRIES:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Replace the newest parts by one object, which sorts after them; a crash in between leaves both, which is harmless."""
+        whole = self._part(self._next - 1, len(self._lines))
+        data = b"\n".join(self._lines)
+        self._run.storage.put_bytes(whole.key, data)
+        if self._run.storage.get_bytes(whole.key) != data:
+            raise JournalDamagedError(f"{self._run.storage.url}/{whole.key} holds something else than was stored just now")
+        self._run.storage.delete([part.key for part in self._parts])
+        self._parts = [whole]
+        if len(self._lines) >= MOST_ENTRIES:
+            self._parts, self._lines = [], []
+
+    def _part(self, last: int, count: int) -> Part:
+        return Part(last, self._attempt, count, f"{folder(self._run)}{last:09d}-{self._attempt:06d}-{count:06d}.jsonl")
+
+
+def folder(run: Run) -> str:
+    """Return the prefix of the journal's objects."""
+    return f"{run.name}/journal/"
+
+
+def read_journal(run: Run) -> list[Entry]:
+    """Return every entry, in order, even if the leader merges objects meanwhile.
+
+    Costs a listing and a read for each object, of which there are some 64 and one for each thousand entries and for each start.
+
+    Raises:
+        JournalDamagedError: If an entry is missing or damaged that others follow.
+        UnsupportedFormatError: If a newer version wrote an entry.
+
+    """
+    known: dict[Part, list[bytes] | None] = {}
+    while unread := [part for part in list_parts(run) if part not in known]:
+        known |= dict(zip(unread, read_all(unread, lambda part: _lines(run, part)), strict=True))
+    found: dict[int, tuple[int, Entry]] = {}  # by number, with the newest attempt that wrote it
+    damaged: dict[int, str] = {}
+    for part in sorted(known):
+        for number, line in _numbered(part, known[part] or []):
+            try:
+                entry = _decode(line, number, f"{run.storage.url}/{part.key}")
+            except CheckpointCorruptError as exc:
+                damaged[number] = str(exc)
+                continue
+            if number not in found or found[number][0] <= part.attempt:
+                found[number] = (part.attempt, entry)
+    return list(_consecutive(run, _without_overtaken(found), damaged))
+
+
+def list_parts(run: Run) -> list[Part]:
+    """Return the objects of the journal in their order."""
+    found: set[Part] = set()
+    for key in run.keys(folder(run)):
+        if (name := _NAME.fullmatch(key.rpartition("/")[2])) is None:
+            _logger.warning("left out: %s/%s is no part of a sweep's journal", run.storage.url, key)
+        else:
+            found.add(Part(int(name["last"]), int(name["attempt"]), int(name["count"]), key))
+    return sorted(found)
+
+
+def _lines(run: Run, part: Part) -> list[bytes] | None:
+    try:
+        return run.storage.get_bytes(part.key).split(b"\n")
+    except FileNotFoundError:  # merged meanwhile: the next listing has the object that replaced it
+        return None
+
+
+def _numbered(part: Part, lines: list[bytes]) -> Iterator[tuple[int, bytes]]:
+    first = part.last - part.count + 1
+    return zip(range(first, part.last + 1), lines, strict=False)
+
+
+def _decode(line: bytes, number: int, where: str) -> Entry:
+    body = unseal(line, where, _WHAT)
+    entry = from_json(body.get("entry"))
+    if body.get("number") != number or not isinstance(entry, dict):
+        raise MalformedRecordError(f"{where} is not {_WHAT} number {number}")
+    return entry
+
+
+def _without_overtaken(found: dict[int, tuple[int, Entry]]) -> dict[int, Entry]:
+    """Return the entries without those that an attempt wrote after a newer one had begun."""
+    first: dict[int, int] = {}
+    for number, (attempt, _) in sorted(found.items()):
+        first.setdefault(attempt, number)
+    return {
+        number: entry
+        for number, (attempt, entry) in sorted(found.items())
+        if not any(newer > attempt and began <= number for newer, began in first.items())
+    }
+
+
+def _consecutive(run: Run, entries: dict[int, Entry], damaged: dict[int, str]) -> Iterator[Entry]:
+    for number in range(max(entries, default=-1) + 1):
+        if number not in entries:
+            reason = damaged.get(number, "it is not there")
+            raise JournalDamagedError(
+                f"entry {number} of the journal of sweep {run.name!r} in {run.storage.url} cannot be read: {reason}; entries "
+                "after it depend on it: restore the object from a backup, or begin again with resume='never'"
+            )
+        yield entries[number]

@@ -1,0 +1,106 @@
+"""Asynchronous successive halving by promotion, and hyperband of it.
+
+L. Li et al., A System for Massively Parallel Hyperparameter Tuning (ASHA), MLSys 2020, algorithm 2: a trial pauses at a rung,
+and the best 1/eta of those that have reached it are resumed, the highest rung first. Hyperband: L. Li et al., JMLR 2018.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from prefect_torch.flows.sweeps.history import History
+
+from .scheduling import Decision, Promotion, best_first
+
+
+@dataclass(frozen=True, slots=True)
+class Asha:
+    """Pauses every trial at each rung, and resumes the best.
+
+    Attributes:
+        grace_period: The time of the first rung.
+        reduction_factor: Of the trials at a rung, one in this many is resumed; each rung is this many times the one before.
+        max_t: The time at which a trial is complete.
+        population: The number of trials. Once all have paused, the best goes on even where there are fewer than eta.
+        brackets: The number of the first rung of the trials of each bracket, and how many trials in a row each gets.
+
+    """
+
+    grace_period: float
+    reduction_factor: float
+    max_t: float
+    population: int
+    brackets: tuple[int, ...] = (1,)
+    asks_always: bool = False
+    promotes_first: bool = True
+
+    def first_milestone(self, number: int) -> float | None:
+        """Return the first rung of the trial's bracket."""
+        return self.rungs(self.bracket_of(number))[0]
+
+    def rungs(self, bracket: int) -> list[float]:
+        """Return the times of a bracket's rungs; the last is `max_t`."""
+        times = []
+        time = self.grace_period * self.reduction_factor**bracket
+        while time < self.max_t:
+            times.append(time)
+            time *= self.reduction_factor
+        return [*times, self.max_t]
+
+    def bracket_of(self, number: int) -> int:
+        """Return the bracket of a trial."""
+        place = number % sum(self.brackets)
+        for bracket, count in enumerate(self.brackets):
+            if place < count:
+                return bracket
+            place -= count
+        raise AssertionError(place)
+
+    def decide(self, history: History, number: int) -> Decision:
+        """Return that the trial goes on if it is promoted at once, is complete at the last rung, and else pauses."""
+        trial = history[number]
+        rungs, rung = self.rungs(self.bracket_of(number)), len(trial.reports) - 1
+        if rung >= len(rungs) - 1 or trial.reports[-1].time >= self.max_t:
+            return Decision("completed", reason=f"max_t={self.max_t:g}")
+        promoted = self.promote({**history, number: replace(trial, state="paused")})
+        if promoted is not None and promoted.number == number:
+            return Decision("running", promoted.milestone)
+        return Decision("paused", reason=f"waits at rung {rungs[rung]:g}")
+
+    def promote(self, history: History) -> Promotion | None:
+        """Return a paused trial that is among the best 1/eta of those that have reached its rung; the highest rung first."""
+        longest = max(len(self.rungs(bracket)) for bracket in range(len(self.brackets)))
+        for to_go in range(1, longest):  # from the rung before the last one down
+            for bracket in range(len(self.brackets)):
+                rungs = self.rungs(bracket)
+                if (rung := len(rungs) - 1 - to_go) < 0:
+                    continue
+                number = self._promotable(history, bracket, rung)
+                if number is not None:
+                    return Promotion(number, rungs[rung + 1])
+        return None
+
+    def _promotable(self, history: History, bracket: int, rung: int) -> int | None:
+        reached = [
+            it
+            for it in history.values()
+            if len(it.reports) > rung and it.state != "failed" and self.bracket_of(it.number) == bracket
+        ]
+        count = math.floor(len(reached) / self.reduction_factor)
+        is_last_call = len(history) >= self.population and not any(it.state == "running" for it in history.values())
+        if is_last_call and not any(len(it.reports) > rung + 1 for it in reached):
+            count = max(1, count)
+        best = best_first(reached, rung)[:count]
+        for trial in best:
+            is_number = not math.isnan(trial.reports[rung].value)
+            if trial.state == "paused" and len(trial.reports) == rung + 1 and is_number:
+                return trial.number
+        return None
+
+
+def hyperband(grace_period: float, reduction_factor: float, max_t: float, population: int) -> Asha:
+    """Return brackets of successive halving, from one with many trials and an early first rung to one without rungs."""
+    most = max(0, math.floor(math.log(max_t / grace_period, reduction_factor) + 1e-9))
+    counts = tuple(
+        math.ceil((most + 1) / (left + 1) * reduction_factor**left) for left in range(most, -1, -1)
+    )  # of the bracket with `left` rungs before max_t
+    return Asha(grace_period, reduction_factor, max_t, population, counts)

@@ -1,0 +1,55 @@
+"""The median stopping rule (D. Golovin et al., Google Vizier, KDD 2017): a trial worse than the others' averages stops."""
+
+import math
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from prefect_torch.flows.sweeps.history import History, TrialRecord
+
+from .scheduling import Decision, Promotion, RunToTheEnd, rank_of
+
+
+@dataclass(frozen=True, slots=True)
+class Median:
+    """Stops a trial whose best value is worse than the median of the others' averages up to the same time.
+
+    Attributes:
+        grace_period: No trial is stopped before this time.
+        max_t: The time at which a trial is complete; None for none.
+        min_trials: How many others must have reports up to that time.
+
+    """
+
+    grace_period: float
+    max_t: float | None = None
+    min_trials: int = 3
+    asks_always: bool = True
+    promotes_first: bool = True
+
+    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
+        """Return the time from which a trial may be stopped."""
+        return self.grace_period
+
+    def decide(self, history: History, number: int) -> Decision:
+        """Return whether the trial is stopped."""
+        trial = history[number]
+        time = trial.reports[-1].time
+        if self.max_t is not None and time >= self.max_t:
+            return Decision("completed", reason=f"max_t={self.max_t:g}")
+        averages = [mean for other in history.values() if other.number != number and (mean := _mean(other, time)) is not None]
+        if time < self.grace_period or len(averages) < self.min_trials:
+            return Decision("running", self.grace_period)
+        best = min((report.value for report in trial.reports), key=rank_of)
+        middle = median(averages)
+        if math.isnan(best) or best > middle:
+            return Decision("stopped", reason=f"worse than the median of {len(averages)} trials at {time:g}")
+        return Decision("running", self.grace_period)
+
+    def promote(self, history: History) -> Promotion | None:
+        """Return the first paused trial, which another scheduler has paused."""
+        return RunToTheEnd().promote(history)
+
+
+def _mean(trial: TrialRecord, time: float) -> float | None:
+    values = [report.value for report in trial.reports if report.time <= time and not math.isnan(report.value)]
+    return fmean(values) if values else None

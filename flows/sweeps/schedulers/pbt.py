@@ -1,0 +1,139 @@
+"""Population based training (M. Jaderberg et al., 2017): bad trials go on from good ones' checkpoints and changed configs."""
+
+import math
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from prefect_torch.flows.sweeps.history import History, TrialRecord
+from prefect_torch.flows.sweeps.space import Choice, Constant, Integer, Nested, Node, Real
+
+from .scheduling import Clone, Decision, Promotion, best_first
+
+_FACTORS = (0.8, 1.2)
+
+
+@dataclass(frozen=True, slots=True)
+class PopulationBased:
+    """Compares the trials at each interval; the worst take over checkpoint and config of the best, and change the config.
+
+    Attributes:
+        space: The space.
+        interval: The time between two decisions on a trial.
+        max_t: The time at which a trial is complete; None for none.
+        population: The number of trials.
+        seed: Of the choices.
+        quantile: Which share of the trials counts as the best, and as the worst.
+        resample_probability: How probable it is that a parameter is drawn anew instead of perturbed.
+
+    """
+
+    space: Nested
+    interval: float
+    max_t: float | None
+    population: int
+    seed: int
+    quantile: float = 0.25
+    resample_probability: float = 0.25
+    asks_always: bool = False
+    promotes_first: bool = False
+
+    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
+        """Return the first interval's end."""
+        return self.interval
+
+    def decide(self, history: History, number: int) -> Decision:
+        """Return whether the trial goes on, waits for the others, or takes over another's checkpoint."""
+        trial = history[number]
+        time, rung = trial.reports[-1].time, len(trial.reports) - 1
+        if self.max_t is not None and time >= self.max_t:
+            return Decision("completed", reason=f"max_t={self.max_t:g}")
+        random = Random(f"{self.seed}/{number}/{rung}")  # noqa: S311 - no secret
+        source = self._source(history, trial, rung, random)
+        if source is not None:
+            config = self.space_perturbed(source.config, random)
+            reason = f"goes on from trial {source.number} at {time:g}"
+            return Decision("paused", self._next(time), reason, Clone(source.number, config))
+        behind = any(it.state == "paused" and len(it.reports) <= len(trial.reports) for it in history.values())
+        if behind or len(history) < self.population:
+            return Decision("paused", self._next(time), f"waits for the others at {time:g}")
+        return Decision("running", self._next(time))
+
+    def promote(self, history: History) -> Promotion | None:
+        """Return the paused trial with the fewest intervals."""
+        paused = [trial for trial in history.values() if trial.state == "paused"]
+        if not paused:
+            return None
+        trial = min(paused, key=lambda it: (len(it.reports), it.number))
+        return Promotion(trial.number, self._next(trial.reports[-1].time if trial.reports else 0.0))
+
+    def space_perturbed(self, config: dict[str, Any], random: Random) -> dict[str, Any]:
+        """Return `config` with every chosen value perturbed or drawn anew."""
+        changed = _perturbed(self.space, config, random, self.resample_probability)
+        assert isinstance(changed, dict)
+        return changed
+
+    def _source(self, history: History, trial: TrialRecord, rung: int, random: Random) -> TrialRecord | None:
+        reached = [it for it in history.values() if len(it.reports) > rung and it.state != "failed"]
+        count = min(math.ceil(len(reached) * self.quantile), len(reached) // 2)
+        ranked = best_first(reached, rung)
+        if count == 0 or trial.number not in [it.number for it in ranked[-count:]]:
+            return None
+        best = [it for it in ranked[:count] if it.reports[-1].checkpoint is not None and not math.isnan(it.reports[rung].value)]
+        return random.choice(best) if best else None
+
+    def _next(self, time: float) -> float:
+        following = (math.floor(time / self.interval + 1e-9) + 1) * self.interval
+        return following if self.max_t is None else min(following, self.max_t)
+
+
+class RandomDraw:
+    """Draws the values of parameters from a generator of random numbers."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def real(self, name: str, low: float, high: float, *, step: float | None, log: bool) -> float:  # noqa: ARG002 - a Draw
+        """Return a float."""
+        if log:
+            return min(high, max(low, math.exp(self._random.uniform(math.log(low), math.log(high)))))
+        value = self._random.uniform(low, high)
+        return value if step is None else low + round((value - low) / step) * step
+
+    def integer(self, name: str, low: int, high: int, *, step: int, log: bool) -> int:  # noqa: ARG002 - a Draw
+        """Return an integer."""
+        return self._random.randrange(low, high + 1, step)
+
+    def category(self, name: str, labels: Any) -> Any:  # noqa: ARG002 - a Draw
+        """Return one of `labels`."""
+        return self._random.choice(labels)
+
+
+def _perturbed(node: Node, value: Any, random: Random, resample: float) -> Any:
+    if isinstance(node, Nested):
+        return {key: _perturbed(inner, value[key], random, resample) for key, inner in node.items}
+    if isinstance(node, Constant):
+        return value
+    if random.random() < resample:
+        return node.suggest("", RandomDraw(random))
+    if isinstance(node, Choice):
+        return _perturbed_choice(node, value, random, resample)
+    return _scaled(node, value, random.choice(_FACTORS))
+
+
+def _scaled(node: Real | Integer, value: Any, factor: float) -> Any:
+    scaled = min(node.high, max(node.low, value * factor))
+    if isinstance(node, Integer):
+        return int(node.low + round((scaled - node.low) / node.step) * node.step)
+    return scaled if node.step is None else node.low + round((scaled - node.low) / node.step) * node.step
+
+
+def _perturbed_choice(node: Choice, value: Any, random: Random, resample: float) -> Any:
+    """Return the neighbour of a plain option; an option with domains of its own stays, and they are perturbed."""
+    label = node.parameters("", value)[""]
+    number = node.labels.index(label)
+    if isinstance(node.options[number], Nested):
+        return _perturbed(node.options[number], value, random, resample)
+    neighbour = min(len(node.options) - 1, max(0, number + random.choice((-1, 1))))
+    option = node.options[neighbour]
+    return option.suggest("", RandomDraw(random))

@@ -1,0 +1,110 @@
+"""What a scheduler decides, and from what."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from prefect_torch.flows.sweeps.history import History, TrialRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Clone:
+    """A trial goes on from the checkpoint of another one.
+
+    Attributes:
+        source: The number of the other trial.
+        config: The config that it goes on with.
+
+    """
+
+    source: int
+    config: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a trial does after a report.
+
+    Attributes:
+        state: "running": it goes on. "paused": it ends, and may be resumed. "stopped" and "completed": it ends for good.
+        milestone: The time at whose first checkpoint a trial that goes on asks again; None if never.
+        reason: Why it ends, or waits.
+        clone: The trial whose checkpoint and config it takes over; it is paused until it is resumed with them.
+
+    """
+
+    state: Literal["running", "paused", "stopped", "completed"]
+    milestone: float | None = None
+    reason: str | None = None
+    clone: Clone | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """A paused trial that is to be resumed.
+
+    Attributes:
+        number: Its number.
+        milestone: The time at whose first checkpoint it asks again.
+
+    """
+
+    number: int
+    milestone: float | None
+
+
+class Scheduler(Protocol):
+    """Decides from the history alone; a lower value is better, and NaN is the worst."""
+
+    @property
+    def asks_always(self) -> bool:
+        """Whether every report asks, also one without a checkpoint; else the first with a checkpoint after the milestone."""
+        ...
+
+    @property
+    def promotes_first(self) -> bool:
+        """Whether paused trials are resumed before new ones start."""
+        ...
+
+    def first_milestone(self, number: int) -> float | None:
+        """Return the milestone of a new trial."""
+        ...
+
+    def decide(self, history: History, number: int) -> Decision:
+        """Return what trial `number` does, whose newest report is in the history."""
+        ...
+
+    def promote(self, history: History) -> Promotion | None:
+        """Return the paused trial that is resumed next, if any may be."""
+        ...
+
+
+class RunToTheEnd:
+    """Lets every trial run until its function returns."""
+
+    asks_always = False
+    promotes_first = True
+
+    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
+        """Return None: no trial asks."""
+        return None
+
+    def decide(self, history: History, number: int) -> Decision:  # noqa: ARG002 - as the others
+        """Return that the trial goes on."""
+        return Decision("running")
+
+    def promote(self, history: History) -> Promotion | None:
+        """Return the first paused trial: another scheduler may have paused it before the sweep was started again."""
+        paused = [number for number, trial in sorted(history.items()) if trial.state == "paused"]
+        return Promotion(paused[0], None) if paused else None
+
+
+def rank_of(value: float) -> tuple[bool, float]:
+    """Return a key that sorts values, the best first and NaN last."""
+    return (math.isnan(value), 0.0 if math.isnan(value) else value)
+
+
+def best_first(trials: list[TrialRecord], rung: int) -> list[TrialRecord]:
+    """Return trials by the value of their report at a rung, of equal ones the older first."""
+    return sorted(trials, key=lambda trial: (*rank_of(trial.reports[rung].value), trial.number))

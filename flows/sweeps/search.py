@@ -1,0 +1,333 @@
+"""The decisions of a sweep: which trial runs next, and how one has ended; each is recorded before anything follows from it."""
+
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
+from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
+from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
+
+from .history import (
+    Cloned,
+    Event,
+    History,
+    RungReport,
+    Source,
+    SweepLed,
+    TrialEnded,
+    TrialRecord,
+    TrialReported,
+    TrialResumed,
+    TrialStarted,
+    apply,
+    encode_event,
+    operations_of,
+)
+from .search_config import SearchConfig
+from .space import Nested
+from .study import Observation, Study, grid_points
+
+_DEFAULT_TRIALS = 10
+_ITERATION = "training_iteration"
+_MOST_WITHOUT_METRIC = 3
+Outcome: TypeAlias = Literal["completed", "stopped", "failed"]
+
+
+class SweepFailedError(RuntimeError):
+    """Too many trials of a sweep have failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialEnd:
+    """How the run of a trial has ended.
+
+    Attributes:
+        outcome: Whether its function returned ("completed"), it was stopped, or it failed for good.
+        reason: The error, or None.
+        metrics: Its last metrics.
+
+    """
+
+    outcome: Outcome
+    reason: str | None = None
+    metrics: Metrics = field(default_factory=dict)
+
+
+class Search:
+    """The search of one sweep; safe to share between threads.
+
+    Args:
+        search: The configuration.
+        space: The space.
+        seed: The seed.
+        events: Those so far.
+        append: Records an entry in the journal; durable when it returns.
+        sweep: The sweep's name.
+        pin: Pins the newest checkpoint of a trial for the run of the given name, and returns its id; None if there is none.
+        clock: Returns the time in seconds.
+
+    Attributes:
+        trials: Every trial, by number.
+
+    """
+
+    def __init__(
+        self,
+        search: SearchConfig,
+        space: Nested,
+        seed: int,
+        events: Sequence[Event],
+        append: Callable[[dict[str, Any]], None],
+        sweep: str,
+        pin: Callable[[TrialRecord, str], str | None] = lambda _, __: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._search = search
+        self._append = append
+        self._sweep = sweep
+        self._pin = pin
+        self._clock = clock
+        self._started_s = clock()
+        points = grid_points(search, space)
+        self._study = Study(operations_of(events), search, space, seed, points)
+        default = len(points) if points and not search.initial_points else _DEFAULT_TRIALS
+        self.num_trials = search.num_trials or default
+        self.trials: dict[int, TrialRecord] = {}
+        self._released: list[tuple[Source, str]] = []
+        for event in events:
+            self._apply(event)
+        self._scheduler = make_scheduler(search, space, seed, self.num_trials)
+        self._error: Exception | None = None
+        self._lock = threading.RLock()
+        self._restarts = sorted(it.number for it in self._errored()) if search.restart_errored else []
+
+    def lead(self, attempt: int, *, is_fresh: bool = False) -> None:
+        """Record that this process leads the sweep."""
+        self._record(SweepLed(attempt, is_fresh))
+
+    def running(self) -> list[TrialRecord]:
+        """Return the trials that run, or ran when the process that led the sweep before was killed."""
+        with self._lock:
+            return [trial for trial in self.trials.values() if trial.state == "running"]
+
+    def next_trial(self) -> TrialRecord | None:
+        """Return a trial that is to be started now; None while there is none.
+
+        Raises:
+            SweepFailedError: If too many trials have failed.
+
+        """
+        with self._lock:
+            self.raise_if_failed()
+            if self.is_over_budget:
+                return None
+            if self._restarts:
+                number = self._restarts.pop(0)
+                return self._resume(Promotion(number, self.trials[number].milestone))
+            promoted = self._scheduler.promote(self.trials)
+            if promoted is not None and self._scheduler.promotes_first:
+                return self._resume(promoted)
+            number = len(self.trials)
+            if number < self.num_trials:
+                return self._start(number)
+            return None if promoted is None else self._resume(promoted)
+
+    def points(self, number: int, count_reports: Callable[[], int]) -> DecisionPoints | None:
+        """Return the reports at which a trial asks; None if it need not.
+
+        Args:
+            number: The trial.
+            count_reports: Returns how often it has reported up to the checkpoint that it begins from.
+
+        """
+        trial, stop, time_attr = self.trials[number], self._limits, self._search.time_attr
+        if trial.milestone is None and not stop:
+            return None
+        before = count_reports() if _ITERATION in (time_attr, *stop) else 0
+        return DecisionPoints(time_attr, trial.milestone, self._scheduler.asks_always, stop, before)
+
+    def give_up(self, error: Exception) -> None:
+        """End the sweep with `error`: a decision could not be recorded."""
+        self._error = error
+
+    def decide(self, number: int, request: DecisionRequest) -> Verdict:
+        """Return whether a trial goes on after a report; the decision is recorded."""
+        with self._lock:
+            trial, metrics = self.trials[number], request.metrics
+            score = find_score(metrics, self._search.metrics[0])
+            value = math.nan if score is None else float(score) * self._sign
+            at = time_of(self._search.time_attr, request.step, request.num_reports, metrics)
+            report = RungReport(math.nan if at is None else at, value, request.checkpoint)
+            decision = self._decide({**self.trials, number: replace(trial, reports=(*trial.reports, report))}, trial, request)
+            cloned = None if decision.clone is None else self._clone(number, decision.clone)
+            if decision.state != "running":
+                self._tell(replace(trial, reports=(*trial.reports, report)), decision.state, metrics)
+            self._record(
+                TrialReported(
+                    number,
+                    report.time,
+                    value,
+                    request.checkpoint,
+                    metrics,
+                    decision.state,
+                    decision.milestone,
+                    decision.reason,
+                    cloned,
+                    self._study.take_operations(),
+                )
+            )
+            return Verdict(decision.state == "running", decision.milestone)
+
+    @property
+    def _limits(self) -> dict[str, float]:
+        limits = dict(self._search.stop or {})
+        if self._search.max_t is not None:
+            limits.setdefault(self._search.time_attr, self._search.max_t)
+        return limits
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self._search.modes[0] == "min" else -1
+
+    def _decide(self, history: History, trial: TrialRecord, request: DecisionRequest) -> Decision:
+        for name, limit in self._limits.items():
+            reached = time_of(name, request.step, request.num_reports, request.metrics)
+            if reached is not None and reached >= limit:
+                return Decision("completed", reason=f"{name}={reached:g} has reached {limit:g}")
+        return self._scheduler.decide(history, trial.number)
+
+    def _clone(self, number: int, clone: Clone) -> Cloned | None:
+        """Return the run in which a trial goes on from another's checkpoint, pinned before; None if that has none."""
+        source, run = self.trials[clone.source], self._new_run(number)
+        checkpoint = self._pin(source, run)
+        if checkpoint is None:
+            return None
+        return Cloned(run, dict(clone.config), Source(source.number, source.run, checkpoint))
+
+    def _tell(self, trial: TrialRecord, state: str, metrics: Metrics) -> None:
+        """Tell the study of a trial that has paused or ended."""
+        if trial.is_cloned:  # its values are not those of the config that was suggested
+            return
+        on_the_way = tuple(
+            (int(it.time), it.value * self._sign)
+            for it in trial.reports
+            if not math.isnan(it.value) and not math.isnan(it.time)
+        )
+        if state in ("paused", "stopped"):
+            self._study.observe(trial.study_number, Observation("pruned", intermediate=on_the_way))
+            return
+        values = [find_score(metrics, metric) for metric in self._search.metrics]
+        numbers = tuple(float(value) for value in values if value is not None and not math.isnan(value))
+        is_complete = state == "completed" and len(numbers) == len(values)
+        observed = Observation("complete", numbers, on_the_way) if is_complete else Observation("failed")
+        self._study.observe(trial.study_number, observed)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether the time budget is used up."""
+        budget_s = self._search.time_budget_s
+        return budget_s is not None and self._clock() - self._started_s >= budget_s
+
+    def end(self, number: int, end: TrialEnd) -> TrialRecord:
+        """Record that the run of a trial has ended."""
+        with self._lock:
+            trial = self.trials[number]
+            if end.outcome == "completed":
+                end = self._judged(end)
+            self._tell(trial, end.outcome, end.metrics)
+            self._record(TrialEnded(number, end.outcome, end.reason, end.metrics, operations=self._study.take_operations()))
+            return self.trials[number]
+
+    def raise_if_failed(self) -> None:
+        """Raise if too many trials have failed, or a decision could not be recorded.
+
+        Raises:
+            SweepFailedError: With the first error.
+
+        """
+        if self._error is not None:
+            raise self._error
+        failed = self._errored()
+        without = [trial for trial in failed if (trial.reason or "").startswith(_NO_METRIC)]
+        if len(without) >= _MOST_WITHOUT_METRIC and not any(it.state == "completed" for it in self.trials.values()):
+            raise SweepFailedError(f"{len(without)} trials of sweep {self._sweep!r} ended so: {without[0].reason}")
+        most = self._search.max_failed_trials
+        if most is not None and len(failed) > most:
+            raise SweepFailedError(
+                f"{len(failed)} trials of sweep {self._sweep!r} have failed, and max_failed_trials={most}; the first, trial "
+                f"{failed[0].number}: {failed[0].reason}"
+            )
+
+    def raise_if_all_failed(self) -> None:
+        """Raise if every trial has failed.
+
+        Raises:
+            SweepFailedError: With the first error.
+
+        """
+        failed = self._errored()
+        if failed and len(failed) == len(self.trials):
+            raise SweepFailedError(
+                f"all {len(failed)} trials of sweep {self._sweep!r} have failed; the first: {failed[0].reason}"
+            )
+
+    def _errored(self) -> list[TrialRecord]:
+        return [trial for trial in self.trials.values() if trial.state == "failed"]
+
+    def _start(self, number: int) -> TrialRecord:
+        suggestion = self._study.suggest(number)
+        self._record(
+            TrialStarted(
+                number,
+                self._new_run(number),
+                suggestion.chosen,
+                suggestion.study_number,
+                self._scheduler.first_milestone(number),
+                self._study.take_operations(),
+            )
+        )
+        return self.trials[number]
+
+    def _new_run(self, number: int) -> str:
+        return f"{self._sweep}/trial-{number:04d}-{secrets.token_hex(4)}"
+
+    def _resume(self, promotion: Promotion) -> TrialRecord:
+        self._record(TrialResumed(promotion.number, promotion.milestone))
+        return self.trials[promotion.number]
+
+    def _judged(self, end: TrialEnd) -> TrialEnd:
+        """Return the end of a trial that returned: it has failed if it never reported the metric."""
+        for metric in self._search.metrics:
+            if find_score(end.metrics, metric) is None:
+                named = ", ".join(sorted(end.metrics)) or "none at all"
+                return TrialEnd("failed", f"{_NO_METRIC} {metric!r}; its last report has {named}", end.metrics)
+        return end
+
+    def take_released(self) -> list[tuple[Source, str]]:
+        """Return the sources that are no longer needed, each with the run that began from it, once."""
+        with self._lock:
+            released, self._released = self._released, []
+            return released
+
+    def _record(self, event: Event) -> None:
+        with self._lock:
+            self._append(encode_event(event))
+            self._apply(event)
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, TrialReported | TrialEnded) and event.state != "failed":
+            trial = self.trials[event.trial]
+            if trial.source is not None:  # the copy is committed: the trial has reported in its own run
+                self._released.append((trial.source, trial.run))
+                self.trials[event.trial] = replace(trial, source=None)
+        apply(self.trials, event)
+
+
+_NO_METRIC = "no report of the trial has the metric"

@@ -1,0 +1,125 @@
+"""The configuration of a search; the fields of the Run form in the Prefect UI."""
+
+from typing import Annotated, Any, Literal
+
+from prefect_torch.tasks.options.run_form import FormModel
+from pydantic import Field, field_validator, model_validator
+
+Mode = Literal["min", "max"]
+
+
+class SearchConfig(FormModel):
+    """What is searched for, and how."""
+
+    metric: Annotated[str, Field(title="One")] | Annotated[list[str], Field(title="Several", min_length=1)] = Field(
+        title="Metric", description="The metric that is optimized, such as val_loss, or a/b for a nested one; or several."
+    )
+    mode: Annotated[Mode, Field(title="One")] | Annotated[list[Mode], Field(title="One each")] = Field(
+        default="min", title="Better is", description="min: a low value is good, such as of a loss. max: a high one."
+    )
+    num_trials: int | None = Field(
+        default=None,
+        ge=1,
+        title="Trials",
+        description="How many trials there are. When empty, 10; with a grid, every combination.",
+    )
+    max_concurrent: int = Field(default=1, ge=1, title="Concurrent trials", description="How many trials run at once.")
+    sampler: str | None = Field(
+        default=None,
+        title="Sampler",
+        description="How configs are suggested: tpe, gp, cmaes, nsga2, qmc, random, grid, or 'module:function', which returns "
+        "an Optuna sampler. When empty, tpe, or grid if the space has one.",
+    )
+    seed: int | None = Field(
+        default=None, ge=0, le=2**32 - 1, title="Seed", description="Of all suggestions. Drawn once when empty."
+    )
+    initial_points: list[dict[str, Any]] = Field(
+        default=[], title="First", description="Configs, or parts of them, that are tried first."
+    )
+    scheduler: Literal["asha", "hyperband", "median", "pbt"] | None = Field(
+        default=None,
+        title="Scheduler",
+        description="asha, hyperband: trials pause at rungs, and the best go on from their checkpoints. median: trials worse "
+        "than the median stop. pbt: bad trials go on from the checkpoints of good ones. When empty, all run to the end.",
+    )
+    time_attr: str = Field(
+        default="step",
+        min_length=1,
+        title="Time",
+        description="What the times of the scheduler count: step, training_iteration (the number of reports), or a metric.",
+    )
+    grace_period: float = Field(
+        default=1, gt=0, allow_inf_nan=False, title="Grace period", description="The first rung; no trial stops before it."
+    )
+    reduction_factor: float = Field(
+        default=3, gt=1, allow_inf_nan=False, title="Reduction", description="One trial in this many goes on at each rung."
+    )
+    max_t: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, title="Longest", description="The time at which a trial is complete."
+    )
+    perturbation_interval: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, title="Interval", description="The time between two decisions of pbt."
+    )
+    stop: dict[str, float] | None = Field(
+        default=None,
+        title="Stop",
+        description="A trial is complete once one of these metrics, or step or training_iteration, is at or above its number.",
+    )
+    max_failed_trials: int | None = Field(
+        default=None,
+        ge=0,
+        title="Failed trials",
+        description="The sweep ends with an error when more trials than this have failed. Without limit when empty, unless "
+        "all fail.",
+    )
+    time_budget_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        title="Time budget (seconds)",
+        description="After it no trial starts. Without limit when empty.",
+    )
+    restart_errored: bool = Field(
+        default=False,
+        title="Restart failed trials",
+        description="When the sweep is started again, its failed trials start again, from their latest checkpoints.",
+    )
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics."""
+        return [self.metric] if isinstance(self.metric, str) else list(self.metric)
+
+    @property
+    def modes(self) -> list[Mode]:
+        """The mode of each metric."""
+        return [self.mode for _ in self.metrics] if isinstance(self.mode, str) else list(self.mode)
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str | list[str]) -> str | list[str]:
+        names = [metric] if isinstance(metric, str) else metric
+        if not all(names) or len(set(names)) != len(names):
+            raise ValueError("give the name of a metric, or several that differ")
+        return metric
+
+    @model_validator(mode="after")
+    def _check_modes(self) -> "SearchConfig":
+        if len(self.modes) != len(self.metrics):
+            raise ValueError(f"mode has {len(self.modes)} values for {len(self.metrics)} metrics: give one, or one each")
+        if self.sampler is not None and self.sampler not in SAMPLERS and ":" not in self.sampler:
+            raise ValueError(f"sampler={self.sampler!r}: give {', '.join(SAMPLERS)}, or 'module:function'")
+        return self
+
+    @model_validator(mode="after")
+    def _check_scheduler(self) -> "SearchConfig":
+        if self.scheduler is not None and len(self.metrics) > 1:
+            raise ValueError(f"scheduler={self.scheduler!r} decides by one metric: give one, or no scheduler")
+        if self.scheduler in ("asha", "hyperband") and (self.max_t is None or self.max_t <= self.grace_period):
+            raise ValueError(f"scheduler={self.scheduler!r} needs max_t, above grace_period={self.grace_period:g}")
+        if self.scheduler == "pbt" and self.perturbation_interval is None:
+            raise ValueError("scheduler='pbt' needs perturbation_interval, such as a tenth of the training")
+        return self
+
+
+SAMPLERS = ("tpe", "gp", "cmaes", "nsga2", "qmc", "random", "grid")

@@ -1,0 +1,288 @@
+"""The suggestions of a sweep, by Optuna, whose study is a list of operations that the sweep's journal holds.
+
+The only module that imports Optuna, the extra `sweep`. A sampler is made anew for each suggestion, seeded with the sweep's seed
+and the trial's number: its suggestion depends on these and on the study, and on nothing that a killed process would lose.
+"""
+
+import hashlib
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.opening import StorageLike
+
+from .history import decode_event, operations_of
+from .journal import read_journal
+from .search_config import SearchConfig
+from .space import Nested, Parameters, has_grid
+
+if TYPE_CHECKING:
+    import optuna
+
+Operation: TypeAlias = dict[str, Any]
+Ending: TypeAlias = Literal["complete", "pruned", "failed"]
+NAME = "sweep"
+_SEED_BYTES = 4
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A config to try.
+
+    Attributes:
+        study_number: Its number in the study.
+        chosen: The config that was chosen from the space.
+
+    """
+
+    study_number: int
+    chosen: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a trial has shown.
+
+    Attributes:
+        ending: Whether it has ended, was stopped early or paused ("pruned"), or has failed.
+        values: The values of the metrics at the end, none of which is NaN; None if there are none.
+        intermediate: The values of the metric on the way, by step.
+
+    """
+
+    ending: Ending
+    values: tuple[float, ...] | None = None
+    intermediate: tuple[tuple[int, float], ...] = ()
+
+
+def require_optuna() -> None:
+    """Raise ImportError unless Optuna is installed.
+
+    Raises:
+        ImportError: Naming the extra.
+
+    """
+    try:
+        importlib.import_module("optuna")
+    except ImportError as exc:
+        raise ImportError("a sweep needs Optuna: pip install 'prefect-torch[sweep]'") from exc
+
+
+def check_sampler(search: SearchConfig, space: Nested) -> str:
+    """Return the name of the sampler.
+
+    Raises:
+        ValueError: If it does not fit the space or the metrics.
+
+    """
+    is_grid = has_grid(space)
+    name = search.sampler or ("grid" if is_grid else "tpe")
+    if name == "grid":
+        next(iter(space.points("")))  # raises for a continuous domain
+    elif is_grid:
+        raise ValueError(f"the space has a grid, which sampler={name!r} does not enumerate: give choice([...]), or 'grid'")
+    if len(search.metrics) > 1 and name == "cmaes":
+        raise ValueError(f"sampler={name!r} optimizes one metric: give nsga2 or tpe for {len(search.metrics)}")
+    return name
+
+
+def grid_points(search: SearchConfig, space: Nested) -> list[Parameters]:
+    """Return what is tried first: the initial points, and with a grid every combination."""
+    points = [space.parameters("", point) for point in search.initial_points]
+    if check_sampler(search, space) == "grid":
+        points += [point for point in space.points("") if point not in points]
+    return points
+
+
+class Study:
+    """The suggestions for one sweep, and what is known of its trials; not safe to share between threads.
+
+    Args:
+        operations: Those of the study so far, from the journal.
+        search: The configuration of the search.
+        space: The space.
+        seed: The seed.
+        points: The parameters of the first trials.
+
+    """
+
+    def __init__(
+        self, operations: Iterable[Operation], search: SearchConfig, space: Nested, seed: int, points: Sequence[Parameters]
+    ) -> None:
+        import optuna  # noqa: PLC0415 - an extra
+
+        self._optuna = optuna
+        self._space = space
+        self._seed = seed
+        self._points = points
+        self._make_sampler = _sampler_of(check_sampler(search, space))
+        self._log = operation_log(operations)
+        self._taken = len(self._log.operations)
+        logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it tells of each study that it makes
+        storage = optuna.storages.JournalStorage(self._log)
+        self._study = optuna.create_study(
+            storage=storage,
+            study_name=NAME,
+            directions=["minimize" if mode == "min" else "maximize" for mode in search.modes],
+            load_if_exists=True,
+            sampler=self._make_sampler(seed),
+        )
+
+    def take_operations(self) -> list[Operation]:
+        """Return the operations since the last call, which are to be recorded with what they belong to."""
+        new: list[Operation] = self._log.operations[self._taken :]
+        self._taken = len(self._log.operations)
+        return new
+
+    def suggest(self, number: int) -> Suggestion:
+        """Return the config of trial `number`."""
+        self._study.sampler = self._make_sampler(_derived_seed(self._seed, number))
+        if number < len(self._points):
+            self._study.enqueue_trial(self._points[number], user_attrs={"trial": number})
+        trial = self._study.ask()
+        if number >= len(self._points):
+            trial.set_user_attr("trial", number)
+        chosen = self._space.suggest("", _TrialDraw(trial))
+        return Suggestion(trial.number, chosen)
+
+    def observe(self, study_number: int, observation: Observation) -> None:
+        """Add what a trial has shown; of one that was told before and went on, as another observation of its config."""
+        frozen = self._study.get_trials(deepcopy=False)[study_number]
+        states = self._optuna.trial.TrialState
+        state = {"complete": states.COMPLETE, "pruned": states.PRUNED, "failed": states.FAIL}[observation.ending]
+        if not frozen.state.is_finished():
+            trial = self._optuna.trial.Trial(self._study, frozen._trial_id)  # noqa: SLF001 - as optuna's own `ask` does
+            for step, value in observation.intermediate:
+                trial.report(value, step)
+            values = list(observation.values) if observation.ending == "complete" and observation.values else None
+            self._study.tell(trial, values, state)
+        elif observation.ending != "failed":
+            again = self._optuna.trial.create_trial(
+                state=state,
+                values=None if observation.values is None else list(observation.values),
+                params=frozen.params,
+                distributions=frozen.distributions,
+                intermediate_values=dict(observation.intermediate),
+                user_attrs={**frozen.user_attrs, "continues": study_number},
+            )
+            self._study.add_trial(again)
+
+
+class _TrialDraw:
+    """Lets an Optuna trial choose."""
+
+    def __init__(self, trial: "optuna.trial.Trial") -> None:
+        self._trial = trial
+
+    def real(self, name: str, low: float, high: float, *, step: float | None, log: bool) -> float:
+        return self._trial.suggest_float(name, low, high, step=step, log=log)
+
+    def integer(self, name: str, low: int, high: int, *, step: int, log: bool) -> int:
+        return self._trial.suggest_int(name, low, high, step=step, log=log)
+
+    def category(self, name: str, labels: Sequence[Any]) -> Any:
+        return self._trial.suggest_categorical(name, labels)
+
+
+def operation_log(operations: Iterable[Operation]) -> Any:
+    """Return operations as the backend of an `optuna.storages.JournalStorage`; what it appends stays in memory."""
+    from optuna.storages.journal import BaseJournalBackend  # noqa: PLC0415 - an extra
+
+    class OperationLog(BaseJournalBackend):
+        def __init__(self) -> None:
+            self.operations: list[Operation] = list(operations)
+
+        def read_logs(self, log_number_from: int) -> list[Operation]:
+            return self.operations[log_number_from:]
+
+        def append_logs(self, logs: list[Operation]) -> None:
+            self.operations += logs
+
+    return OperationLog()
+
+
+def open_study_storage(storage: StorageLike, name: str) -> "optuna.storages.JournalStorage":
+    """Return the study "sweep" of a sweep, for optuna-dashboard and Optuna's plots; it follows the sweep, unchangeable.
+
+    Args:
+        storage: The sweep's storage.
+        name: The sweep's name.
+
+    Raises:
+        ImportError: If Optuna is not installed.
+
+    """
+    require_optuna()
+    from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
+    from optuna.storages.journal import BaseJournalBackend  # noqa: PLC0415
+
+    run = Run.open(storage, name)
+
+    class ReadJournal(BaseJournalBackend):
+        def read_logs(self, log_number_from: int) -> list[Operation]:
+            where = f"the journal of sweep {name!r}"
+            events = [event for entry in read_journal(run) if (event := decode_event(entry, where)) is not None]
+            return operations_of(events)[log_number_from:]
+
+        def append_logs(self, logs: list[Operation]) -> None:
+            raise PermissionError(f"sweep {name!r} writes its study itself: {len(logs)} operations are refused")
+
+    return JournalStorage(ReadJournal())
+
+
+def _derived_seed(seed: int, number: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+    return int.from_bytes(digest[:_SEED_BYTES], "big")
+
+
+def _sampler_of(name: str) -> "Callable[[int], optuna.samplers.BaseSampler]":
+    from optuna import samplers  # noqa: PLC0415 - an extra
+
+    if ":" in name:
+        return _imported_sampler(name)
+    if name == "qmc":  # the position in the sequence is in the study
+        return _qmc_sampler
+    if name == "cmaes":
+        return lambda seed: samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
+    makers: dict[str, Callable[[int], samplers.BaseSampler]] = {
+        "tpe": lambda seed: samplers.TPESampler(seed=seed),
+        "gp": lambda seed: samplers.GPSampler(seed=seed),
+        "nsga2": lambda seed: samplers.NSGAIISampler(seed=seed),
+        "random": lambda seed: samplers.RandomSampler(seed=seed),
+        "grid": lambda seed: samplers.RandomSampler(seed=seed),  # for trials beyond the grid
+    }
+    return makers[name]
+
+
+def _qmc_sampler(seed: int) -> "optuna.samplers.BaseSampler":
+    from optuna.exceptions import ExperimentalWarning  # noqa: PLC0415 - an extra
+    from optuna.samplers import QMCSampler  # noqa: PLC0415
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)  # once for each trial; who names it has chosen it
+        return QMCSampler(seed=seed, warn_independent_sampling=False)
+
+
+def _imported_sampler(name: str) -> "Callable[[int], optuna.samplers.BaseSampler]":
+    from optuna.samplers import BaseSampler  # noqa: PLC0415 - an extra
+
+    place, _, function = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(place), function)
+    except (ImportError, AttributeError) as exc:
+        raise ValueError(f"sampler={name!r} cannot be imported: {exc}") from exc
+
+    def sampler(seed: int) -> BaseSampler:
+        made = make(seed)
+        if not isinstance(made, BaseSampler):
+            raise ValueError(  # noqa: TRY004 - one error
+                f"sampler={name!r} returned a {type(made).__name__}: return an Optuna sampler for the seed that it is given"
+            )
+        return made
+
+    return sampler

@@ -1,0 +1,320 @@
+"""The trials of a sweep in this process: each a flow run below the sweep's, in a thread, with ranks of its own."""
+
+import math
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prefect import flow
+from prefect.context import FlowRunContext
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
+from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
+from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.ckpt.runs.history import newest_metrics, read_history
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.standing import read_standing
+from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.function import PackedFunction
+from prefect_torch.tasks.rank.tracebacks import first_line
+from prefect_torch.tasks.training.job import DecisionMaker, TrainJob
+
+from .arguments import machines_for, seat_for
+from .leading import lead_training, set_terminated_state
+from .monitoring.events.observer import EventObserver
+from .monitoring.pages.observer import PageObserver
+from .sweeps.history import Source, TrialRecord
+from .sweeps.search import Search, TrialEnd
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What all trials of a sweep have in common.
+
+    Attributes:
+        pack: Returns the training function with a config.
+        storage: The storage of the sweep.
+        config: The config that all trials have.
+        scaling: The ranks of each trial.
+        run_config: How the sweep starts.
+        checkpoint: Which checkpoints each trial keeps.
+        failure: How often each trial is restarted.
+
+    """
+
+    pack: Callable[[dict[str, Any]], PackedFunction]
+    storage: StorageSpec
+    config: dict[str, Any]
+    scaling: ScalingConfig
+    run_config: RunConfig
+    checkpoint: CheckpointConfig
+    failure: FailureConfig
+
+    def config_of(self, trial: TrialRecord) -> dict[str, Any]:
+        """Return the config of a trial's function."""
+        return {**self.config, **trial.config}
+
+    def job_of(self, trial: TrialRecord, decisions: DecisionMaker | None) -> TrainJob:
+        """Return the training of a trial."""
+        source = trial.source
+        return TrainJob(
+            function=self.pack(self.config_of(trial)),
+            storage=self.storage,
+            run=trial.run,
+            initial_checkpoint=None if source is None else CheckpointRef(self.storage, source.run, source.checkpoint),
+            scaling=self.scaling,
+            # Only this process starts the sweep's trials, by its claim on the sweep: an earlier one of them is fenced.
+            run_config=self.run_config.model_copy(update={"name": trial.run, "resume": "auto", "takeover": True}),
+            checkpoint=self.checkpoint,
+            failure=self.failure,
+            decisions=decisions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrialDecisions:
+    """Decides on one trial, by the search.
+
+    Attributes:
+        search: The search.
+        storage: The storage of the sweep.
+        number: The trial's number.
+
+    """
+
+    search: Search
+    storage: StorageSpec
+    number: int
+
+    def points(self) -> DecisionPoints | None:
+        """Return the reports that ask; see `DecisionMaker`."""
+        return self.search.points(self.number, lambda: count_reports(self._run()))
+
+    def decide(self, request: DecisionRequest) -> Verdict:
+        """Return the search's decision; an error of it ends the sweep, and here the attempt."""
+        try:
+            verdict = self.search.decide(self.number, request)
+        except Exception as exc:
+            self.search.give_up(exc)
+            raise
+        return verdict
+
+    def _run(self) -> Run:
+        return Run.open(self.storage, self.search.trials[self.number].run)
+
+
+class TrialRuns(Protocol):
+    """Runs trials wherever they run."""
+
+    def start(self, trial: TrialRecord) -> None:
+        """Start the run of a trial, from its latest checkpoint if it has one; returns immediately."""
+        ...
+
+    def take_ended(self, timeout_s: float) -> dict[int, TrialEnd | None]:
+        """Return how trials have ended, by number; None if a trial was interrupted, and can go on.
+
+        Args:
+            timeout_s: How long to wait while none has.
+
+        """
+        ...
+
+    def num_running(self) -> int:
+        """Return how many trials run."""
+        ...
+
+    def terminate(self, cause: BaseException) -> None:
+        """Let every trial commit a last checkpoint within the grace, and stop; returns immediately."""
+        ...
+
+
+@dataclass(slots=True)
+class _Running:
+    """A trial in a thread."""
+
+    trial: TrialRecord
+    termination: Termination
+    error: BaseException | None = None
+    has_ended: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What the flow `trial` gets from the thread that calls it: no parameter of a flow run can hold it."""
+
+    job: TrainJob
+    termination: Termination
+
+
+_given: ContextVar[_Given] = ContextVar("trial")
+
+
+@flow(
+    name="trial",
+    flow_run_name="{run}",
+    task_runner=ONE_THREAD_PER_RANK,
+    persist_result=False,
+    validate_parameters=False,
+    on_crashed=[set_terminated_state],
+)
+def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's UI shows the parameters
+    """Train one trial of a sweep."""
+    given = _given.get()
+    job = given.job
+    seat, machines = seat_for(job.scaling), machines_for(job.scaling)
+    lead_training(job, seat, machines, given.termination, [PageObserver(job), EventObserver(job)])
+
+
+class LocalTrials:
+    """Runs trials in this process."""
+
+    def __init__(self, training: Training, search: Search) -> None:
+        self._training = training
+        self._search = search
+        self._running: dict[int, _Running] = {}
+        self._ended = threading.Condition()
+
+    def start(self, trial: TrialRecord) -> None:
+        """Start a trial in a thread of its own; see `TrialRuns`."""
+        running = _Running(trial, Termination(self._training.failure.grace_s))
+        self._running[trial.number] = running
+        threading.Thread(target=copy_context().run, args=(self._run, running), name=trial.run, daemon=True).start()
+
+    def take_ended(self, timeout_s: float) -> dict[int, TrialEnd | None]:
+        """Return how trials have ended; see `TrialRuns`."""
+        with self._ended:
+            self._ended.wait_for(self._done, timeout_s)
+            done = self._done()
+        for number in done:
+            del self._running[number]
+        return {number: self._end_of(running) for number, running in done.items()}
+
+    def num_running(self) -> int:
+        """Return how many trials run."""
+        return len(self._running)
+
+    def terminate(self, cause: BaseException) -> None:
+        """Stop every trial; see `TrialRuns`."""
+        for running in tuple(self._running.values()):
+            running.termination.request(cause)
+
+    def _done(self) -> dict[int, _Running]:
+        return {number: running for number, running in self._running.items() if running.has_ended.is_set()}
+
+    def _run(self, running: _Running) -> None:
+        try:
+            decisions = TrialDecisions(self._search, self._training.storage, running.trial.number)
+            job = self._training.job_of(running.trial, decisions)
+            _given.set(_Given(job, running.termination))
+            with _apart():
+                trial(running.trial.run, self._training.config_of(running.trial))
+        except BaseException as exc:  # noqa: BLE001 - a trial's failure costs that trial
+            running.error = exc
+        with self._ended:
+            running.has_ended.set()
+            self._ended.notify_all()
+
+    def _end_of(self, running: _Running) -> TrialEnd | None:
+        if running.termination.cause is not None or isinstance(running.error, TERMINATIONS):
+            return None
+        return read_end(Run.open(self._training.storage, running.trial.run), running.error)
+
+
+def read_end(run: Run, error: BaseException | None) -> TrialEnd | None:
+    """Return how the run of a trial has ended, by its storage: what Prefect says may be an outage's.
+
+    Args:
+        run: The run of the trial.
+        error: What its flow run raised.
+
+    Returns:
+        None if its last attempt has no outcome, or was terminated, so that it can go on.
+
+    """
+    standing = read_standing(run)
+    outcome = None if standing is None else standing.outcome
+    if outcome is None:
+        return None if error is None else TrialEnd("failed", _one_line(error))
+    metrics = newest_metrics(read_history(run))
+    if outcome.ending == "stopped":  # the journal has the decision
+        return TrialEnd("stopped", None, metrics)
+    if outcome.ending == "completed":
+        if isinstance(outcome.return_value, dict):  # a function may return its metrics instead of reporting them
+            metrics = {**outcome.return_value, **metrics}
+        return TrialEnd("completed", None, metrics)
+    reason = (outcome.error or "").strip().partition("\n")[0] or outcome.ending
+    return TrialEnd("failed", reason, metrics)
+
+
+def count_reports(run: Run) -> int:
+    """Return how often a trial has reported up to its latest checkpoint; a step that was trained again counts once."""
+    newest = run.find_newest(run.read_or_leave_out)
+    if newest is None:
+        return 0
+    return len({record.step for record in read_history(run) if record.step <= newest.step and not record.is_logged})
+
+
+def undecided(run: Run, trial: TrialRecord, time_attr: str) -> list[DecisionRequest]:
+    """Return the committed reports of a trial that asked for a decision which was not recorded, because of a kill.
+
+    Only those whose time their own checkpoint tells: "training_iteration" counts reports that have none.
+    """
+    if trial.milestone is None or time_attr == "training_iteration":
+        return []
+    last = trial.reports[-1].time if trial.reports else -math.inf
+    for manifest in CheckpointStore(run.storage, run.layout, run.spec).list():
+        at = time_of(time_attr, manifest.step, 0, manifest.reported)
+        if at is not None and at > last and at >= trial.milestone:
+            return [DecisionRequest(0, manifest.step, 0, manifest.reported, manifest.id)]
+    return []
+
+
+def pin_source(storage: StorageSpec, source: TrialRecord, token: str) -> str | None:
+    """Pin the checkpoint of a trial's newest decision, or its newest one, and return its id; None if there is none.
+
+    Args:
+        storage: The storage of the sweep.
+        source: The trial.
+        token: Of the pin.
+
+    """
+    store = CheckpointStore.open(storage, source.run)
+    known = [report.checkpoint for report in source.reports[-1:]]
+    for checkpoint_id in (*known, *(manifest.id for manifest in filter(None, (store.latest(), store.latest())))):
+        if checkpoint_id is None:
+            continue
+        with suppress(CheckpointNotFoundError):  # pruned: the source has gone on
+            store.pin(checkpoint_id, token)
+            return checkpoint_id
+    return None
+
+
+def unpin_source(storage: StorageSpec, source: Source, token: str) -> None:
+    """Remove the pin of `pin_source`, once the copy is committed; harmless if it was removed."""
+    CheckpointStore.open(storage, source.run).unpin(source.checkpoint, token)
+
+
+def _one_line(error: BaseException) -> str:
+    return first_line(error) if isinstance(error, Exception) else repr(error)
+
+
+class _apart:  # noqa: N801 - used as a function
+    """Gives the flow runs of concurrent trials keys of their own.
+
+    Prefect counts the subflows of a flow run: those of concurrent threads would have arbitrary numbers, and a flow run that is
+    retried would take the results of its earlier subflows for those of others.
+    """
+
+    def __enter__(self) -> None:
+        current = FlowRunContext.get()
+        assert current is not None
+        self._context = current.model_copy(update={"detached": True})
+        self._context.__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._context.__exit__(*exc_info)

@@ -1,0 +1,110 @@
+"""The journal of a sweep, with crashes at every storage operation, and two writers."""
+
+import pytest
+from crash_points import crash_points
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import FencedError, StorageSpec
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.sweeps import journal as journals
+from prefect_torch.flows.sweeps.journal import Journal, JournalDamagedError, list_parts, read_journal
+from wrapped_storage import WrappedStorage
+
+
+def sweep_in(storage) -> Run:
+    return Run(storage, Layout("sweep"), StorageSpec(storage.url))
+
+
+def lead(run) -> Journal:
+    """Claim the sweep, and begin as its leader does."""
+    attempt = claim_attempt(run, Owner.current(), world_size=0).number
+    journal = Journal(run, attempt, len(read_journal(run)))
+    journal.append({"led": attempt})
+    return journal
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(journals, "MOST_PARTS", 3)
+    monkeypatch.setattr(journals, "MOST_ENTRIES", 6)
+
+
+def numbers(run) -> list[int]:
+    return [entry["n"] for entry in read_journal(run) if "n" in entry]
+
+
+def test_entries_stay_in_order_and_few_objects(small):
+    run = sweep_in(MemoryStorage())
+    journal = lead(run)
+    for number in range(40):
+        journal.append({"n": number, "score": float("nan")})
+    assert numbers(run) == list(range(40))
+    assert len(list_parts(run)) <= 40 // 6 + 3
+
+
+def test_a_crash_at_any_operation_loses_no_entry_that_was_appended_and_invents_none(small):
+    inner = MemoryStorage()
+    appended = []
+
+    def fresh(number, way):
+        nonlocal inner
+        inner, appended[:] = MemoryStorage(), []
+        return inner
+
+    def write(storage):
+        journal = lead(sweep_in(storage))
+        for number in range(8):
+            journal.append({"n": number})
+            appended.append(number)
+
+    seen = 0
+    for faulty in crash_points(fresh, write):
+        seen += 1
+        known = numbers(sweep_in(faulty.inner))
+        assert known in (appended, [*appended, len(appended)])
+        journal = lead(sweep_in(faulty.inner))
+        journal.append({"n": 100})
+        assert numbers(sweep_in(faulty.inner)) == [*known, 100]
+    assert seen > 50
+
+
+def test_an_overtaken_leader_can_append_nothing(small):
+    run = sweep_in(MemoryStorage())
+    first = lead(run)
+    first.append({"n": 0})
+    second = lead(run)
+    with pytest.raises(FencedError):
+        first.append({"n": 1})
+    second.append({"n": 2})
+    assert numbers(run) == [0, 2]
+
+
+def test_what_an_overtaken_leader_wrote_at_the_same_moment_does_not_count():
+    storage = MemoryStorage()
+    run = sweep_in(storage)
+    first = lead(run)
+    first.append({"n": 0})
+
+    class Late(WrappedStorage):
+        """Stores the first leader's entry only after a second one has begun."""
+
+        def _do(self, verb, *args, **kwargs):
+            if verb == "put_bytes":
+                second = lead(sweep_in(storage))
+                second.append({"n": 2})
+            return getattr(storage, verb)(*args, **kwargs)
+
+    first._run = sweep_in(Late(storage))
+    first.append({"n": 1})
+    assert numbers(run) == [0, 2]
+
+
+def test_a_missing_entry_is_an_error_and_no_shorter_journal():
+    run = sweep_in(MemoryStorage())
+    journal = lead(run)
+    for number in range(3):
+        journal.append({"n": number})
+    run.storage.delete([list_parts(run)[1].key])
+    with pytest.raises(JournalDamagedError, match="entry 1 of the journal of sweep 'sweep'"):
+        read_journal(run)

@@ -1,0 +1,128 @@
+"""Searches of simulated trials."""
+
+import math
+
+import pytest
+from prefect_torch.flows import SearchConfig, SweepFailedError, loguniform, uniform
+from prefect_torch.flows.sweeps.history import decode_event
+from prefect_torch.flows.sweeps.search import Search, TrialEnd
+from prefect_torch.flows.sweeps.space import parse_space
+from simulated_sweeps import Simulation
+
+
+def fall_to_distance(state, config, step):
+    """A loss that falls with the steps to the distance of lr from 0.01, in decades."""
+    return None, abs(math.log10(config["lr"]) + 2) + 1 / (step + 1)
+
+
+def configured(**changes) -> SearchConfig:
+    return SearchConfig(**{"metric": "loss", "num_trials": 27, "seed": 0, "sampler": "random", "max_concurrent": 4, **changes})
+
+
+SPACE = {"lr": loguniform(1e-5, 1)}
+
+
+@pytest.mark.parametrize("scheduler", ["asha", "hyperband"])
+def test_halving_spends_few_steps_on_bad_trials_and_completes_the_best(scheduler):
+    simulation = Simulation(configured(scheduler=scheduler, max_t=9), SPACE, fall_to_distance, epochs=100)
+    search = simulation.lead()
+    states = [trial.state for trial in search.trials.values()]
+    assert set(states) == {"paused", "completed"}
+    assert len(states) == 27
+    completed = [trial for trial in search.trials.values() if trial.state == "completed"]
+    assert all(trial.reason == "step=9 has reached 9" for trial in completed)
+    assert simulation.total < 27 * 9 * (0.5 if scheduler == "asha" else 0.8)
+    at_first = sorted(search.trials.values(), key=lambda it: it.reports[0].value)
+    assert at_first[0].state == "completed"
+
+
+def test_the_median_rule_stops_bad_trials():
+    simulation = Simulation(configured(scheduler="median", grace_period=2, max_t=9), SPACE, fall_to_distance, epochs=100)
+    search = simulation.lead()
+    stopped = [trial for trial in search.trials.values() if trial.state == "stopped"]
+    assert stopped
+    assert {trial.state for trial in search.trials.values()} == {"stopped", "completed"}
+    assert min(search.trials.values(), key=lambda it: it.reports[0].value).state == "completed"
+    assert min(trial.reports[-1].time for trial in stopped) >= 2
+
+
+def follow_schedule(state, config, step):
+    """The best rate falls with the steps, so that no fixed one is good all the time."""
+    distance = 1.0 if state is None else state
+    decades_off = math.log10(config["rate"]) - math.log10(0.5 * 0.9**step)
+    distance *= 1 - 0.3 * math.exp(-((3 * decades_off) ** 2))
+    return distance, distance
+
+
+def test_the_population_goes_on_from_its_best_and_pins_what_it_takes():
+    config = configured(scheduler="pbt", perturbation_interval=2, num_trials=12, max_t=40)
+    simulation = Simulation(config, {"rate": loguniform(0.001, 1)}, follow_schedule, epochs=100)
+    search = simulation.lead()
+    assert {trial.state for trial in search.trials.values()} == {"completed"}
+    cloned = [trial for trial in search.trials.values() if trial.is_cloned]
+    assert cloned
+    assert {(source.run, source.checkpoint) for source, _ in search.take_released()} == simulation.pinned
+    fixed = Simulation(configured(num_trials=12, max_t=40), {"rate": loguniform(0.001, 1)}, follow_schedule, epochs=100)
+    assert simulation.best(search) < fixed.best(fixed.lead())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sampler": "tpe"}, {"scheduler": "asha", "max_t": 9}, {"scheduler": "pbt", "perturbation_interval": 3, "max_t": 9}],
+)
+def test_a_search_killed_at_any_step_ends_as_an_undisturbed_one(changes):
+    config = configured(max_concurrent=1, num_trials=12, **changes)
+
+    def outcome(search):
+        return [(it.state, it.config, it.metrics, [(r.time, r.value) for r in it.reports]) for it in search.trials.values()]
+
+    undisturbed = Simulation(config, SPACE, fall_to_distance, epochs=5)
+    expected = outcome(undisturbed.lead())
+    killed = Simulation(config, SPACE, fall_to_distance, epochs=5)
+    for stop_after in range(1, undisturbed.total, 3):
+        killed.lead(stop_after)
+    assert outcome(killed.lead()) == expected
+
+
+def test_a_trial_whose_score_is_nan_is_never_promoted():
+    def sometimes_nan(state, config, step):
+        return None, float("nan") if config["lr"] > 1e-3 else config["lr"]
+
+    simulation = Simulation(configured(scheduler="asha", max_t=9), SPACE, sometimes_nan, epochs=100)
+    search = simulation.lead()
+    assert {len(it.reports) for it in search.trials.values() if it.config["lr"] > 1e-3} == {1}
+    assert any(it.state == "completed" for it in search.trials.values())
+
+
+def test_a_metric_that_never_appears_ends_the_search_after_three_trials():
+    entries = []
+    search = Search(configured(metric="val_loss"), parse_space(SPACE), 0, [], entries.append, "sweep")
+    for _ in range(3):
+        trial = search.next_trial()
+        search.end(trial.number, TrialEnd("completed", None, {"loss": 1.0, "accuracy": 0.5}))
+    assert {it.state for it in search.trials.values()} == {"failed"}
+    with pytest.raises(SweepFailedError, match=r"3 trials .* has the metric 'val_loss'; its last report has accuracy, loss"):
+        search.next_trial()
+
+
+def test_more_failures_than_allowed_end_the_search():
+    search = Search(configured(max_failed_trials=1), parse_space(SPACE), 0, [], [].append, "sweep")
+    for _ in range(2):
+        search.end(search.next_trial().number, TrialEnd("failed", "boom", {}))
+    with pytest.raises(SweepFailedError, match=r"2 trials .* have failed, and max_failed_trials=1; the first, trial 0: boom"):
+        search.next_trial()
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes", "nsga2", "qmc", "random"])
+def test_every_sampler_suggests_the_same_after_a_kill(sampler):
+    def suggested(kills):
+        entries, search, space = [], None, {"x": uniform(0, 1), "y": uniform(0, 1)}
+        for number in range(14):
+            if search is None or number in kills:
+                events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
+                search = Search(configured(sampler=sampler), parse_space(space), 3, events, entries.append, "sweep")
+            trial = search.next_trial()
+            search.end(trial.number, TrialEnd("completed", None, {"loss": (trial.config["x"] - 0.3) ** 2 + trial.config["y"]}))
+        return [trial.config for trial in search.trials.values()]
+
+    assert suggested({3, 7, 12}) == suggested(set())

@@ -1,0 +1,75 @@
+"""Spaces: what is refused, and what is suggested."""
+
+import json
+import random
+
+import pytest
+from prefect_torch.flows import choice, grid, loguniform, randint, uniform
+from prefect_torch.flows.sweeps.schedulers.pbt import RandomDraw
+from prefect_torch.flows.sweeps.space import parse_space
+
+WRONG = [
+    ({}, "is empty"),
+    ({"lr": 1}, "holds constants only"),
+    ({"lr": {"kind": "normal", "low": 0, "high": 1}}, r"space\['lr'\] has the unknown kind 'normal'"),
+    ({"lr": uniform(2, 1)}, r"space\['lr'\]: low=2 is above high=1"),
+    ({"lr": loguniform(0, 1)}, "low=0 has no logarithm"),
+    ({"n": randint(0, 9, log=True)}, "low=0 has no logarithm"),
+    ({"n": randint(3, 3)}, r"randint\(3, 3\) has no integer"),
+    ({"n": {"kind": "randint", "low": 1.5, "high": 3}}, "low=1.5 of randint is no integer"),
+    ({"lr": {"kind": "uniform", "low": 0}}, "uniform needs high"),
+    ({"lr": {"kind": "uniform", "low": 0, "high": 1, "q": 2}}, "uniform has no q"),
+    ({"lr": uniform(float("nan"), 1)}, "low=nan is no number"),
+    ({"a": choice([])}, r"space\['a'\]: values=\[\] is no list"),
+    ({"a": {"b": choice([{"c": loguniform(-1, 1)}])}}, r"space\['a'\]\['b'\]\[0\]\['c'\]: low=-1 has no logarithm"),
+    ({"net": choice([1, 2]), "layer": object()}, r"space\['layer'\]=.* is neither JSON nor a domain"),
+]
+
+
+@pytest.mark.parametrize(("space", "problem"), WRONG, ids=range(len(WRONG)))
+def test_what_cannot_be_searched_is_refused_with_its_place(space, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_space(space)
+
+
+NESTED = {
+    "lr": loguniform(1e-4, 1e-1),
+    "optimizer": choice([{"name": "adam"}, {"name": "sgd", "momentum": uniform(0, 1), "layers": randint(1, 4)}]),
+    "net": {"width": choice([16, 32]), "depth": 3},
+}
+
+
+def test_a_space_is_json_and_its_nested_domains_exist_only_where_they_are_chosen():
+    space = parse_space(json.loads(json.dumps(NESTED)))
+    configs = [space.suggest("", RandomDraw(random.Random(seed))) for seed in range(40)]
+    assert all(1e-4 <= config["lr"] <= 1e-1 for config in configs)
+    assert {config["net"]["width"] for config in configs} == {16, 32}
+    assert {config["net"]["depth"] for config in configs} == {3}
+    assert {tuple(config["optimizer"]) for config in configs} == {("name",), ("name", "momentum", "layers")}
+    assert {config["optimizer"].get("layers") for config in configs} == {None, 1, 2, 3}
+
+
+def test_what_was_suggested_is_found_by_its_parameters_again():
+    space = parse_space(NESTED)
+    for seed in range(20):
+        config = space.suggest("", RandomDraw(random.Random(seed)))
+        parameters = space.parameters("", config)
+
+        class Known:
+            def real(self, name, low, high, *, step, log, parameters=parameters):
+                return parameters[name]
+
+            integer = real
+
+            def category(self, name, labels, parameters=parameters):
+                return parameters[name]
+
+        Known.integer = lambda _, name, low, high, *, step, log, parameters=parameters: parameters[name]
+        assert space.suggest("", Known()) == config
+
+
+def test_a_grid_has_every_combination():
+    points = list(parse_space({"a": grid([1, 2]), "b": choice([{"c": grid([3, 4])}, "none"])}).points(""))
+    assert len(points) == 6
+    with pytest.raises(ValueError, match="sampler='grid' tries every combination, and lr is continuous"):
+        list(parse_space({"lr": uniform(0, 1), "a": grid([1])}).points(""))

@@ -1,0 +1,92 @@
+"""Whole sweeps: real trials, each with a process of its own."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.flows import RunConfig, SearchConfig, SweepResult, grid, sweep, uniform
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunConfig(name="digits", storage=str(tmp_path))
+
+
+def search(**changes) -> SearchConfig:
+    return SearchConfig(**{"metric": "loss", "mode": "min", "num_trials": 3, "sampler": "random", "seed": 1, **changes})
+
+
+def test_a_sweep_finds_the_best_of_its_trials_at_two_at_once(run, tmp_path):
+    config = {"epochs": 2, "fails": 0.99, "killed_at": 1}
+    chosen = search(max_concurrent=2, initial_points=[{"lr": 0.995}])
+    result = sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, config, chosen, run=run)
+    assert [trial.state for trial in result.trials] == ["failed", "completed", "completed"]
+    assert result.errors.keys() == {0}
+    assert "ValueError: lr=0.995 diverged" in result.errors[0]
+    losses = {trial.number: trial.metrics["loss"] for trial in result.trials[1:]}
+    assert losses == {it.number: pytest.approx(abs(it.config["lr"] - 0.3) + 0.5) for it in result.trials[1:]}
+    assert result.best.number == min(losses, key=losses.get)
+    assert result.best.config["epochs"] == 2
+    assert result.best.checkpoint.step == 1
+    assert result.best.result.attempts == 2  # each was killed once, which cost an attempt of it and nothing else
+    assert result.best.run.startswith(f"digits/trial-{result.best.number:04d}-")
+    assert SweepResult.from_storage(tmp_path, "digits") == result
+    assert list(result.trials_dataframe["config/lr"]) == [trial.config["lr"] for trial in result.trials]
+    assert CheckpointStore.open(tmp_path, result.best.run).latest().step == 1
+
+
+PAGE = (Path(__file__).parents[3] / "docs/how-to/sweeps.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_page_searches_with_asha_and_optuna_reads_the_journal(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    function, program, look, view = BLOCKS
+    Path("my_trial.py").write_text(function)
+    for code in (program, look):
+        exec(compile(code, "page", "exec"), {"__name__": "__main__"})
+    found = SweepResult.from_storage("./checkpoints", "line-sweep")
+    assert sorted(trial.state for trial in found.trials) == ["completed", "paused", "paused"]
+    best = min(found.trials, key=lambda trial: trial.metrics["loss"])
+    assert best.state == "completed"
+    assert best.reason == "step=3 has reached 3"
+    assert [trial.checkpoint.step for trial in found.trials if trial.state == "paused"] == [1, 1]
+    assert {trial.result.completed for trial in found.trials} == {False}  # each was stopped after a report
+    capsys.readouterr()
+    exec(compile(view, "page", "exec"), {})
+    assert int(capsys.readouterr().out) >= 3
+
+
+def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run):
+    space = {"x": grid([2, 1])}
+    first = sweep("sweep_trainings:return_loss", space, {"y": 5}, SearchConfig(metric="loss", num_trials=1), run=run)
+    assert [trial.config for trial in first.trials] == [{"x": 2, "y": 5}]
+    result = sweep("sweep_trainings:return_loss", space, {"y": 5}, SearchConfig(metric="loss"), run=run)
+    assert [trial.config for trial in result.trials] == [{"x": 2, "y": 5}, {"x": 1, "y": 5}]
+    assert result.trials[:1] == first.trials
+    assert result.best.metrics == {"loss": 6}
+    with pytest.raises(ValueError, match=r"has space=.* give it another name, or resume='never'"):
+        sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=SearchConfig(metric="loss"), run=run)
+
+
+WRONG = [
+    ({}, {}, "is empty: give what is to be searched"),
+    ({"lr": uniform(2, 1)}, {}, "low=2 is above high=1"),
+    ({"lr": uniform(0, 1)}, {"sampler": "grid"}, "lr is continuous"),
+    ({"lr": grid([1])}, {"sampler": "tpe"}, "the space has a grid"),
+]
+
+
+@pytest.mark.parametrize(("space", "changes", "problem"), WRONG, ids=range(len(WRONG)))
+def test_a_sweep_that_cannot_be_is_refused_before_anything_is_stored(run, tmp_path, space, changes, problem):
+    with pytest.raises(ValueError, match=problem):
+        sweep("sweep_trainings:climb", space, search=search(sampler=changes.get("sampler")), run=run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_optuna_names_the_extra(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r"pip install 'prefect-torch\[sweep\]'"):
+        sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, search=search(), run=run)

@@ -1,0 +1,89 @@
+"""Sweeps whose trials are a few numbers in this process: what a search decides, without any training."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.flows.sweeps.history import decode_event
+from prefect_torch.flows.sweeps.search import Search, TrialEnd
+from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.flows.sweeps.space import parse_space
+
+
+@dataclass
+class Simulation:
+    """A sweep of simulated trials, one step of each running trial at a time.
+
+    Args:
+        config: Its configuration.
+        space: Its space.
+        advance: Returns the state of a trial after one more step, and the value that it reports; of a new trial it is None.
+        epochs: After how many steps a trial is over.
+        most_steps: The total number of steps of all trials; None for no limit.
+
+    """
+
+    config: SearchConfig
+    space: dict[str, Any]
+    advance: Callable[[Any, dict[str, Any], int], tuple[Any, float]]
+    epochs: int
+    most_steps: int | None = None
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    states: dict[tuple[str, int], Any] = field(default_factory=dict)  # checkpoints: by run and step
+    steps: dict[str, int] = field(default_factory=dict)  # the newest checkpoint of each run
+    total: int = 0
+    pinned: set[tuple[str, str]] = field(default_factory=set)
+
+    def lead(self, stop_after: int | None = None) -> Search:
+        """Run until the search has no more, or is killed after so many steps; started again it goes on."""
+        events = [event for entry in self.entries if (event := decode_event(entry, "test")) is not None]
+        search = Search(self.config, parse_space(self.space), 0, events, self.entries.append, "sweep", self._pin)
+        running = [trial.number for trial in search.running()]
+        while stop_after is None or self.total < stop_after:
+            while len(running) < self.config.max_concurrent and not self._is_spent:
+                trial = search.next_trial()
+                if trial is None:
+                    break
+                running.append(trial.number)
+            if not running or self._is_spent:
+                break
+            running = [number for number in running if self._step(search, number)]
+        return search
+
+    @property
+    def _is_spent(self) -> bool:
+        return self.most_steps is not None and self.total >= self.most_steps
+
+    def _pin(self, source, run) -> str | None:
+        step = self.steps[source.run]
+        self.pinned.add((source.run, str(step)))
+        return str(step)
+
+    def _step(self, search: Search, number: int) -> bool:
+        """Let a trial take a step, commit it and ask if it must; return whether it goes on."""
+        trial = search.trials[number]
+        if trial.run not in self.steps and trial.source is not None:
+            step = int(trial.source.checkpoint)
+            state = self.states[trial.source.run, step]
+        else:
+            step = self.steps.get(trial.run, 0)
+            state = self.states.get((trial.run, step))
+        state, value = self.advance(state, trial.config, step)
+        step += 1
+        self.total += 1
+        self.states[trial.run, step], self.steps[trial.run] = state, step
+        metrics = {"loss": value}
+        points = search.points(number, lambda: 0)
+        asks = points is not None and (
+            (points.milestone is not None and step >= points.milestone) or any(step >= it for it in points.stop.values())
+        )
+        if asks and not search.decide(number, DecisionRequest(0, step, step, metrics, str(step))).goes_on:
+            return False
+        if step >= self.epochs:
+            search.end(number, TrialEnd("completed", None, metrics))
+            return False
+        return True
+
+    def best(self, search: Search) -> float:
+        return min(trial.metrics["loss"] for trial in search.trials.values() if "loss" in trial.metrics)

@@ -1,0 +1,40 @@
+"""Training functions for the tests of sweeps."""
+
+import json
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
+
+
+def climb(config: dict) -> None:
+    """Report `epochs` checkpoints, whose loss falls to the distance of lr from 0.3."""
+    start = 0
+    if (checkpoint := get_checkpoint()) is not None:
+        with checkpoint.as_directory() as directory:
+            start = json.loads((Path(directory) / "state.json").read_text())["epoch"] + 1
+    for epoch in range(start, config.get("epochs", 3)):
+        come_to_an_end(config, epoch)
+        time.sleep(config.get("pause_s", 0))
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "state.json").write_text(json.dumps({"epoch": epoch}))
+            loss = abs(config["lr"] - 0.3) + 1 / (epoch + 1)
+            report({"loss": loss, "epoch": epoch}, Checkpoint.from_directory(directory), step=epoch)
+
+
+def come_to_an_end(config: dict, epoch: int) -> None:
+    if config.get("fails") and config["lr"] > config["fails"]:
+        raise ValueError(f"lr={config['lr']:g} diverged")
+    if config.get("killed_at") == epoch and get_context().attempt == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def return_loss(config: dict) -> dict:
+    return {"loss": config.get("x", 0) + config.get("y", 0)}
+
+
+def report_other(config: dict) -> None:
+    report({"accuracy": 0.5, "loss": float("nan")})
