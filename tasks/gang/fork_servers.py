@@ -111,7 +111,10 @@ class ForkServer:
             self._is_ready = self._is_ready or self._control.recv(1) == READY
             if self._is_ready:
                 socket.send_fds(self._control, [b"."], [*ends, folder, *held])
-                if self._control.recv(1) == FORKED:
+                answer = READY
+                while answer == READY:  # again, if it had to start again without torch's compiler
+                    answer = self._control.recv(1)
+                if answer == FORKED:
                     return True
                 self._is_ready = self._process.poll() is None
         if not self._is_ready:

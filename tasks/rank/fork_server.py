@@ -1,18 +1,20 @@
 """A process that has imported what every rank imports, and forks ranks, which then start without these imports.
 
-    python -u -c ... prefect_torch.tasks.rank.fork_server <control socket> <where torch is imported from>
+    python -u -c ... prefect_torch.tasks.rank.fork_server <control socket> <where torch is imported from> [without-compiler]
 
 Once its imports are done it sends READY, or nothing and exits where a fork would not be safe. Then each message with
 `Descriptors` of a rank, its working directory, and what its guard keeps open, is answered with FORKED, or with REFUSED where
 the rank has to be started in another way. The first bytes of the rank's input are its environment. It has one thread, and
-imports nothing of the user.
+imports nothing of the user. While it has nothing to do, it imports torch's compiler, as a rank's first optimizer does.
 """
 
+import contextlib
 import fcntl
 import gc
 import importlib
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -26,6 +28,8 @@ from . import guard
 from .process_title import set_process_title
 
 READY, FORKED, REFUSED = b"r", b"f", b"x"
+_WITHOUT_COMPILER = "without-compiler"
+_IDLE_S = 2.0
 _LENGTH = struct.Struct("!Q")
 _MOST_DESCRIPTORS = 64
 _HARMLESS_DEVICES = ("full", "null", "ptmx", "pts/", "random", "shm/", "tty", "urandom", "zero")
@@ -58,18 +62,18 @@ def environment_header(environment: dict[str, str]) -> bytes:
 
 def main() -> None:
     """Fork ranks until the other end of the control socket is closed; in a rank, run it."""
-    control, torch_place = socket.socket(fileno=int(sys.argv[-2])), sys.argv[-1]
+    number, torch_place, *options = sys.argv[2:]
+    control = socket.socket(fileno=int(number))
     _end_with_client(control, is_wanted=True)
-    set_process_title(f"{sys.executable} {__name__}")
+    set_process_title(" ".join([sys.executable, __name__, *options]))
     if torch_place and getattr(PathFinder.find_spec("torch"), "origin", None) != torch_place:
         sys.exit(f"{__name__}: ranks import torch from {torch_place}")
     run_rank = import_for_ranks()
     if (danger := find_danger()) is not None:
         sys.exit(f"{__name__}: a fork would not be safe: {danger}")
-    gc.collect()
-    gc.freeze()  # a collection in a rank must not write to the pages that it shares with this process
+    _freeze()
     _end_with_client(control, is_wanted=False)
-    result = _serve(control)
+    result = _serve(control, imports_compiler=_WITHOUT_COMPILER not in options)
     sys.argv = ["-c", str(result)]
     run_rank()
 
@@ -88,6 +92,22 @@ def import_for_ranks() -> Callable[[], None]:
     return run_rank
 
 
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()  # a collection in a rank must not write to the pages that it shares with this process
+
+
+def _import_compiler(control: socket.socket) -> None:
+    """Import torch's compiler, without which no optimizer is made; where a fork is not safe with it, start again without it."""
+    import torch._dynamo  # noqa: F401, PLC0415 - it takes longer than the rest of torch
+
+    if find_danger() is not None:
+        control.set_inheritable(True)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], _WITHOUT_COMPILER])  # noqa: S606 - no shell is meant
+    _freeze()
+    set_process_title(f"{sys.executable} {__name__} with torch._dynamo")
+
+
 def find_danger() -> str | None:
     """Return why a process forked from this one would be broken; None if it would not.
 
@@ -96,7 +116,8 @@ def find_danger() -> str | None:
     """
     if (pid := os.fork()) == 0:
         os._exit(0)
-    os.waitpid(pid, 0)
+    with contextlib.suppress(ChildProcessError):  # the kernel has reaped it
+        os.waitpid(pid, 0)
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208 - names alone
         return f"{num_threads} threads"
     opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if int(entry.name) > 2 and os.path.lexists(entry)]  # noqa: PTH115, PLR2004 - names alone; 2 is stderr
@@ -117,12 +138,15 @@ def _end_with_client(control: socket.socket, *, is_wanted: bool) -> None:
     fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC if is_wanted else flags & ~os.O_ASYNC)
 
 
-def _serve(control: socket.socket) -> int:
+def _serve(control: socket.socket, *, imports_compiler: bool) -> int:
     """Return in each rank, with the descriptor of its result pipe; never in this process."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the guards
     try:
         control.send(READY)
         while True:
+            if imports_compiler and not select.select([control], [], [], _IDLE_S)[0]:
+                imports_compiler = False
+                _import_compiler(control)
             _, received, _, _ = socket.recv_fds(control, 1, _MOST_DESCRIPTORS)
             if not received:
                 os._exit(0)

@@ -149,6 +149,16 @@ def test_a_forked_rank_prints_its_stack_traces_and_is_terminated(rank, servers):
     assert process.reap().returncode == -signal.SIGTERM
 
 
+def test_an_idle_server_imports_what_the_first_optimizer_needs(rank, servers):
+    server = servers.find(variables())
+    with soon() as wait:
+        wait(lambda: "torch._dynamo" in psutil.Process(server._process.pid).cmdline())
+    text = "import os, sys, torch\nhad = 'torch._dynamo' in sys.modules\nmodel = torch.nn.Linear(2, 2)"
+    step = "optimizer = torch.optim.SGD(model.parameters())\nmodel(torch.rand(2)).sum().backward()\noptimizer.step()"
+    lines, ended = output_of(rank(f"def fn(): ...\n{text}\n{step}\nprint('had', had)\nos._exit(0)", server))
+    assert (lines, ended.returncode) == (["had True"], 0)
+
+
 def test_all_that_a_forked_rank_has_started_ends_with_it(rank, servers):
     text = "import subprocess\nprint(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
     lines, ended = output_of(rank(f"def fn(): ...\n{text}\nimport os\nos._exit(5)", servers.find(variables())))
@@ -241,6 +251,27 @@ def test_an_open_device_is_a_danger(path):
 )
 def test_other_files_are_no_danger(path):
     assert not is_device(path)
+
+
+def test_where_a_fork_is_not_safe_with_the_compiler_ranks_are_forked_without(rank, servers, tmp_path):
+    (tmp_path / "libraries").mkdir()
+    (tmp_path / "libraries/sitecustomize.py").write_text(
+        "import sys, threading, time\n"
+        "class ThreadOfTheCompiler:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'torch._dynamo': threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "if 'prefect_torch.tasks.rank.fork_server' in sys.argv: sys.meta_path.insert(0, ThreadOfTheCompiler())\n"
+    )
+    environment = {**variables(), "PYTHONPATH": str(tmp_path / "libraries")}
+    server = servers.find(environment)
+    with soon() as wait:
+        wait(lambda: "without-compiler" in psutil.Process(server._process.pid).cmdline())
+    text = "import sys\nprint('torch._dynamo' in sys.modules)\nprint(open('/proc/self/cmdline').read())\n"
+    lines, ended = output_of(rank(f"def fn(): ...\n{text}import os\nos._exit(0)", server, **environment))
+    assert ended.returncode == 0
+    assert lines[0] == "False"
+    assert RANK in lines[1]
+    assert "-c" not in lines[1]  # it was forked
 
 
 def test_a_server_is_shared_where_a_new_process_would_find_the_same(monkeypatch):
