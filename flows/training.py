@@ -13,6 +13,8 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Crashed
 from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.flows.monitoring.restarted import Restart
+from prefect_torch.flows.result import Result
 from prefect_torch.tasks import (
     CheckpointConfig,
     FailureConfig,
@@ -46,8 +48,6 @@ from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver
 from .monitoring.pages.runs_page import refresh_runs_page
 from .monitoring.pages.setup import Setup
-from .monitoring.restarted import Restart
-from .result import Result
 from .short_tracebacks import short_tracebacks, shorten_logs
 
 _outcomes: dict[str, Outcome] = {}  # by flow run, from the flow's body to its hook in the same process
@@ -192,9 +192,8 @@ def train(
         finally:
             seat.release()
             observers.close()
-            if (
-                place.has_begun and termination.cause is None
-            ):  # else the process may be killed soon, and the next end refreshes the page
+            # Else the process may be killed soon, and the next end refreshes the page.
+            if place.has_begun and termination.cause is None:
                 refresh_runs_page(job.storage)
     result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
     # Prefect returns the data of a state that a flow returns.
