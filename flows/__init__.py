@@ -1,5 +1,9 @@
 """The flows `train`, `sweep`, `evaluate` and `prune`, their configurations and results."""
 
+from prefect_torch.flows.sweeps.journal import JournalDamagedError
+from prefect_torch.flows.sweeps.search import SweepFailedError
+from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.flows.sweeps.space import choice, grid, loguniform, randint, uniform
 from prefect_torch.tasks import (
     CheckpointConfig,
     DaskCluster,
@@ -20,10 +24,6 @@ from .pruning import prune
 from .result import Result, TrainingFailedError
 from .sweep_result import SweepResult, Trial
 from .sweeping import sweep
-from .sweeps.journal import JournalDamagedError
-from .sweeps.search import SweepFailedError
-from .sweeps.search_config import SearchConfig
-from .sweeps.space import choice, grid, loguniform, randint, uniform
 from .training import train
 
 __all__ = [

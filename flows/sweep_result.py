@@ -9,11 +9,11 @@ from prefect_torch.ckpt.runs.history import newest_metrics, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.opening import StorageLike
+from prefect_torch.flows.sweeps.definition import Definition, read_definition
+from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, decode_event, history_of
+from prefect_torch.flows.sweeps.journal import read_journal
 
 from .result import Result
-from .sweeps.definition import Definition, read_definition
-from .sweeps.history import History, TrialRecord, TrialState, decode_event, history_of
-from .sweeps.journal import read_journal
 
 if TYPE_CHECKING:
     import pandas as pd

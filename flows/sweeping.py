@@ -9,6 +9,13 @@ from prefect_torch.ckpt import CheckpointNotFoundError, RunBusyError, StorageSpe
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt, claim_unless_led, write_outcome
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import standing_of
+from prefect_torch.flows.sweeps.definition import define, settle_definition
+from prefect_torch.flows.sweeps.history import TrialRecord, decode_event
+from prefect_torch.flows.sweeps.journal import Journal, read_journal
+from prefect_torch.flows.sweeps.search import Search, TrialEnd
+from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.flows.sweeps.space import parse_space
+from prefect_torch.flows.sweeps.study import check_sampler, require_optuna
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
@@ -24,13 +31,6 @@ from .arguments import name_of_flow_run, seat_for
 from .embedded_server import tie_embedded_server
 from .short_tracebacks import short_tracebacks, shorten_logs
 from .sweep_result import SweepResult
-from .sweeps.definition import define, settle_definition
-from .sweeps.history import TrialRecord, decode_event
-from .sweeps.journal import Journal, read_journal
-from .sweeps.search import Search, TrialEnd
-from .sweeps.search_config import SearchConfig
-from .sweeps.space import parse_space
-from .sweeps.study import check_sampler, require_optuna
 from .trial_runs import LocalTrials, Training, TrialRuns, pin_source, read_end, undecided, unpin_source
 
 _POLL_S = 0.5

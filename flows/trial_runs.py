@@ -16,6 +16,8 @@ from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.history import newest_metrics, read_history
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
+from prefect_torch.flows.sweeps.history import Source, TrialRecord
+from prefect_torch.flows.sweeps.search import Search, TrialEnd
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
@@ -28,8 +30,6 @@ from .arguments import machines_for, seat_for
 from .leading import lead_training, set_terminated_state
 from .monitoring.events.observer import EventObserver
 from .monitoring.pages.observer import PageObserver
-from .sweeps.history import Source, TrialRecord
-from .sweeps.search import Search, TrialEnd
 
 
 @dataclass(frozen=True, slots=True)

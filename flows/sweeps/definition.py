@@ -9,8 +9,7 @@ from prefect_torch.ckpt.runs.record_fields import Count
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import utc_now
-
-from .search_config import SearchConfig
+from prefect_torch.flows.sweeps.search_config import SearchConfig
 
 _KEY = "sweep.json"
 _LARGEST_SEED = 2**32

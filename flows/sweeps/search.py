@@ -11,10 +11,7 @@ from typing import Any, Literal, TypeAlias
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score
-from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
-from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
-
-from .history import (
+from prefect_torch.flows.sweeps.history import (
     Cloned,
     Event,
     History,
@@ -30,9 +27,11 @@ from .history import (
     encode_event,
     operations_of,
 )
-from .search_config import SearchConfig
-from .space import Nested
-from .study import Observation, Study, grid_points
+from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
+from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
+from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.flows.sweeps.space import Nested
+from prefect_torch.flows.sweeps.study import Observation, Study, grid_points
 
 _DEFAULT_TRIALS = 10
 _ITERATION = "training_iteration"

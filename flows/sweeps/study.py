@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.opening import StorageLike
-
-from .history import decode_event, operations_of
-from .journal import read_journal
-from .search_config import SearchConfig
-from .space import Nested, Parameters, has_grid
+from prefect_torch.flows.sweeps.history import decode_event, operations_of
+from prefect_torch.flows.sweeps.journal import read_journal
+from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.flows.sweeps.space import Nested, Parameters, has_grid
 
 if TYPE_CHECKING:
     import optuna
