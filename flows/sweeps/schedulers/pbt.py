@@ -79,7 +79,12 @@ class PopulationBased:
         ranked = best_first(reached, rung)
         if count == 0 or trial.number not in [it.number for it in ranked[-count:]]:
             return None
-        best = [it for it in ranked[:count] if it.reports[-1].checkpoint is not None and not math.isnan(it.reports[rung].value)]
+        # One that has just taken over a checkpoint itself has none of its own yet, and its config is untried.
+        best = [
+            it
+            for it in ranked[:count]
+            if it.source is None and it.reports[-1].checkpoint is not None and not math.isnan(it.reports[rung].value)
+        ]
         return random.choice(best) if best else None
 
     def _next(self, time: float) -> float:
