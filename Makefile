@@ -7,12 +7,12 @@ BIN := .venv/bin
 # Prefect gives its embedded server 20 s, which a busy laptop may exceed.
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 
-.PHONY: demo test gpu lint docs ray-pages screenshots bench chaos soak install s3rver
+.PHONY: demo test gpu lint docs ray-pages screenshots bench chaos soak install s3rver azurite azurite
 
 demo: install
 	$(BIN)/python examples/digits.py
 
-test: install s3rver
+test: install s3rver azurite
 	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 # What needs GPUs, on a machine that has some: writes gpu-results.json, with versions, devices, outcomes and figures.
@@ -60,6 +60,11 @@ soak: install
 s3rver: .venv/s3rver/node_modules
 .venv/s3rver/node_modules: | .venv/dependencies
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv/s3rver s3rver@3.7.1; fi
+
+# An Azure-speaking server for the blocks of prefect-azure; without npm, its tests are skipped.
+azurite: .venv/azurite/node_modules
+.venv/azurite/node_modules: | .venv/dependencies
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv/azurite azurite@3.37.0; fi
 
 # Links every file of the package into .venv; again each time, since a new file needs a link of its own.
 install: .venv/dependencies

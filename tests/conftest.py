@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Transfer
-from servers import ACCESS_KEY, SECRET_KEY, S3Server, SshServer, free_port, program, rclone_command, running
+from servers import ACCESS_KEY, SECRET_KEY, AzureServer, S3Server, SshServer, free_port, program, rclone_command, running
 
 settings.register_profile("unhurried", deadline=None)  # a loaded machine is no defect
 settings.load_profile("unhurried")
@@ -172,3 +172,16 @@ def s3rver(tmp_path_factory) -> Iterator[S3Server]:
     options = ["-d", str(tmp_path_factory.mktemp("s3rver")), "-a", "127.0.0.1", "-p", str(port), "-s", "--no-vhost-buckets"]
     with running([*command, *options], port) as server:
         yield replace(server, access_key="S3RVER", secret_key="S3RVER")  # it knows no other
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory) -> Iterator[AzureServer]:
+    """Azurite, which speaks Azure Blob Storage."""
+    program = Path(sys.prefix, "azurite/node_modules/azurite/dist/src/blob/main.js")
+    if not program.exists():
+        assert "CI" not in os.environ, f"{program} is missing: make azurite"
+        pytest.skip(f"{program} is missing: make azurite installs it where there is npm")
+    port = free_port()
+    options = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(tmp_path_factory.mktemp("azurite"))]
+    with running(["node", str(program), "--skipApiVersionCheck", "--silent", *options], port) as server:
+        yield AzureServer(server.endpoint)

@@ -16,11 +16,10 @@ FOLDERS = ("ckpt", "tasks", "flows", "deployments")
 DRAWN_IN = ROOT / "docs/design.md"
 # What may import torch at all, and prefect: a wing each, by what it is for.
 IMPORT_TORCH = ("ckpt.state", "ckpt.lightning", "ckpt.transformers", "ckpt.accelerate", "tasks", "flows", "deployments")
-IMPORT_PREFECT = ("ckpt.storage.blocks", "tasks", "flows", "deployments")
+IMPORT_PREFECT = ("ckpt.blocks", "ckpt.storage.blocks", "tasks", "flows", "deployments")
 NEVER_PREFECT = ("tasks.rank", "tasks.prepare")
 FRAMEWORKS = ("ckpt.accelerate", "ckpt.lightning", "ckpt.transformers")
 _WING = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:\.\w+)*")
-PUBLIC_FACES = {"ckpt.blocks"}  # a module for users, which only names what a wing has
 
 
 def module_name(path: Path) -> str:
@@ -68,7 +67,7 @@ def floor_of(module: str) -> tuple[int, str] | None:
 
 
 def test_every_module_has_a_floor():
-    roofs = {*FOLDERS, *PUBLIC_FACES}  # a folder's own __init__ names what users import
+    roofs = set(FOLDERS)  # a folder's own __init__ names what users import
     assert {module for module in MODULES if module not in roofs and floor_of(module) is None} == set()
     assert {wing for floor in floors() for wing in floor if not any(is_in(module, (wing,)) for module in MODULES)} == set()
 
@@ -79,7 +78,7 @@ def test_a_module_imports_only_its_own_wing_and_what_is_below(module):
     if own is None:
         return
     for name in graph()[module]:
-        if name in FOLDERS or name in PUBLIC_FACES:  # what a folder shows is for the folders above it
+        if name in FOLDERS:  # what a folder shows is for the folders above it
             assert FOLDERS.index(module.partition(".")[0]) > FOLDERS.index(name.partition(".")[0]), name
             continue
         other = floor_of(name)

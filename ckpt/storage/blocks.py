@@ -1,8 +1,6 @@
 """Prefect blocks as storage: configuration and credentials, never the data path."""
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 
 import cloudpickle
 from prefect.blocks.core import Block
@@ -11,98 +9,23 @@ from prefect.exceptions import ObjectNotFound
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
-from pydantic import Field, HttpUrl, SecretStr, field_validator
 
-from .backends import open_spec
-from .location import BLOCK_SLUGS, is_block_slug, normalized, parse_location
-from .probe import PROBE_RETRY_POLICY, StorageProbe, probe_storage
+from .cloud_blocks import cloud_spec, is_cloud_block
+from .location import BLOCK_SLUGS, is_block_slug, parse_location
 from .protocol import StorageSpec
 
+KINDS_OF_BLOCKS = "CheckpointStorage, LocalFileSystem, RemoteFileSystem, S3Bucket, GcsBucket or AzureBlobStorageContainer"
 
-class CheckpointStorage(Block):
-    """Configure the location of trainings' checkpoints.
 
-    Example:
-        Load a saved block, check that the storage does what trainings need, and pass it to a training:
-        ```python
-        from prefect_torch.ckpt.storage.blocks import CheckpointStorage
-        from prefect_torch.flows import RunConfig, train
-
-        storage = CheckpointStorage.load("NAME")
-        storage.check()
-        train("my_training:train_fn", run=RunConfig(storage=storage))
-        ```
-
-    """
-
-    _block_type_name = "Checkpoint Storage"
-    _block_type_slug = "checkpoint-storage"
-    _description = "Where trainings keep their checkpoints: a directory, a bucket, or a path below another block."
-    _documentation_url = cast("HttpUrl", "https://docs.prefect.io/v3/concepts/blocks")
-    # Prefect takes no data: URL; this one is pinned to a commit, and every server that shows its own file systems shows it.
-    _logo_url = cast("HttpUrl", LocalFileSystem._logo_url)  # noqa: SLF001 - Prefect has no public name for it
-
-    location: str = Field(
-        default="",
-        title="Location",
-        description="A local path or a URL such as s3://bucket/prefix; a path below the file system's own location when one is "
-        "chosen.",
-    )
-    file_system: LocalFileSystem | RemoteFileSystem | S3Bucket | None = Field(
-        default=None,
-        title="File system",
-        description="The block that holds the location and the credentials, if any is needed.",
-    )
-
-    password: SecretStr | None = Field(
-        default=None,
-        title="Password",
-        description="For a location with a user, such as sftp://user@host/path; only when no file system is chosen.",
-    )
-
-    @field_validator("file_system", mode="before")
-    @classmethod
-    def _tell_apart(cls, value: Any) -> Any:
-        """Choose the type by the fields: Prefect stores a nested block without it, and any block fits a LocalFileSystem."""
-        if not isinstance(value, Mapping):
-            return value
-        if "bucket_name" in value:
-            return S3Bucket.model_validate(value)
-        return (RemoteFileSystem if "settings" in value else LocalFileSystem).model_validate(value)
-
-    def check(self) -> StorageProbe:
-        """Write, list, read and delete small objects there, all of which are removed; return the steps and their durations.
-
-        Costs a dozen requests; a storage that does not answer fails after about twenty seconds.
-
-        Raises:
-            StorageUnfitError: If a step fails; it names the step, the reason and the remedy.
-            ValueError: If the location is invalid.
-
-        """
-        return probe_storage(open_spec(replace(normalized(self.spec()), retry=PROBE_RETRY_POLICY)))
+class HasSpec(Protocol):
+    """A block that itself knows how its storage is opened, as `CheckpointStorage` does."""
 
     def spec(self) -> StorageSpec:
-        """Return the specification with which a process opens this storage."""
-        if self.file_system is None:
-            spec = _spec_of(self.location)
-            return spec if self.password is None else _with_password(spec, self.password.get_secret_value())
-        if self.password is not None:
-            raise ValueError("the block has a file system and a password: the password belongs to the file system's own fields")
-        spec = resolve_storage(self.file_system)
-        below = self.location.strip("/")
-        return StorageSpec(f"{spec.url.rstrip('/')}/{below}", spec.options) if below else spec
+        """Return the specification with which a process opens the storage."""
+        ...
 
 
-def _with_password(spec: StorageSpec, password: str) -> StorageSpec:
-    if "@" not in spec.url.partition("://")[2].partition("/")[0]:
-        raise ValueError(
-            f"the block has a password, but its location names no user: {spec.url} should be as sftp://user@host/path"
-        )
-    return replace(spec, options={**spec.options, "password": password})
-
-
-StorageBlock: TypeAlias = CheckpointStorage | LocalFileSystem | RemoteFileSystem | S3Bucket
+FileSystemBlock: TypeAlias = LocalFileSystem | RemoteFileSystem | S3Bucket
 
 
 def resolve_storage(storage: Any) -> StorageSpec:
@@ -116,18 +39,24 @@ def resolve_storage(storage: Any) -> StorageSpec:
 
     """
     block = _load(storage) if isinstance(storage, str) and is_block_slug(storage) else storage
-    if isinstance(block, CheckpointStorage):
-        return block.spec()
     if isinstance(block, LocalFileSystem):
-        return _spec_of(block.basepath or ".")
+        return spec_of(block.basepath or ".")
     if isinstance(block, RemoteFileSystem):
         return _remote_spec(block)
     if isinstance(block, S3Bucket):
         return _s3_spec(block)
+    if is_cloud_block(block):
+        return cloud_spec(block)
+    if is_spec_holder(block):
+        return block.spec()
     raise ValueError(
-        f"checkpoints cannot be stored with a {type(block).__name__}: give a path, a URL, or a CheckpointStorage, "
-        "LocalFileSystem, RemoteFileSystem or S3Bucket block"
+        f"checkpoints cannot be stored with a {type(block).__name__}: give a path, a URL, or a {KINDS_OF_BLOCKS} block"
     )
+
+
+def is_spec_holder(block: Any) -> TypeGuard[HasSpec]:
+    """Return whether `block` itself knows how its storage is opened."""
+    return isinstance(block, Block) and hasattr(block, "spec")
 
 
 def credential_source_of(storage: Any) -> bytes:
@@ -141,7 +70,8 @@ def credential_source_of(storage: Any) -> bytes:
     return credential_source
 
 
-def _spec_of(location: str) -> StorageSpec:
+def spec_of(location: str) -> StorageSpec:
+    """Return the specification of a path, a URL, or "block-type-slug/block-name"."""
     spec = parse_location(location)
     return resolve_storage(location) if spec is None else spec
 

@@ -6,11 +6,15 @@ from dataclasses import replace
 from os import PathLike
 from typing import Annotated, Any
 
+from prefect.blocks.core import Block
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.storage.blocks import StorageBlock
+from prefect_torch.ckpt.blocks import StorageBlock
+from prefect_torch.ckpt.storage.blocks import KINDS_OF_BLOCKS
+from prefect_torch.ckpt.storage.cloud_blocks import is_cloud_block
 from prefect_torch.ckpt.storage.location import URL_WITH_LOGIN, is_block_slug, refuse_password
 from prefect_torch.ckpt.storage.opening import StorageLike, parse_storage
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer
+from pydantic import BeforeValidator, Field, InstanceOf, SerializerFunctionWrapHandler, WrapSerializer
+from pydantic.json_schema import SkipJsonSchema
 
 from .settings import TorchSettings
 
@@ -36,9 +40,11 @@ def check_choice(storage: Any) -> Any:
     if isinstance(storage, StorageBlock) or (isinstance(storage, Mapping) and _FIELDS_OF_BLOCKS & storage.keys()):
         _refuse_passwords(storage)
         return storage
+    if is_cloud_block(storage):
+        return storage
     raise ValueError(
         f"checkpoints cannot be stored with a {type(storage).__name__}: give a path, a URL, 'block-type-slug/block-name', or a "
-        "CheckpointStorage, LocalFileSystem, RemoteFileSystem or S3Bucket block"
+        f"{KINDS_OF_BLOCKS} block"
     )
 
 
@@ -63,7 +69,9 @@ def _masked(value: Any) -> Any:
 
 
 _Text = Annotated[str, Field(title="Path or URL", json_schema_extra={"minLength": 1, "pattern": rf"^(?!{URL_WITH_LOGIN})"})]
-StorageChoice = Annotated[_Text | StorageBlock, BeforeValidator(check_choice), WrapSerializer(_mask_settings)]
+# An object of another integration's block: a form shows only those that this package can name, and takes "gcs-bucket/NAME".
+_CloudBlock = SkipJsonSchema[InstanceOf[Block]]
+StorageChoice = Annotated[_Text | StorageBlock | _CloudBlock, BeforeValidator(check_choice), WrapSerializer(_mask_settings)]
 
 
 def configured_storage(storage: StorageLike, deadline_s: float | None = None) -> StorageSpec:

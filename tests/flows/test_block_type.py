@@ -7,8 +7,12 @@ import uuid
 from pathlib import Path
 
 import pytest
+from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
+from prefect.filesystems import LocalFileSystem
 from prefect.settings import PREFECT_API_URL
+from prefect.testing.standard_test_suites import BlockStandardTestSuite
+from prefect_torch.ckpt import blocks
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.probe import StorageUnfitError
 
@@ -27,7 +31,7 @@ def test_the_server_knows_its_picture_documentation_and_example(name):
     assert str(block_type.logo_url).startswith("https://")
     assert str(block_type.documentation_url).startswith("https://")
     assert block_type.description.endswith(".")
-    assert 'CheckpointStorage.load("NAME")' in block_type.code_example
+    assert 'CheckpointStorage.load("BLOCK_NAME")' in block_type.code_example
 
 
 def test_every_field_of_its_form_has_a_title_and_a_sentence():
@@ -53,3 +57,20 @@ def test_it_is_registered_from_the_root():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Successfully registered 1 block" in done.stdout
     assert "Checkpoint Storage" in done.stdout
+
+
+class TestCheckpointStorage(BlockStandardTestSuite):
+    """What Prefect asks of the blocks of every integration."""
+
+    @pytest.fixture
+    def block(self):
+        return CheckpointStorage
+
+    def test_has_a_valid_image(self, block):
+        """The picture is Prefect's own, which its suite would fetch from the internet."""
+        assert block._logo_url == LocalFileSystem._logo_url
+
+
+def test_every_block_of_this_package_is_in_the_suite():
+    found = {it for it in vars(blocks).values() if isinstance(it, type) and issubclass(it, Block)}
+    assert {it for it in found if it.__module__.startswith("prefect_torch.")} == {CheckpointStorage}

@@ -2,9 +2,12 @@
 
 import pickle
 import re
+import ssl
+import subprocess
 import threading
 import uuid
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import cloudpickle
@@ -13,10 +16,14 @@ from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.client_parameters import AwsClientParameters
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
-from prefect_torch.ckpt import CheckpointStore, StorageSpec
+from prefect_azure import AzureBlobStorageCredentials
+from prefect_azure.blob_storage import AzureBlobStorageContainer
+from prefect_gcp import GcsBucket
+from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.blocks import resolve_storage
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConfig, train
 from pydantic import SecretStr
 from servers import ACCESS_KEY, SECRET_KEY
@@ -224,6 +231,91 @@ def test_a_saved_checkpoint_storage_block_keeps_the_type_of_the_block_in_it(bloc
     loaded = CheckpointStorage.load(saved.partition("/")[2])
     assert type(loaded.file_system) is type(block)
     assert parse_storage(saved) == parse_storage(CheckpointStorage(location="below", file_system=block))
+
+
+def test_a_session_token_signs_the_requests():
+    tokens = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self):
+            tokens.append(self.headers["X-Amz-Security-Token"])
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("ETag", '"1"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        parameters = AwsClientParameters(endpoint_url=f"http://127.0.0.1:{http.server_port}")
+        credentials = AwsCredentials(
+            aws_access_key_id="key",
+            aws_secret_access_key=SecretStr("x"),
+            aws_session_token="token-of-a-session",
+            aws_client_parameters=parameters,
+        )
+        open_storage(S3Bucket(bucket_name="bucket", credentials=credentials)).put_bytes("run/x", b"1")
+        http.shutdown()
+    assert tokens == ["token-of-a-session"]
+
+
+@contextmanager
+def server_with_its_own_certificate(folder):
+    """Answer every put over TLS, with a certificate that nobody trusts."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("ETag", '"1"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", *names, *files], check=True, capture_output=True
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        http.socket = context.wrap_socket(http.socket, server_side=True)
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"https://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+def test_verify_false_is_what_trusts_a_servers_own_certificate(tmp_path):
+    with server_with_its_own_certificate(tmp_path) as endpoint:
+        for verify in (False, True):
+            credentials = AwsCredentials(
+                aws_access_key_id="key",
+                aws_secret_access_key=SecretStr("x"),
+                aws_client_parameters=AwsClientParameters(endpoint_url=endpoint, verify=verify),
+            )
+            spec = replace(parse_storage(S3Bucket(bucket_name="bucket", credentials=credentials)), retry=RetryPolicy(0.0))
+            if not verify:
+                open_storage(spec).put_bytes("run/x", b"1")
+                continue
+            with pytest.raises(StorageError, match=r"(?i)certificate|error sending"):
+                open_storage(spec).put_bytes("run/x", b"1")
+
+
+def test_cloud_blocks_are_found_by_their_names(azurite):
+    credentials = AzureBlobStorageCredentials(connection_string=azurite.connection_string())
+    block = AzureBlobStorageContainer(container_name=azurite.new_container(), credentials=credentials)
+    result = train("trainings:train_epochs", {"epochs": 2}, run=RunConfig(name="run", storage=save(block)))
+    assert result.path == f"az://{block.container_name}/run"
+    again = train("trainings:train_epochs", {"epochs": 3}, run=RunConfig(name="run", storage=block))
+    assert again.return_value == {"begun": 2, "attempt": 2}
+    nested = parse_storage(CheckpointStorage(location=save(GcsBucket(bucket="bucket", bucket_folder="x"))))
+    assert nested.url == "gs://bucket/x"
 
 
 def test_a_block_that_was_never_saved_is_named():

@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3
+from azure.storage.blob import BlobServiceClient
 from botocore.config import Config
 
 ACCESS_KEY = "test-access-key"
@@ -83,6 +84,25 @@ class ScriptedServer(S3Server):
             threading.Thread(target=http.serve_forever, daemon=True).start()
             yield server
             http.shutdown()
+
+
+@dataclass(frozen=True)
+class AzureServer:
+    """A running Azurite, with the one account that every Azurite has (https://learn.microsoft.com/azure/storage/common/storage-use-azurite)."""
+
+    endpoint: str
+    account: str = "devstoreaccount1"
+    key: str = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+    def connection_string(self, key: str | None = None) -> str:
+        fields = {"DefaultEndpointsProtocol": "http", "AccountName": self.account, "AccountKey": key or self.key}
+        fields["BlobEndpoint"] = f"{self.endpoint}/{self.account}"
+        return ";".join(f"{name}={value}" for name, value in fields.items())
+
+    def new_container(self) -> str:
+        name = f"container-{os.urandom(4).hex()}"
+        BlobServiceClient.from_connection_string(self.connection_string()).create_container(name)
+        return name
 
 
 def free_port() -> int:
