@@ -19,6 +19,7 @@ from prefect_torch.tasks import (
     SlurmCluster,
 )
 
+from .async_training import atrain
 from .evaluation import evaluate
 from .pruning import prune
 from .result import Result, TrainingFailedError
@@ -46,6 +47,7 @@ __all__ = [
     "SweepResult",
     "TrainingFailedError",
     "Trial",
+    "atrain",
     "choice",
     "evaluate",
     "grid",

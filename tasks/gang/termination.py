@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prefect.exceptions import TerminationSignal
@@ -23,6 +23,30 @@ _POLL_S = 0.05
 _LAST_S = 45.0
 
 T = TypeVar("T")
+
+
+class TerminationSwitch:
+    """Requests the termination of a training from another thread than its flow's, such as an event loop's.
+
+    Attributes:
+        cause: The exception that requests it; None as long as nothing does.
+
+    """
+
+    def __init__(self) -> None:
+        self.cause: BaseException | None = None
+
+    @contextmanager
+    def governs(self) -> Iterator[None]:
+        """Let the trainings that the body starts in this thread be terminated by this switch."""
+        token = _switch.set(self)
+        try:
+            yield
+        finally:
+            _switch.reset(token)
+
+
+_switch: ContextVar[TerminationSwitch | None] = ContextVar("termination_switch", default=None)
 
 
 class TerminatedError(Exception):
@@ -51,6 +75,7 @@ class Termination:
         self._grace_ends_s = math.inf
         self._is_abandoned = False
         self._no_more_retries = threading.Event()
+        self._switch = _switch.get() or TerminationSwitch()
 
     @property
     def is_requested(self) -> bool:
@@ -115,6 +140,8 @@ class Termination:
             # No lock here: an exception while it is acquired would leave it locked.
             while not thread.has_ended and time.monotonic() < self._grace_ends_s + _LAST_S:
                 time.sleep(_POLL_S)
+                if self._switch.cause is not None and self.cause is None:
+                    self._request(self._switch.cause)
                 if time.monotonic() >= self._grace_ends_s:
                     self.end_retries()
         except TERMINATIONS as exc:

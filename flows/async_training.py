@@ -1,0 +1,56 @@
+"""`train` for callers in an event loop."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from prefect_torch.ckpt import Checkpoint
+from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from prefect_torch.tasks.gang.termination import TerminationSwitch
+
+from .result import Result
+from .training import train
+
+
+async def atrain(
+    train_fn: str | Callable[..., Any],
+    config: dict[str, Any] | None = None,
+    scaling: ScalingConfig | None = None,
+    run: RunConfig | None = None,
+    checkpoint: CheckpointConfig | None = None,
+    failure: FailureConfig | None = None,
+    resume_from: str | Checkpoint | None = None,
+) -> Result:
+    """Train as `train` does, without blocking the event loop: the flow runs in a thread, as a subflow of the caller's flow.
+
+    When the caller is cancelled, the ranks have `FailureConfig.grace_s` for a last checkpoint. The cancellation goes on when
+    they have ended, so none of them outlives the await.
+
+    Args:
+        train_fn: See `train`, as for all arguments.
+        config: The function's argument.
+        scaling: The number of ranks and their devices.
+        run: The run's name, the location of its checkpoints, and how it starts.
+        checkpoint: Which checkpoints are kept.
+        failure: How often the training is restarted.
+        resume_from: The initial checkpoint, of another run.
+
+    Raises:
+        Exception: What `train` raises.
+        asyncio.CancelledError: If the caller is cancelled.
+
+    """
+    switch = TerminationSwitch()
+
+    def call() -> Result:
+        with switch.governs():
+            return train(train_fn, config, scaling, run, checkpoint, failure, resume_from)
+
+    work = asyncio.ensure_future(asyncio.to_thread(call))  # in a copy of this context, which makes it a subflow
+    while True:
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError as exc:
+            if work.done():
+                raise
+            switch.cause = switch.cause or exc  # a second cancellation waits for the same end

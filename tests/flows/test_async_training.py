@@ -1,0 +1,92 @@
+"""Trainings in an event loop: beside other work, as subflows, in a task, two at once, and cancelled."""
+
+import asyncio
+import gc
+from uuid import UUID
+
+import pytest
+from prefect import flow, task
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+from prefect.runtime import flow_run
+from prefect_torch.ckpt import CheckpointStore, get_checkpoint, get_context, report
+from prefect_torch.flows import Result, RunConfig, atrain, train
+
+# Prefect's client of an async flow leaves its socket to the garbage collector when the loop ends (tried with 3.8.8).
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning", "ignore:unclosed"
+)
+
+
+async def ticks_during(work):
+    """Return what `work` returns, and how often the loop came round to something else meanwhile."""
+    number, pending = 0, asyncio.ensure_future(work)
+    while not pending.done():
+        await asyncio.wait([pending], timeout=0.01)
+        number += 1
+    return await pending, number
+
+
+def test_two_trainings_of_an_async_flow_run_at_once_as_its_subflows_one_of_them_in_a_task(tmp_path):
+    @task
+    async def in_a_task():
+        return await atrain("trainings:train_epochs", {"epochs": 2}, run=RunConfig(name="b", storage=str(tmp_path)))
+
+    @flow
+    async def parent():
+        one = atrain("trainings:train_epochs", {"epochs": 2}, run=RunConfig(name="a", storage=str(tmp_path)))
+        return flow_run.id, await ticks_during(asyncio.gather(one, in_a_task()))
+
+    parent_id, (results, ticks) = asyncio.run(parent())
+    gc.collect()  # the socket, before another test
+    assert [result.path for result in results] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert [result.return_value for result in results] == [{"begun": 0, "attempt": 1}] * 2
+    assert ticks > 10  # a loop that is blocked comes round once
+    of_parent = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[UUID(parent_id)]))
+    with get_client(sync_client=True) as client:
+        subflows = client.read_flow_runs(flow_run_filter=of_parent)
+    assert [run.state_name for run in subflows] == ["Completed"] * 2
+
+
+def test_a_cancelled_await_ends_after_a_last_checkpoint_and_the_next_one_continues(tmp_path):
+    def train_until_told():
+        step = int(get_checkpoint().metrics["step"]) + 1 if get_checkpoint() else 0
+        while not get_context().should_checkpoint():
+            report({"step": step}, state={"step": step})
+            step += 1
+        report({"step": step, "is_last": 1}, state={"step": step})
+
+    run = RunConfig(name="run", storage=str(tmp_path))
+    store = CheckpointStore.open(str(tmp_path), "run")
+
+    async def cancel_after_a_checkpoint():
+        training = asyncio.ensure_future(atrain(train_until_told, run=run))
+        while not store.list():
+            assert not training.done(), training.result()
+            await asyncio.sleep(0.05)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+
+    asyncio.run(cancel_after_a_checkpoint())
+    last = store.latest()
+    assert last.metrics["is_last"] == 1
+    result = Result.from_storage(str(tmp_path), "run")
+    assert "work is safe up to step" in str(result.error)
+    begun = train(step_of_the_checkpoint, run=run).return_value
+    assert begun == last.metrics["step"]
+
+
+def step_of_the_checkpoint():
+    return get_checkpoint().metrics["step"]
+
+
+def test_what_a_training_raises_reaches_the_await(tmp_path):
+    with pytest.raises(ValueError, match="boom from the training"):
+        asyncio.run(
+            atrain(
+                "trainings:train_epochs",
+                {"epochs": 1, "how": "raise", "at": 0, "rank": 0},
+                run=RunConfig(name="run", storage=str(tmp_path)),
+            )
+        )
