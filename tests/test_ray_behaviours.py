@@ -209,7 +209,7 @@ def test_one_upload_is_under_way_at_a_time(store, tmp_path, uploads_may_go_on):
 @behaviour(
     "ray.train.report",
     "takes another upload mode from each worker",
-    verdict="different",
+    verdict="refused",
     reason="the ranks that bring a checkpoint bring it in one mode, or the report fails on every rank",
 )
 def test_ranks_upload_in_one_way(store, tmp_path):
@@ -330,7 +330,7 @@ def test_metrics_without_a_checkpoint_are_recorded(store):
 @behaviour(
     "ray.train.report",
     "takes lists as metrics",
-    verdict="different",
+    verdict="refused",
     reason="numbers, texts and dicts of them; a list is a ValueError in the caller's line",
 )
 def test_a_list_is_no_metric(store):
@@ -458,7 +458,7 @@ def test_a_checkpoint_is_no_path(tmp_path):
 @behaviour(
     "ray.train.Checkpoint",
     "is made of any URI",
-    verdict="different",
+    verdict="refused",
     reason="of a local folder, or the path or URL of a committed checkpoint; another URL is refused, since its files could not "
     "be verified",
 )
@@ -746,8 +746,8 @@ def test_a_missing_score_is_worst_in_both_orders(store, tmp_path):
 @behaviour(
     "ray.train.CheckpointConfig",
     "a score must be a number: text ends the run",
-    verdict="better",
-    reason="it ranks as a missing one",
+    verdict="different",
+    reason="a report of text as the score fails; one that is stored already ranks as a missing one",
 )
 def test_a_score_of_text_ends_nothing(store, tmp_path):
     config = {"num_to_keep": 1, "checkpoint_score_attribute": "loss", "checkpoint_score_order": "max"}
@@ -908,7 +908,7 @@ def test_the_default_storage():
 @behaviour(
     "ray.train.RunConfig",
     "takes any name that a directory may have",
-    verdict="different",
+    verdict="refused",
     reason="letters, digits, `.`, `_` and `-`, since a name is a directory on every storage",
 )
 def test_a_name_is_a_folder_on_every_storage():
@@ -948,7 +948,7 @@ def test_a_torn_file_stops_nothing(store, tmp_path):
 @behaviour(
     "ray.train.RunConfig",
     "callbacks are told of reports and exceptions, with the metrics of all workers",
-    verdict="different",
+    verdict="refused",
     reason="events and automations tell of commits and failures, outside of the training; rank 0's metrics alone are recorded",
     short="no callbacks with all ranks' metrics",
 )
@@ -987,7 +987,7 @@ def test_the_number_of_ranks_may_be_two_numbers():
 @behaviour(
     "ray.train.ScalingConfig",
     "num_workers=0 runs the function in the same process",
-    verdict="different",
+    verdict="refused",
     reason="a rank is a process of its own; one without Prefect starts in a second or two",
 )
 def test_there_is_at_least_one_rank():
@@ -998,7 +998,7 @@ def test_there_is_at_least_one_rank():
 @behaviour(
     "ray.train.ScalingConfig",
     "resources_per_worker reserves resources",
-    verdict="different",
+    verdict="refused",
     reason="a work pool's job variables do so for the flow run, whose ranks share its machine",
 )
 def test_resources_are_the_work_pools():
@@ -1068,7 +1068,12 @@ def test_a_failed_rank_restarts_all_from_the_latest_checkpoint(result):
     assert (result.attempts, result.return_value["start"], result.return_value["attempt"]) == (2, 2, 2)
 
 
-@behaviour("ray.train.collective", "barrier and broadcast_from_rank_zero work between all workers", verdict="same")
+@behaviour(
+    "ray.train.collective",
+    "barrier and broadcast_from_rank_zero work between all workers",
+    verdict="different",
+    reason="by `torch.distributed`: `barrier()`, and `broadcast_object_list` instead of a function of their own",
+)
 def test_ranks_can_wait_for_each_other_and_tell_each_other(result):
     assert result.return_value["told"] == "told by rank 0"
 

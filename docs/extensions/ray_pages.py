@@ -19,7 +19,7 @@ from prefect_torch.deployments.command_line.ray.equivalents import Section, sect
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests/test_ray_behaviours.py"
-_VERDICTS = ("same", "better", "different", "missing")
+_VERDICTS = ("same", "better", "different", "refused", "missing")
 # With empty lines around the table, else Markdown parses it as a part of the comment.
 _BEGIN, _END = "<!-- {}: written by docs/extensions/ray_pages.py -->\n\n", "\n<!-- end -->"
 
@@ -55,7 +55,7 @@ def pages() -> dict[Path, str]:
     return {
         moving: _filled(moving.read_text(), {section.title: _section_table(section) for section in sections()}),
         ROOT / "docs/how-to/ray-behaviours.md": _behaviours_page(behaviours),
-        comparison: _filled(comparison.read_text(), {"behaviours": summary(behaviours)}),
+        comparison: _filled(comparison.read_text(), {"behaviours": summary(behaviours), "migrate-check": names_by_verdict()}),
     }
 
 
@@ -74,6 +74,13 @@ def summary(behaviours: Sequence[Behaviour]) -> str:
     ]
     rows.append(["all", *(str(count) for count in _counts(behaviours)), ""])
     return _table(["", *_VERDICTS, "notable"], rows)
+
+
+def names_by_verdict() -> str:
+    """Return the table of the number of Ray's names by what migrate-check says of them."""
+    counts = Counter(row.verdict for section in sections() for row in section.rows)
+    by_verdict = [[verdict, str(count)] for verdict, count in sorted(counts.items())]
+    return _table(["migrate-check", "names"], [*by_verdict, ["all", str(counts.total())]])
 
 
 def _read(mark: ast.Call) -> Behaviour:

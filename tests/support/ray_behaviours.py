@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Literal, TypeAlias, TypeVar
 
-Verdict: TypeAlias = Literal["same", "better", "different", "missing"]
+Verdict: TypeAlias = Literal["same", "better", "different", "refused", "missing"]
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -13,7 +13,7 @@ def behaviour(api: str, documented: str, *, verdict: Verdict, reason: str = "", 
     Args:
         api: The function or class of Ray's, such as "ray.train.report".
         documented: What its documentation says.
-        verdict: How it is here.
+        verdict: How it is here; refused: an error where it is given, so that nobody relies on it.
         reason: In which way it is not the same; empty where it is.
         short: What docs/how-to/ray-comparison.md says of it; empty where it says nothing.
 
