@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Prefect gives its embedded server 20 s, which a busy laptop may exceed.
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 
-.PHONY: demo test gpu lint docs ray-pages screenshots bench chaos soak install s3rver azurite azurite
+.PHONY: demo test gpu lint docs ray-pages screenshots bench chaos soak install s3rver azurite wheel-check
 
 demo: install
 	$(BIN)/python examples/digits.py
@@ -55,6 +55,11 @@ chaos: install
 # Kills ranks, the flow and the S3 server at random while it trains: ten minutes.
 soak: install
 	$(BIN)/python tests/benchmarks/soak.py
+
+# The wheel in clean environments without constraints, one for each PYTHONS; WITH=--without-torch where torch has no small build.
+PYTHONS ?= $(PYTHON)
+wheel-check: install
+	@set -e; for python in $(PYTHONS); do $(BIN)/python tests/wheel_check.py $$python --torch '$(TORCH)' $(WITH); done
 
 # An S3-speaking server that tests need for its odd listings; without npm, they are skipped.
 s3rver: .venv/s3rver/node_modules
