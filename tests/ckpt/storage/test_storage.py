@@ -64,12 +64,16 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
     def test_an_interrupted_put_leaves_nothing(self, storage, tmp_path, monkeypatch):
         (tmp_path / "in").write_bytes(b"x")
 
+        written = []
+
         def full(_):
+            written.extend(path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file())
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             storage.put_file("run/x", tmp_path / "in")
+        assert written == [b"x"]  # there was a temporary file to leave behind
         assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 
     def test_writers_that_make_the_folder_at_the_same_moment_all_write(self, tmp_path, monkeypatch):
