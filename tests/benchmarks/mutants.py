@@ -78,7 +78,7 @@ MUTANTS = [
     ),
     *mutants_of(
         "ckpt/storage/cloud_blocks.py",
-        "tests/ckpt/storage/test_cloud_blocks.py",
+        "tests/ckpt/storage/test_cloud_specs.py",
         ('.lstrip("?")', ""),
         ('fields.get("defaultendpointsprotocol", "https")', '"http"'),
         ("if account is None:", "if False:"),

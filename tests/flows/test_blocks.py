@@ -16,9 +16,6 @@ from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.client_parameters import AwsClientParameters
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
-from prefect_azure import AzureBlobStorageCredentials
-from prefect_azure.blob_storage import AzureBlobStorageContainer
-from prefect_gcp import GcsBucket
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.blocks import resolve_storage
@@ -305,17 +302,6 @@ def test_verify_false_is_what_trusts_a_servers_own_certificate(tmp_path):
                 continue
             with pytest.raises(StorageError, match=r"(?i)certificate|error sending"):
                 open_storage(spec).put_bytes("run/x", b"1")
-
-
-def test_cloud_blocks_are_found_by_their_names(azurite):
-    credentials = AzureBlobStorageCredentials(connection_string=azurite.connection_string())
-    block = AzureBlobStorageContainer(container_name=azurite.new_container(), credentials=credentials)
-    result = train("trainings:train_epochs", {"epochs": 2}, run=RunConfig(name="run", storage=save(block)))
-    assert result.path == f"az://{block.container_name}/run"
-    again = train("trainings:train_epochs", {"epochs": 3}, run=RunConfig(name="run", storage=block))
-    assert again.return_value == {"begun": 2, "attempt": 2}
-    nested = parse_storage(CheckpointStorage(location=save(GcsBucket(bucket="bucket", bucket_folder="x"))))
-    assert nested.url == "gs://bucket/x"
 
 
 def test_a_block_that_was_never_saved_is_named():

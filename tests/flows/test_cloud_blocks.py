@@ -1,0 +1,27 @@
+"""Trainings that store their checkpoints with blocks of prefect-gcp and prefect-azure."""
+
+import uuid
+
+from prefect_azure import AzureBlobStorageCredentials
+from prefect_azure.blob_storage import AzureBlobStorageContainer
+from prefect_gcp import GcsBucket
+from prefect_torch.ckpt.blocks import CheckpointStorage
+from prefect_torch.ckpt.storage.opening import parse_storage
+from prefect_torch.flows import RunConfig, train
+
+
+def save(block):
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    block.save(name)
+    return f"{block.get_block_type_slug()}/{name}"
+
+
+def test_cloud_blocks_are_found_by_their_names(azurite):
+    credentials = AzureBlobStorageCredentials(connection_string=azurite.connection_string())
+    block = AzureBlobStorageContainer(container_name=azurite.new_container(), credentials=credentials)
+    result = train("trainings:train_epochs", {"epochs": 2}, run=RunConfig(name="run", storage=save(block)))
+    assert result.path == f"az://{block.container_name}/run"
+    again = train("trainings:train_epochs", {"epochs": 3}, run=RunConfig(name="run", storage=block))
+    assert again.return_value == {"begun": 2, "attempt": 2}
+    nested = parse_storage(CheckpointStorage(location=save(GcsBucket(bucket="bucket", bucket_folder="x"))))
+    assert nested.url == "gs://bucket/x"
