@@ -2,12 +2,16 @@
 
 import uuid
 
-from prefect_azure import AzureBlobStorageCredentials
-from prefect_azure.blob_storage import AzureBlobStorageContainer
-from prefect_gcp import GcsBucket
+import pytest
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.opening import parse_storage
 from prefect_torch.flows import RunConfig, train
+
+prefect_azure = pytest.importorskip("prefect_azure.credentials")
+prefect_gcp = pytest.importorskip("prefect_gcp")
+AzureBlobStorageCredentials = prefect_azure.AzureBlobStorageCredentials
+AzureBlobStorageContainer = pytest.importorskip("prefect_azure.blob_storage").AzureBlobStorageContainer
+GcsBucket = prefect_gcp.GcsBucket
 
 
 def save(block):

@@ -8,13 +8,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from prefect_azure import AzureBlobStorageCredentials
-from prefect_azure.blob_storage import AzureBlobStorageContainer
-from prefect_gcp import GcpCredentials, GcsBucket
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.tasks import RunConfig
+
+prefect_azure = pytest.importorskip("prefect_azure.credentials")
+prefect_gcp = pytest.importorskip("prefect_gcp")
+AzureBlobStorageCredentials = prefect_azure.AzureBlobStorageCredentials
+AzureBlobStorageContainer = pytest.importorskip("prefect_azure.blob_storage").AzureBlobStorageContainer
+GcpCredentials, GcsBucket = prefect_gcp.GcpCredentials, prefect_gcp.GcsBucket
 
 
 @contextmanager
