@@ -20,7 +20,6 @@ class TrainContext:
         local_world_size: The number of ranks on this machine.
         run_name: The run's name in its storage.
         attempt: Counted from 1 over the life of the run; grows with every restart.
-        num_nodes: The number of machines.
 
     """
 
@@ -31,7 +30,6 @@ class TrainContext:
     local_world_size: int
     run_name: str
     attempt: int
-    num_nodes: int = 1
     _should_checkpoint: Callable[[], bool] = field(default=_never, repr=False, compare=False)
     _stop_requested: Callable[[], bool] = field(default=_never, repr=False, compare=False)
 

@@ -120,7 +120,7 @@ class _OnExistingRanks(_Parallel):
     @property
     def num_nodes(self) -> int:
         """The number of machines."""
-        return get_context().num_nodes
+        return int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # torchrun's, which each rank has
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:

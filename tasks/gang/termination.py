@@ -141,7 +141,7 @@ class Termination:
             while not thread.has_ended and time.monotonic() < self._grace_ends_s + _LAST_S:
                 time.sleep(_POLL_S)
                 if self._switch.cause is not None and self.cause is None:
-                    self._request(self._switch.cause)
+                    self.request(self._switch.cause)
                 if time.monotonic() >= self._grace_ends_s:
                     self.end_retries()
         except TERMINATIONS as exc:

@@ -120,7 +120,6 @@ def _session(spec: RankSpec, store: CheckpointStore, key_value: TcpKeyValue) -> 
         local_world_size=spec.local_world_size,
         run_name=spec.run,
         attempt=spec.attempt,
-        num_nodes=spec.num_nodes,
     )
     restored = None if spec.restored is None else spec.restored.open()
     session = EvaluationSession if spec.evaluates else RankSession
