@@ -7,12 +7,9 @@ from uuid import UUID
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun, State
-from prefect.flows import Flow
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, Completed, Crashed
+from prefect.states import Completed
 from prefect_torch.ckpt import Checkpoint, StorageSpec
-from prefect_torch.ckpt.runs.attempts import Outcome
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.result import Result
 from prefect_torch.tasks import (
@@ -20,27 +17,21 @@ from prefect_torch.tasks import (
     FailureConfig,
     RunConfig,
     ScalingConfig,
-    train_workers,
 )
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
-from prefect_torch.tasks.gang.local_rank import prepare_ranks
-from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.function import pack_function
-from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import TrainJob
-from prefect_torch.tasks.training.observers import Observers
-from prefect_torch.tasks.training.restarts import Restarts
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .api_outage import outlast_api_outages
 from .arguments import count_call_in_task, find_named, machines_for, name_run, seat_for
 from .cluster_runner import with_cluster_of_runner
 from .embedded_server import tie_embedded_server
+from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
 from .monitoring.messages import PlaceObserver, current_flow_run, flow_run_name, portable_storage, summarize, tag_of
@@ -50,30 +41,6 @@ from .monitoring.pages.runs_page import refresh_runs_page
 from .monitoring.pages.setup import Setup
 from .short_tracebacks import short_tracebacks, shorten_logs
 
-_outcomes: dict[str, Outcome] = {}  # by flow run, from the flow's body to its hook in the same process
-
-
-def _record_termination(outcome: Outcome | None) -> None:
-    """Record the outcome of a terminated attempt while the exception passes through the flow's body; costs no request."""
-    if outcome is not None and outcome.flow_run_id is not None:
-        _outcomes[outcome.flow_run_id] = outcome
-
-
-def _set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001 - by name
-    """Give a crashed flow run's state the message that `_record_termination` recorded.
-
-    A cancellation that does not come through Prefect's API, such as a stopped container's, becomes Cancelled here, so that no
-    automation runs the flow again.
-    """
-    outcome = _outcomes.pop(str(flow_run.id), None)
-    if outcome is None or outcome.error is None:
-        return
-    final: State[Any] = Crashed(message=f"{state.message} {outcome.error}")
-    if outcome.ending == "cancelled":
-        final = Cancelled(message=outcome.error)
-    with get_client(sync_client=True) as client:
-        client.set_flow_run_state(flow_run.id, final, force=True)
-
 
 @short_tracebacks
 @flow(
@@ -82,7 +49,7 @@ def _set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[
     flow_run_name=flow_run_name,
     task_runner=ONE_THREAD_PER_RANK,
     persist_result=False,
-    on_crashed=[_set_terminated_state],
+    on_crashed=[set_terminated_state],
 )
 def train(
     train_fn: Annotated[
@@ -158,43 +125,19 @@ def train(
     seat, machines = seat_for(scaling), machines_for(scaling)
     job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure,
                resume_from)  # fmt: skip
-    if machines is None:
-        prepare_ranks(scaling.most_workers)  # while Prefect's API and the storage answer
-    flow_run_id = flow_run.id
     _introduce(job)
-    restarts = Restarts(failure, flow_run_id, is_rerun=flow_run.run_count > 1)
-
-    def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
-        error = state.result(raise_on_failure=False)
-        if not isinstance(error, Exception) or not restarts.count_failure(kind := counts_against(error)):
-            return False
-        get_run_logger().warning("%s: %s; the training starts again", restarts.describe_last(kind), first_line(error))
-        return True
-
-    led = train_workers.with_options(
-        retries=restarts.most_retries,
-        retry_delay_seconds=failure.retry_delay_s,
-        retry_jitter_factor=failure.retry_jitter_factor or 0.0,
-        retry_condition_fn=is_worth_another_attempt,
-    )
     termination = Termination(failure.grace_s)
-    with termination.limit_retries():
-        setup = Setup(portable_storage(job), config, describe_machine(), Restart.of(current_flow_run()))
-        pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids))
-        place = PlaceObserver(job)
-        observers = Observers([*console_progress(job.run), place, pages, EventObserver(job)])
-        try:
-            with outlast_api_outages():
-                return_value = led(job, observers, termination, restarts, seat, machines)
-        except TERMINATIONS:
-            _record_termination(termination.outcome)
-            raise
-        finally:
-            seat.release()
-            observers.close()
-            # Else the process may be killed soon, and the next end refreshes the page.
-            if place.has_begun and termination.cause is None:
-                refresh_runs_page(job.storage)
+    setup = Setup(portable_storage(job), config, describe_machine(), Restart.of(current_flow_run()))
+    pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids))
+    place = PlaceObserver(job)
+    try:
+        return_value = lead_training(
+            job, seat, machines, termination, [*console_progress(job.run), place, pages, EventObserver(job)]
+        )
+    finally:
+        # Else the process may be killed soon, and the next end refreshes the page.
+        if place.has_begun and termination.cause is None:
+            refresh_runs_page(job.storage)
     result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
     # Prefect returns the data of a state that a flow returns.
     return cast("Result", Completed(message=summarize(result, job.policy), data=result))
