@@ -12,11 +12,12 @@ from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
 
 from .cluster_runner import use_threads
+from .leading import set_terminated_state
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _RETRY = "Task run failed with %s: %r - Retry %s/%s"
-_HOOK = "_set_terminated_state"
+_HOOK = set_terminated_state.__name__
 _VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in ("train", "sweep", "evaluate", "prune"))
 # What is no event for the person who looks at a training; Prefect itself logs all states but Completed as errors.
 _LEVELS = (

@@ -283,6 +283,7 @@ class Flows:
             "PREFECT_API_URL": self.server,
             "PYTHONPATH": os.pathsep.join([str(HERE / "injected"), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
             VARIABLE: plan.encode(),
+            "PREFECT_INTEGRATIONS_TORCH_FORK_RANKS": "false",  # faults are injected where an interpreter starts
         }
         with training.log.open("ab") as log:
             command = [sys.executable, __file__, "--train", str(training.storage), str(training.world_size)]

@@ -28,7 +28,7 @@ from prefect_torch.flows import Result
 CHROMIUM = shutil.which("chromium")
 SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = Path(__file__).parents[2]
-MARK = "PREFECT_TORCH_BROWSER_TEST"
+MARK = "STARTED_BY_A_BROWSER_TEST"  # of no prefix that forked ranks are given late
 PATIENCE_MS = 60_000
 
 pytestmark = [
@@ -191,7 +191,7 @@ def test_a_training_is_started_in_the_form_watched_through_a_lost_rank_and_looke
         expect(page.get_by_role("link", name=rank).first).to_be_visible()
     manifests = stack.storage / "seen/manifests"
     wait_until(lambda: manifests.exists() and any(manifests.glob("*.json")), "a first checkpoint")
-    (rank,) = [it for it in stack.processes(RANK="1") if is_rank(it)]
+    (rank,) = [it for it in stack.processes() if is_rank(it, 1)]
     rank.kill()
     page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
     expect(page.get_by_text(re.compile("attempt 2: resuming from"))).to_be_visible()
@@ -218,9 +218,11 @@ def test_a_training_is_started_in_the_form_watched_through_a_lost_rank_and_looke
 
 def test_a_training_that_is_cancelled_in_the_ui_leaves_no_process(stack, page):
     flow_run_id = run_by_form(stack, page, "train_long", "endless")
-    wait_until(lambda: len(stack.processes(RANK="1")) > 0 and flow_run_state(flow_run_id) == "Running", "two ranks that train")
-    of_this_run = [process for process in stack.processes() if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run_id]
-    assert of_this_run
+    wait_until(lambda: any(is_rank(it, 1) for it in stack.processes()), "two ranks")
+    wait_until(lambda: flow_run_state(flow_run_id) == "Running", "a flow run that is known to train")
+    leading = [it for it in stack.processes() if it.environ().get("PREFECT__FLOW_RUN_ID") == flow_run_id]
+    of_this_run = list({*leading, *(child for it in leading for child in it.children(recursive=True))})
+    assert any(is_rank(it, 1) for it in of_this_run)
     page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
     page.get_by_role("button", name="Open menu").first.click()
     page.get_by_role("menuitem", name="Cancel").click()
@@ -250,10 +252,14 @@ def test_the_servers_database_was_never_locked_by_what_a_training_asks(stack):
     assert [statement for statement in refused if not statement.startswith("INSERT INTO worker ")] == []
 
 
-def is_rank(process: psutil.Process) -> bool:
-    """Tell a rank from its guard, whose arguments are the rank's command."""
-    arguments = " ".join(process.cmdline())
-    return "prefect_torch.tasks.rank.main" in arguments and "guard.py" not in arguments
+def is_rank(process: psutil.Process, number: int) -> bool:
+    """Tell a rank from others: a forked one by its title, a spawned one by its environment; a guard has a rank's command."""
+    with contextlib.suppress(psutil.Error):
+        arguments = " ".join(process.cmdline())
+        is_forked = f"prefect_torch.tasks.rank.main rank={number} " in f"{arguments} "
+        is_spawned = "prefect_torch.tasks.rank.main" in arguments and process.environ().get("RANK") == str(number)
+        return "guard.py" not in arguments and (is_forked or is_spawned)
+    return False
 
 
 def flow_run_state(flow_run_id: str) -> str:

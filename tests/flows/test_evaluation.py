@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.utilities.callables import parameter_schema
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
+from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, read_outcomes, write_outcome
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
@@ -140,7 +141,8 @@ def test_the_leader_of_a_training_drops_what_was_evaluated_meanwhile_and_waits_f
     def training():
         job = SimpleNamespace(storage=store.spec, run="run", policy=policy)
         retention = RetentionSchedule(job, 1, manifests[:3], None, Observers([]), ManifestMemory())
-        retention.committed(manifests[3])
+        newest = manifests[3]
+        retention.committed(CommitEvent(newest.id, newest.step, newest.metrics, newest.total_bytes, 0.0))
         retention.finish(manifests[3].id)
         assert store.list() == manifests
         store.attach_metrics(first.id, {"accuracy": 0.1})
