@@ -288,6 +288,7 @@ def test_a_sigterm_is_left_to_end_what_only_looks_at_a_model(store, function):
         getattr(trainer, function)(model, model.val_dataloader())
 
 
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")  # on a machine that has Slurm
 def test_outside_of_a_training_the_callback_only_warns():
     with pytest.warns(UserWarning, match="ReportCallback reports nothing"), resume_path() as path:
         make_trainer(callbacks=[ReportCallback()], max_epochs=1).fit(Regression(), ckpt_path=path)
