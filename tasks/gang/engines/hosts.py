@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from .cluster import Agents, Cluster, Wanted
+from .starting import AGENT
 
 
 class Hosts(Cluster):
@@ -44,7 +45,7 @@ class Hosts(Cluster):
             slots = math.ceil(wanted.most / len(self.hosts))
         for host in self.hosts:
             if host not in wanted.avoid:
-                program = [self.python, "-m", "prefect_torch.tasks.gang.machine.agent", *agents.arguments(host, slots)]
+                program = [self.python, "-m", AGENT, *agents.arguments(host, slots)]
                 agents.run(self._command(host, shlex.join(program)), [host])
         yield
 
