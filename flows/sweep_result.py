@@ -1,16 +1,15 @@
 """The result of a sweep, read from its storage: while it runs, when it has ended, and when it has failed."""
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.history import newest_metrics, read_history
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.opening import StorageLike
 from prefect_torch.flows.sweeps.definition import Definition, read_definition
-from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, decode_event, history_of
+from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, decode_event, history_of, score_in
 from prefect_torch.flows.sweeps.journal import read_journal
 
 from .result import Result
@@ -199,7 +198,4 @@ def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:
 
 def _score(trial: Trial, metric: str, mode: str) -> float | None:
     """Return a value of which a lower one is better; None if there is none."""
-    value = find_score(trial.metrics, metric)
-    if value is None or math.isnan(value) or trial.state == "failed":
-        return None
-    return float(value) if mode == "min" else -float(value)
+    return score_in(trial.metrics, trial.state, metric, mode)

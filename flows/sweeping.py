@@ -1,6 +1,7 @@
 """The flow `sweep`: many trainings, searched, each a run of its own, to be called, scheduled and triggered."""
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
@@ -10,7 +11,7 @@ from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_atte
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.flows.sweeps.definition import define, settle_definition
-from prefect_torch.flows.sweeps.history import TrialRecord, decode_event
+from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, history_of
 from prefect_torch.flows.sweeps.journal import Journal, read_journal
 from prefect_torch.flows.sweeps.search import Search, TrialEnd
 from prefect_torch.flows.sweeps.search_config import SearchConfig
@@ -29,6 +30,7 @@ from pydantic.json_schema import SkipJsonSchema
 from .api_outage import outlast_api_outages
 from .arguments import name_of_flow_run, seat_for
 from .embedded_server import tie_embedded_server
+from .monitoring.events.sweep_events import SweepEvents
 from .short_tracebacks import short_tracebacks, shorten_logs
 from .sweep_result import SweepResult
 from .trial_runs import LocalTrials, Training, TrialRuns, pin_source, read_end, undecided, unpin_source
@@ -130,20 +132,21 @@ def sweep(
     if run_config.resume == "must" and not entries:
         raise CheckpointNotFoundError(f"there is no sweep {led.name!r} in {led.storage.url}, and resume='must' asks for one")
     where = f"the journal of sweep {led.name!r}"
-    events = [event for entry in entries if (event := decode_event(entry, where)) is not None]
+    events = [event for entry in entries if (event := decode_event(entry, where)) is not None and not is_fresh]
     journal = Journal(led, claimed.number, len(entries))
-    searched = Search(
-        search,
-        parsed,
-        definition.seed,
-        [] if is_fresh else events,
-        journal.append,
-        led.name,
-        lambda source, clone: pin_source(storage, source, clone[-8:]),
-    )
     termination = Termination(failure.grace_s)
-    trials = LocalTrials(training, searched)
-    with termination.limit_retries():
+    with closing(SweepEvents(led, search.metrics[0], search.modes[0], history_of(events))) as told, termination.limit_retries():
+        searched = Search(
+            search,
+            parsed,
+            definition.seed,
+            events,
+            journal.append,
+            led.name,
+            lambda source, clone: pin_source(storage, source, clone[-8:]),
+            told.observe,
+        )
+        trials = LocalTrials(training, searched)
         try:
             with outlast_api_outages():
                 searched.lead(claimed.number, is_fresh=is_fresh)

@@ -1,11 +1,12 @@
 """The history of a sweep: what its journal's entries say of each trial; pure."""
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score
 from prefect_torch.ckpt.runs.record_fields import Count
 from prefect_torch.ckpt.runs.records import decode
 
@@ -265,3 +266,16 @@ def operations_of(events: Iterable[Event]) -> list[dict[str, Any]]:
         elif isinstance(event, TrialStarted | TrialReported | TrialEnded):
             operations += event.operations
     return operations
+
+
+def score_of(trial: TrialRecord, metric: str, mode: str) -> float | None:
+    """Return the value of a metric as one of which a lower is better; None if the trial has failed or has no such number."""
+    return score_in(trial.metrics, trial.state, metric, mode)
+
+
+def score_in(metrics: Metrics, state: TrialState, metric: str, mode: str) -> float | None:
+    """Return the value of a metric in a trial's metrics; see `score_of`."""
+    value = find_score(metrics, metric)
+    if value is None or math.isnan(value) or state == "failed":
+        return None
+    return float(value) if mode == "min" else -float(value)

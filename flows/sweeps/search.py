@@ -70,6 +70,7 @@ class Search:
         append: Records an entry in the journal; durable when it returns.
         sweep: The sweep's name.
         pin: Pins the newest checkpoint of a trial for the run of the given name, and returns its id; None if there is none.
+        observe: Gets each event once it is recorded, with the trials after it; it must not wait.
         clock: Returns the time in seconds.
 
     Attributes:
@@ -86,12 +87,14 @@ class Search:
         append: Callable[[dict[str, Any]], None],
         sweep: str,
         pin: Callable[[TrialRecord, str], str | None] = lambda _, __: None,
+        observe: Callable[[Event, History], None] = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._search = search
         self._append = append
         self._sweep = sweep
         self._pin = pin
+        self._observe = observe
         self._clock = clock
         self._started_s = clock()
         points = grid_points(search, space)
@@ -319,6 +322,7 @@ class Search:
         with self._lock:
             self._append(encode_event(event))
             self._apply(event)
+            self._observe(event, self.trials)
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, TrialReported | TrialEnded) and event.state != "failed":

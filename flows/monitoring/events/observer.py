@@ -31,8 +31,8 @@ ATTEMPT_FAILED = "prefect-torch.attempt.failed"
 COMMITTED = "prefect-torch.checkpoint.committed"
 PRUNED = "prefect-torch.checkpoint.pruned"
 QUARANTINED = "prefect-torch.checkpoint.quarantined"
-_LONGEST_CLOSE_S = 15.0  # of the 20 for all observers together
-_LONGEST_TEXT = 4000
+LONGEST_CLOSE_S = 15.0  # of the 20 for all observers together
+LONGEST_TEXT = 4000
 _NO_NUMBER = (1, math.inf)  # sorts above missing scores and NaN, below every number
 MATERIALIZED_BY = "prefect-torch"
 
@@ -66,10 +66,10 @@ class EventObserver:
             self._committed(happening)
         elif isinstance(happening, CheckpointsPruned):
             self._outbox.put(
-                *(self._about_checkpoint(PRUNED, it.id, {"metrics": _plain(it.metrics)}) for it in happening.plan.drop)
+                *(self._about_checkpoint(PRUNED, it.id, {"metrics": plain(it.metrics)}) for it in happening.plan.drop)
             )
         elif isinstance(happening, CheckpointQuarantined):
-            self._outbox.put(self._about_checkpoint(QUARANTINED, happening.id, {"reason": happening.reason[:_LONGEST_TEXT]}))
+            self._outbox.put(self._about_checkpoint(QUARANTINED, happening.id, {"reason": happening.reason[:LONGEST_TEXT]}))
         elif isinstance(happening, AttemptEnded):
             self._attempt_ended(happening.outcome)
         else:
@@ -78,7 +78,7 @@ class EventObserver:
     def refresh(self, *, final: bool) -> None:
         """Send the remaining events if `final`."""
         if final:
-            self._outbox.close(_LONGEST_CLOSE_S)
+            self._outbox.close(LONGEST_CLOSE_S)
 
     def _attempt_started(self, attempt: Attempt, resumed_from: str | None) -> None:
         self._attempt = attempt.number
@@ -97,7 +97,7 @@ class EventObserver:
             "bytes": commit.bytes,
             "duration_s": commit.duration_s,
             "stall_s": commit.stall_s,
-            "metrics": _plain(commit.metrics),
+            "metrics": plain(commit.metrics),
         }
         event = self._about_checkpoint(COMMITTED, commit.id, metadata, is_best="true" if is_best else "false")
         name = f"{self._store.run} step {commit.step}"
@@ -106,7 +106,7 @@ class EventObserver:
     def _attempt_ended(self, outcome: Outcome) -> None:
         if outcome.ending not in ("failed", "preempted"):
             return
-        payload = {"ending": outcome.ending, "kind": outcome.kind, "error": (outcome.error or "")[:_LONGEST_TEXT]}
+        payload = {"ending": outcome.ending, "kind": outcome.kind, "error": (outcome.error or "")[:LONGEST_TEXT]}
         self._outbox.put(self._about_attempt(ATTEMPT_FAILED, outcome.attempt, payload, ending=outcome.ending))
 
     def _about_attempt(self, event: str, attempt: int, payload: dict[str, Any], **labels: str) -> Event:
@@ -162,12 +162,13 @@ class _Best:
         return True
 
 
-def _plain(metrics: Metrics) -> dict[str, Any]:
+def plain(metrics: Metrics) -> dict[str, Any]:
     """Return nested metrics as one flat dict for strict JSON, with NaN and infinities as text."""
-    return {name: _finite(value) for name, value in flatten_metrics(metrics)}
+    return {name: finite(value) for name, value in flatten_metrics(metrics)}
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """Return a value for strict JSON: NaN and infinities as text."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import RunConfig, SearchConfig, SweepResult, grid, sweep, uniform
+from told_trainings import events_about
 
 
 @pytest.fixture
@@ -35,6 +36,26 @@ def test_a_sweep_finds_the_best_of_its_trials_at_two_at_once(run, tmp_path):
     assert SweepResult.from_storage(tmp_path, "digits") == result
     assert list(result.trials_dataframe["config/lr"]) == [trial.config["lr"] for trial in result.trials]
     assert CheckpointStore.open(tmp_path, result.best.run).latest().step == 1
+    check_events(tmp_path, result)
+
+
+def check_events(tmp_path, result):
+    told = events_about(f"prefect-torch.trial.{tmp_path}/digits/", 6)
+    assert sorted((int(it.resource["trial"]), it.event.removeprefix("prefect-torch.trial.")) for it in told) == [
+        *((0, "failed"), (0, "started")),
+        *((1, "completed"), (1, "started")),
+        *((2, "completed"), (2, "started")),
+    ]
+    failed = next(it for it in told if it.event.endswith("failed"))
+    assert failed.payload["config"] == {"lr": 0.995}
+    assert "diverged" in failed.payload["reason"]
+    assert {it.role: it.id for it in failed.related}["sweep"] == f"prefect-torch.sweep.{tmp_path}/digits"
+    bests = events_about(f"prefect-torch.sweep.{tmp_path}/digits", 1)
+    assert {it.event for it in bests} == {"prefect-torch.sweep.new-best"}
+    assert bests[-1].resource["trial"] == str(result.best.number)
+    assert bests[-1].resource["run"] == result.best.run
+    assert bests[-1].payload["value"] == result.best.metrics["loss"]
+    assert [it.payload["previous"] for it in bests] == [None, *(it.payload["value"] for it in bests[:-1])]
 
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/sweeps.md").read_text()
