@@ -43,8 +43,10 @@ from prefect_torch.flows import (
     train,
 )
 from prefect_torch.flows.arguments import default_run_name
+from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import check_signature
-from prefect_torch.tasks.training.restarts import _failures_before
+from prefect_torch.tasks.training.restarts import Restarts, _failures_before
 from pydantic import ValidationError
 from ranks import Attempt, folder, read_files
 from ray_behaviours import behaviour
@@ -815,22 +817,32 @@ def test_a_crash_while_pruning_leaves_whole_checkpoints(store, tmp_path, monkeyp
 
 # ray.train.FailureConfig
 
+MANY = 1000
+
+
+def restarts_after(kind, budgets):
+    """Return how many failures of one kind each begin another attempt; MANY if there is no end of it."""
+    restarts = Restarts(budgets, None)
+    return next((number for number in range(MANY) if not restarts.count_failure(kind)), MANY)
+
 
 @behaviour("ray.train.FailureConfig", "max_failures is 0 by default: no restart", verdict="same")
 def test_no_restart_after_an_exception_by_default():
-    assert FailureConfig().max_failures == 0
+    assert restarts_after("user", FailureConfig()) == 0
 
 
 @behaviour("ray.train.FailureConfig", "-1 restarts without limit", verdict="same")
 def test_minus_one_is_without_end():
-    assert FailureConfig(max_failures=-1).max_failures == -1
+    assert restarts_after("user", FailureConfig(max_failures=2)) == 2
+    assert restarts_after("user", FailureConfig(max_failures=-1)) == MANY
     with pytest.raises(ValidationError):
         FailureConfig(max_failures=-2)
 
 
 @behaviour("ray.train.FailureConfig", "preemptions have a budget of their own, unlimited by default", verdict="same")
 def test_preemptions_are_counted_apart():
-    assert FailureConfig().max_preemptions == -1
+    assert restarts_after("preemption", FailureConfig()) == MANY
+    assert restarts_after("preemption", FailureConfig(max_failures=-1, max_preemptions=2)) == 2
 
 
 @behaviour(
@@ -841,7 +853,8 @@ def test_preemptions_are_counted_apart():
     short="budgets for lost processes apart",
 )
 def test_lost_processes_are_counted_apart():
-    assert FailureConfig().max_infrastructure_failures == 3
+    assert restarts_after("infrastructure", FailureConfig()) == 3
+    assert restarts_after("infrastructure", FailureConfig(max_failures=-1)) == 3
 
 
 @behaviour("ray.train.FailureConfig", "crashes and interrupts of the driver do not count toward max_failures", verdict="same")
@@ -870,8 +883,18 @@ def test_there_is_no_controller_to_restart():
     verdict="different",
     reason="`grace_s` is how long all ranks have for a last report, 20 s by default",
 )
-def test_a_grace_is_for_all_ranks():
-    assert FailureConfig().grace_s == 20
+def test_a_grace_is_for_all_ranks(store):
+    termination, attempt, told = Termination(FailureConfig().grace_s), Attempt(store, 2), {}
+    assert termination.grace_left_s == 20
+    termination.request(KeyboardInterrupt())
+    attempt.ends_soon = termination.is_requested
+
+    def train_fn(session, rank):
+        told[rank] = session.context.should_checkpoint()
+        session.report({})  # within the grace, which holds for this as well
+
+    assert attempt.run(train_fn) == [None, None]
+    assert told == {0: True, 1: True}
 
 
 @behaviour(
@@ -901,8 +924,9 @@ def test_an_unnamed_run_gets_a_name():
     verdict="different",
     reason="`./checkpoints`, beside what is run",
 )
-def test_the_default_storage():
-    assert RunConfig().storage == "./checkpoints"
+def test_the_default_storage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert configured_storage(RunConfig().storage).url == str(tmp_path / "checkpoints")
 
 
 @behaviour(

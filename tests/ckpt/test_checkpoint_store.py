@@ -238,6 +238,21 @@ def test_data_of_an_older_attempt_is_garbage_only_after_the_grace(store, tmp_pat
     assert collect_garbage(store, grace_s=0) == ["000001-00000005-00000000"]
 
 
+@pytest.mark.parametrize("hours_ahead", [-1000, 1000])
+def test_the_grace_is_counted_by_the_clock_of_the_storage(store, tmp_path, hours_ahead):
+    fill(store, tmp_path, 1)
+    half = "000001-00000005-00000000"
+    store.storage.put_bytes(store.layout.data(half, "model"), b"half")
+    fill(store, tmp_path, 2)
+    storage_s = time.time() + hours_ahead * 3600
+    for path in (tmp_path / "store").rglob("*"):
+        os.utime(path, (storage_s, storage_s))
+    file = store.storage.local_path(store.layout.data(half, "model"))
+    assert collect_garbage(store, grace_s=3600) == []
+    os.utime(file, (storage_s - 4000, storage_s - 4000))
+    assert collect_garbage(store, grace_s=3600) == [half]
+
+
 def test_data_of_the_running_attempt_is_no_garbage_unless_it_was_given_up(store, tmp_path):
     (committed,) = fill(store, tmp_path, 1)
     store.storage.put_bytes(store.layout.data("000001-00000005-00000000", "model"), b"being uploaded")

@@ -151,7 +151,7 @@ def test_a_killed_guard_takes_its_rank_along(storage, tmp_path):
 
 
 def test_a_second_living_leader_is_refused_and_one_that_takes_over_fences_the_first(storage):
-    first = start(storage, "train_epochs", {"epochs": 400, "pause_s": 0.1})
+    first = start(storage, "train_epochs", {"epochs": 400, "pause_s": 0.5})
     first.wait_for(lambda: len(committed(storage)) >= 1)
     refused = start(storage, "train_epochs", {"epochs": 1})
     output = refused.finish()
@@ -160,12 +160,14 @@ def test_a_second_living_leader_is_refused_and_one_that_takes_over_fences_the_fi
     assert f"process {first.process.pid} on" in output
     assert first.process.poll() is None
 
-    second = start(storage, "train_epochs", {"epochs": 3}, takeover=True)
-    assert "returned" in second.finish()
+    beyond_the_first = committed(storage)[-1].step + 100
+    second = start(storage, "train_epochs", {"epochs": beyond_the_first}, takeover=True)
+    assert result_of(second.finish())["returned"]["attempt"] == 2
     output = first.finish()
     assert first.process.returncode != 0
     assert "overtaken by attempt 2" in output
-    assert [manifest.attempt for manifest in committed(storage)][-1] == 2 or committed(storage)[-1].step >= 2
+    newest = committed(storage)[-1]
+    assert (newest.attempt, newest.step) == (2, beyond_the_first - 1)
 
 
 def test_sigterm_lets_ranks_commit_a_last_checkpoint(storage, tmp_path):
@@ -177,6 +179,7 @@ def test_sigterm_lets_ranks_commit_a_last_checkpoint(storage, tmp_path):
     assert leader.process.returncode != 0
     leader.assert_nothing_is_left()
     assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41], output[-3000:]
+    assert "or after 10 s" in output  # of run_training.py, not the default
     assert "work is safe up to step 0" in output
     state = flow_run_state(storage)
     assert state.is_crashed()

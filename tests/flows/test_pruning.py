@@ -77,6 +77,18 @@ def test_what_a_living_training_restored_stays_until_it_has_ended(tmp_path):
     assert prune(str(tmp_path / "store")) == {"run": [first.id]}
 
 
+def test_what_alone_remembers_its_report_stays_while_a_training_lives(tmp_path):
+    store, claimed = fill(str(tmp_path / "store"), "run", tmp_path, [1, 2, 3], is_trained=True)
+    first, second, _ = store.list()
+    assert prune(str(tmp_path / "store")) == {"run": []}
+    writer = HistoryWriter(store, 1)
+    writer.append(MetricRecord(1, 0, {}, first.id, "2026-11-21T00:00:00+00:00"))
+    writer.flush()
+    assert prune(str(tmp_path / "store")) == {"run": [first.id]}
+    write_outcome(store, Outcome(claimed.number, "completed"))
+    assert prune(str(tmp_path / "store")) == {"run": [second.id]}
+
+
 def test_a_run_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no run 'missing'"):
         prune(str(tmp_path), ["missing"])

@@ -11,6 +11,7 @@ from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError
 from prefect_torch.ckpt.runs.attempts import (
     Outcome,
     Owner,
+    _start_ticks,
     check_fence,
     claim_attempt,
     claim_unless_led,
@@ -70,6 +71,15 @@ def test_this_process_is_alive_and_an_ended_one_is_dead():
         owner = replace(Owner.current(), pid=child.pid, started=0)
         assert owner.is_process_gone() is True  # a reused pid is another process
     assert replace(Owner.current(), pid=child.pid).is_process_gone() is True
+
+
+def test_a_dead_process_that_nobody_has_waited_for_is_gone():
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        owner = replace(Owner.current(), pid=child.pid, started=_start_ticks(child.pid))
+        assert owner.is_process_gone() is False
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert owner.is_process_gone() is True
 
 
 def test_a_process_of_another_machine_may_be_alive():

@@ -23,6 +23,7 @@ from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.flows import CheckpointConfig
 from ranks import Attempt, folder
+from wrapped_storage import WrappedStorage
 
 BY_ACCURACY = RetentionPolicy(1, "eval/accuracy", evaluation_timeout_s=3600)
 
@@ -133,6 +134,18 @@ def test_a_checkpoint_that_is_pruned_while_metrics_are_attached_leaves_nothing(t
     with pytest.raises(CheckpointNotFoundError, match="was pruned while it was evaluated"):
         open_run(Pruning(store.storage)).attach_metrics(first, {"accuracy": 1})
     assert not [info.key for info in store.storage.list("run/") if first in info.key]
+
+
+def test_an_evaluation_stays_though_a_listing_lags_behind_its_manifest(tmp_path, store):
+    first, _ = fill(store, tmp_path, 1, 2)
+    store.attach_metrics(first, {"accuracy": 1})
+
+    class Lagging(WrappedStorage):
+        def list(self, prefix, *, after=None):
+            return (info for info in self.inner.list(prefix, after=after) if info.key != store.layout.manifest(first))
+
+    collect_garbage(open_run(Lagging(store.storage)), grace_s=0)
+    assert store.get(first).metrics == {"loss": 1, "eval": {"accuracy": 1}}
 
 
 def other_body(**changed):

@@ -153,6 +153,17 @@ def test_junk_in_any_place_ends_nothing(store, place, capsys, caplog):
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_the_manifest_of_another_checkpoint_is_no_manifest(store, caplog):
+    copied = "000002-00000005-0123abcd"
+    store.storage.put_bytes(store.layout.manifest(copied), store.storage.get_bytes(store.layout.manifest(THIRD)))
+    with pytest.raises(CheckpointError, match=f"{copied}.json describes {THIRD}"):
+        store.committed(copied)
+    assert tuple(manifest.id for manifest in store.list()) == GOOD
+    assert choose_checkpoint(store, lineage=1, verify="size").id == THIRD
+    assert f"checkpoint {copied} of run 'run' is left out" in caplog.text
+    assert store.exists(copied)
+
+
 def test_junk_everywhere_at_once_is_left_where_it_is(store, capsys):
     keys = [key for key in PLACES.values() if "{}" not in key] + ["run/attempts/000009-x", "run/manifests/x/y/z"]
     for number, key in enumerate(keys):

@@ -2,7 +2,10 @@
 
 import threading
 
+import obstore
 import pytest
+from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store.ranged_reads import RANGE_BYTES, read_in_order
 
 
@@ -52,3 +55,19 @@ def test_eight_ranges_of_a_large_object_are_on_their_way_at_once_in_as_much_memo
 
     read_in_order(24 * RANGE_BYTES, read, lambda _: None)
     assert len(buffers) == 8
+
+
+@pytest.mark.parametrize(("start", "asked"), [(10, [(10, 20)]), (90, [(90, 20), (90, 10)])])
+def test_a_range_that_a_server_cannot_read_is_cut_at_the_end_of_the_object_and_then_given_up(monkeypatch, start, asked):
+    requests = []
+
+    def refuse(_store, _key, *, start, length):
+        requests.append((start, length))
+        raise obstore.exceptions.GenericError("Server returned 500 Internal Server Error")
+
+    monkeypatch.setattr(obstore, "get_range", refuse)
+    monkeypatch.setattr(obstore, "head", lambda _store, _key: {"size": 100})
+    storage = ObstoreStorage("s3://bucket", {"aws_access_key_id": "x", "aws_secret_access_key": "x", "aws_region": "x"})
+    with pytest.raises(StorageError, match="500"):
+        storage.get_range("key", start, memoryview(bytearray(20)))
+    assert requests == asked

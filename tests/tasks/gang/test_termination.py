@@ -107,6 +107,14 @@ def test_a_second_ctrl_c_ends_the_grace():
     assert termination.grace_left_s == 0
 
 
+@pytest.mark.parametrize("grace_s", [0, 600])
+def test_ranks_have_the_grace_that_was_configured(grace_s):
+    termination = Termination(grace_s)
+    assert termination.grace_left_s == grace_s
+    termination.request(TerminationSignal(15))
+    assert min(grace_s, 300) <= termination.grace_left_s <= grace_s
+
+
 def test_undisturbed_work_returns_its_value_or_raises_its_error():
     termination = Termination(grace_s=30)
     assert termination.outlast(lambda: 7) == 7

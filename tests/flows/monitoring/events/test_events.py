@@ -33,7 +33,12 @@ def training(tmp_path_factory):
     commits += [job.commit(2, 4, loss=0.45), job.commit(2, 5, loss=0.4), job.commit(2, 6, accuracy=1)]
     reported = ReportEvent(MetricRecord(1, 0, {"loss": 0.5}, None, "2026-01-01T00:00:00+00:00"))
     unscored = Job(job.folder, run="unscored")
-    tell_all(unscored, AttemptStarted(unscored.claim(), None), unscored.commit(1, 0), unscored.commit(1, 1))
+    tell_all(
+        unscored,
+        AttemptStarted(unscored.claim(), None),
+        *(unscored.commit(1, 0), unscored.commit(1, 1)),
+        AttemptEnded(Outcome(1, "preempted", None, "preemption", "terminated (SIGTERM)")),
+    )
     flow_run_id = tell_all(
         job,
         AttemptStarted(first, None),
@@ -105,6 +110,13 @@ def test_best_is_what_the_policy_ranks_first_whatever_attempt_it_is_of(training)
         "true",
         "false",
     ]
+
+
+def test_a_preemption_is_told_like_a_failure(training):
+    _, preempted = events_about(f"prefect-torch.run.{training[1].storage.url}/unscored", 2)
+    assert preempted.event == "prefect-torch.attempt.failed"
+    assert preempted.resource["ending"] == "preempted"
+    assert preempted.payload == {"ending": "preempted", "kind": "preemption", "error": "terminated (SIGTERM)"}
 
 
 def test_a_failure_says_why_in_bounds(training):
