@@ -46,7 +46,7 @@ class Attempt:
                 errors[rank] = exc
                 session.fail(f"{type(exc).__name__}: {exc}", flush_s=5)
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.world_size)]
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:
