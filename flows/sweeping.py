@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
-from prefect_torch.ckpt import CheckpointNotFoundError, RunBusyError, StorageSpec
+from prefect_torch.ckpt import CheckpointNotFoundError, RunBusyError, StorageError, StorageSpec
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt, claim_unless_led, write_outcome
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import standing_of
@@ -33,7 +33,7 @@ from .embedded_server import tie_embedded_server
 from .monitoring.events.sweep_events import SweepEvents
 from .short_tracebacks import short_tracebacks, shorten_logs
 from .sweep_result import SweepResult
-from .trial_runs import LocalTrials, Training, TrialRuns, pin_source, read_end, undecided, unpin_source
+from .trial_runs import LocalTrials, Training, TrialRuns, delete_all, pin_source, read_end, undecided, unpin_source
 
 _POLL_S = 0.5
 
@@ -163,7 +163,7 @@ def sweep(
 
 def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: SearchConfig, termination: Termination) -> None:
     """Run trials until the search has no more."""
-    waiting = _recovered(search, storage, config.time_attr)
+    waiting, has_news = _recovered(search, storage, config.time_attr), True
     try:
         while True:
             termination.raise_if_requested()
@@ -173,10 +173,14 @@ def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: Searc
                 if trial is None:
                     break
                 trials.start(trial)
+            if has_news:
+                _delete_excess(search, trials, storage)
             if not trials.num_running():
                 break
-            for number, end in trials.take_ended(_POLL_S).items():
+            ended = trials.take_ended(_POLL_S)
+            for number, end in ended.items():
                 _record_end(search, trials, storage, number, end, termination)
+            has_news = bool(ended)
     except Exception as exc:
         trials.terminate(termination.cause or exc)
         while trials.num_running():
@@ -213,6 +217,21 @@ def _record_end(
         trial = search.end(number, end)
     for source, clone in search.take_released():
         unpin_source(storage, source, clone[-8:])
+
+
+def _delete_excess(search: Search, trials: TrialRuns, storage: StorageSpec) -> None:
+    """Delete the checkpoints of trials that are not among the best; what fails is tried again after the next trial."""
+    busy = trials.running_runs()  # also of trials that have been stopped, and whose ranks are about to end
+    for number, run in search.take_excess(is_over=not trials.num_running()):
+        if run in busy:
+            continue
+        try:
+            pinned = delete_all(storage, run)
+        except (StorageError, OSError) as exc:
+            get_run_logger().warning("the checkpoints of trial %d could not be deleted yet: %s", number, exc)
+            continue
+        if not pinned:
+            search.record_deleted(number, run)
 
 
 def _claim(run: Run, run_config: RunConfig) -> Attempt:

@@ -14,6 +14,7 @@ from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Storage
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.history import newest_metrics, read_history
+from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.flows.sweeps.history import Source, TrialRecord
@@ -128,6 +129,10 @@ class TrialRuns(Protocol):
         """Return how many trials run."""
         ...
 
+    def running_runs(self) -> frozenset[str]:
+        """Return the names of the runs of the trials that run."""
+        ...
+
     def terminate(self, cause: BaseException) -> None:
         """Let every trial commit a last checkpoint within the grace, and stop; returns immediately."""
         ...
@@ -197,6 +202,10 @@ class LocalTrials:
     def num_running(self) -> int:
         """Return how many trials run."""
         return len(self._running)
+
+    def running_runs(self) -> frozenset[str]:
+        """Return the names of the runs of the trials that run."""
+        return frozenset(running.trial.run for running in self._running.values())
 
     def terminate(self, cause: BaseException) -> None:
         """Stop every trial; see `TrialRuns`."""
@@ -297,6 +306,17 @@ def pin_source(storage: StorageSpec, source: TrialRecord, token: str) -> str | N
 def unpin_source(storage: StorageSpec, source: Source, token: str) -> None:
     """Remove the pin of `pin_source`, once the copy is committed; harmless if it was removed."""
     CheckpointStore.open(storage, source.run).unpin(source.checkpoint, token)
+
+
+def delete_all(storage: StorageSpec, run: str) -> frozenset[str]:
+    """Delete the checkpoints of a run that has ended, and return the ids of those that stay, since they are pinned.
+
+    Raises:
+        StorageError: If some could not be deleted.
+
+    """
+    store = CheckpointStore.open(storage, run)
+    return delete_checkpoints(store, store.list())
 
 
 def _one_line(error: BaseException) -> str:

@@ -146,9 +146,23 @@ class TrialReported:
     operations: list[dict[str, Any]] = field(default_factory=list)
 
 
-Event: TypeAlias = SweepLed | TrialStarted | TrialResumed | TrialReported | TrialEnded
+@dataclass(frozen=True, slots=True)
+class CheckpointsDeleted:
+    """The checkpoints of a run have been deleted, since better trials keep theirs.
+
+    Attributes:
+        trial: The number of its trial.
+        run: The name of the run.
+
+    """
+
+    trial: Count
+    run: str
+
+
+Event: TypeAlias = SweepLed | TrialStarted | TrialResumed | TrialReported | TrialEnded | CheckpointsDeleted
 _KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (SweepLed, TrialStarted, TrialResumed, TrialReported, TrialEnded)
+    kind.__name__: kind for kind in (SweepLed, TrialStarted, TrialResumed, TrialReported, TrialEnded, CheckpointsDeleted)
 }
 
 
@@ -177,6 +191,8 @@ class TrialRecord:
         reports: Those of its reports at which was decided, in order.
         source: The checkpoint of another trial that its run begins from; None if it begins afresh.
         is_cloned: Whether its config is no longer the one that was suggested for it.
+        earlier_runs: The names of its runs before it went on from other trials' checkpoints.
+        deleted_runs: The names of those of its runs whose checkpoints have been deleted.
 
     """
 
@@ -191,6 +207,8 @@ class TrialRecord:
     reports: tuple[RungReport, ...] = ()
     source: Source | None = None
     is_cloned: bool = False
+    earlier_runs: tuple[str, ...] = ()
+    deleted_runs: tuple[str, ...] = ()
 
 
 History: TypeAlias = Mapping[int, TrialRecord]
@@ -232,6 +250,9 @@ def apply(trials: dict[int, TrialRecord], event: Event) -> None:
             trials[event.trial] = replace(trials[event.trial], state=event.state, reason=event.reason, metrics=event.metrics)
         case TrialReported():
             trials[event.trial] = _reported(trials[event.trial], event)
+        case CheckpointsDeleted():
+            trial = trials[event.trial]
+            trials[event.trial] = replace(trial, deleted_runs=(*trial.deleted_runs, event.run))
 
 
 def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
@@ -246,7 +267,14 @@ def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
     if event.cloned is None:
         return reported
     cloned = event.cloned
-    return replace(reported, run=cloned.run, config=cloned.config, source=cloned.source, is_cloned=True)
+    return replace(
+        reported,
+        run=cloned.run,
+        config=cloned.config,
+        source=cloned.source,
+        is_cloned=True,
+        earlier_runs=(*trial.earlier_runs, trial.run),
+    )
 
 
 def history_of(events: Iterable[Event]) -> dict[int, TrialRecord]:

@@ -12,6 +12,7 @@ from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score
 from prefect_torch.flows.sweeps.history import (
+    CheckpointsDeleted,
     Cloned,
     Event,
     History,
@@ -32,6 +33,7 @@ from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Pr
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested
 from prefect_torch.flows.sweeps.study import Observation, Study, grid_points
+from prefect_torch.flows.sweeps.trial_retention import find_excess
 
 _DEFAULT_TRIALS = 10
 _ITERATION = "training_iteration"
@@ -317,6 +319,30 @@ class Search:
         with self._lock:
             released, self._released = self._released, []
             return released
+
+    def take_excess(self, *, is_over: bool) -> tuple[tuple[int, str], ...]:
+        """Return the runs whose checkpoints are to be deleted, with their trials' numbers; those trials cannot go on any more.
+
+        Args:
+            is_over: Whether the search has no more trials, so that none that is paused is resumed.
+
+        """
+        keep = self._search.keep_best_trials
+        if keep is None:
+            return ()
+        with self._lock:
+            lost = self._scheduler.lost(self.trials)
+            if is_over and not self.is_over_budget:
+                lost = frozenset(it.number for it in self.trials.values() if it.state == "paused")
+            excess = find_excess(self.trials, lost, keep, self._search.metrics[0], self._search.modes[0])
+            for number in excess.stopped:
+                reason = f"{keep} better trials keep their checkpoints"
+                self._record(TrialEnded(number, "stopped", reason, self.trials[number].metrics))
+            return excess.runs
+
+    def record_deleted(self, number: int, run: str) -> None:
+        """Record that the checkpoints of a run of trial `number` have been deleted."""
+        self._record(CheckpointsDeleted(number, run))
 
     def _record(self, event: Event) -> None:
         with self._lock:

@@ -79,6 +79,13 @@ class SearchConfig(FormModel):
         title="Time budget (seconds)",
         description="After it no trial starts. Without limit when empty.",
     )
+    keep_best_trials: int | None = Field(
+        default=None,
+        ge=1,
+        title="Keep best trials",
+        description="How many of the best trials keep their checkpoints; others only have metrics, once they cannot go on any "
+        "more. All when empty.",
+    )
     restart_errored: bool = Field(
         default=False,
         title="Restart failed trials",

@@ -34,6 +34,7 @@ class Simulation:
     steps: dict[str, int] = field(default_factory=dict)  # the newest checkpoint of each run
     total: int = 0
     pinned: set[tuple[str, str]] = field(default_factory=set)
+    deleted: list[str] = field(default_factory=list)  # the runs whose checkpoints are gone
 
     def lead(self, stop_after: int | None = None) -> Search:
         """Run until the search has no more, or is killed after so many steps; started again it goes on."""
@@ -46,6 +47,7 @@ class Simulation:
                 if trial is None:
                     break
                 running.append(trial.number)
+            self._delete_excess(search, is_over=not running)
             if not running or self._is_spent:
                 break
             running = [number for number in running if self._step(search, number)]
@@ -54,6 +56,14 @@ class Simulation:
     @property
     def _is_spent(self) -> bool:
         return self.most_steps is not None and self.total >= self.most_steps
+
+    def _delete_excess(self, search: Search, *, is_over: bool) -> None:
+        for number, run in search.take_excess(is_over=is_over):
+            for known, step in list(self.states):
+                if known == run:
+                    del self.states[known, step]
+            search.record_deleted(number, run)
+            self.deleted.append(run)
 
     def _pin(self, source, run) -> str | None:
         step = self.steps[source.run]
@@ -68,7 +78,7 @@ class Simulation:
             state = self.states[trial.source.run, step]
         else:
             step = self.steps.get(trial.run, 0)
-            state = self.states.get((trial.run, step))
+            state = self.states[trial.run, step] if step else None
         state, value = self.advance(state, trial.config, step)
         step += 1
         self.total += 1

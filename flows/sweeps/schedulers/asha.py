@@ -7,7 +7,7 @@ and the best 1/eta of those that have reached it are resumed, the highest rung f
 import math
 from dataclasses import dataclass, replace
 
-from prefect_torch.flows.sweeps.history import History
+from prefect_torch.flows.sweeps.history import History, TrialRecord
 
 from .scheduling import Decision, Promotion, best_first
 
@@ -78,6 +78,31 @@ class Asha:
                 if number is not None:
                     return Promotion(number, rungs[rung + 1])
         return None
+
+    def lost(self, history: History) -> frozenset[int]:
+        """Return the paused trials that so many others beat at their rung that they are not resumed however many reach it.
+
+        That holds while none of the better ones fails, and the number of trials stays.
+        """
+        members: dict[int, list[TrialRecord]] = {}
+        for trial in history.values():
+            members.setdefault(self.bracket_of(trial.number), []).append(trial)
+        lost = set()
+        for bracket, trials in members.items():
+            size = sum(self.bracket_of(number) == bracket for number in range(max(self.population, len(history))))
+            for rung in range(len(self.rungs(bracket)) - 1):
+                lost |= self._lost_at(trials, rung, size)
+        return frozenset(lost)
+
+    def _lost_at(self, trials: list[TrialRecord], rung: int, size: int) -> set[int]:
+        never = sum(it.state in ("completed", "stopped", "failed") and len(it.reports) <= rung for it in trials)
+        most = max(1, math.floor((size - never) / self.reduction_factor))
+        reached = best_first([it for it in trials if len(it.reports) > rung and it.state != "failed"], rung)
+        return {
+            it.number
+            for place, it in enumerate(reached)
+            if it.state == "paused" and len(it.reports) == rung + 1 and (place >= most or math.isnan(it.reports[rung].value))
+        }
 
     def _promotable(self, history: History, bracket: int, rung: int) -> int | None:
         reached = [

@@ -49,6 +49,10 @@ class Median:
         """Return the first paused trial, which another scheduler has paused."""
         return RunToTheEnd().promote(history)
 
+    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - as the others
+        """Return none: every paused trial is resumed."""
+        return frozenset()
+
 
 def _mean(trial: TrialRecord, time: float) -> float | None:
     values = [report.value for report in trial.reports if report.time <= time and not math.isnan(report.value)]

@@ -67,6 +67,10 @@ class PopulationBased:
         trial = min(paused, key=lambda it: (len(it.reports), it.number))
         return Promotion(trial.number, self._next(trial.reports[-1].time if trial.reports else 0.0))
 
+    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - as the others
+        """Return none: every paused trial is resumed."""
+        return frozenset()
+
     def space_perturbed(self, config: dict[str, Any], random: Random) -> dict[str, Any]:
         """Return `config` with every chosen value perturbed or drawn anew."""
         changed = _perturbed(self.space, config, random, self.resample_probability)

@@ -79,6 +79,10 @@ class Scheduler(Protocol):
         """Return the paused trial that is resumed next, if any may be."""
         ...
 
+    def lost(self, history: History) -> frozenset[int]:
+        """Return the paused trials that are never resumed, whatever the others report."""
+        ...
+
 
 class RunToTheEnd:
     """Lets every trial run until its function returns."""
@@ -98,6 +102,10 @@ class RunToTheEnd:
         """Return the first paused trial: another scheduler may have paused it before the sweep was started again."""
         paused = [number for number, trial in sorted(history.items()) if trial.state == "paused"]
         return Promotion(paused[0], None) if paused else None
+
+    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - as the others
+        """Return none: every paused trial is resumed."""
+        return frozenset()
 
 
 def rank_of(value: float) -> tuple[bool, float]:

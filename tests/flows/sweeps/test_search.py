@@ -84,6 +84,46 @@ def test_a_search_killed_at_any_step_ends_as_an_undisturbed_one(changes):
     assert outcome(killed.lead()) == expected
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scheduler": "asha", "max_t": 9},
+        {"scheduler": "hyperband", "max_t": 9},
+        {"scheduler": "median", "max_t": 9},
+        {"scheduler": "pbt", "perturbation_interval": 2, "max_t": 12},
+        {},
+    ],
+    ids=lambda changes: changes.get("scheduler", "none"),
+)
+def test_the_best_trials_alone_keep_checkpoints_and_none_that_goes_on_misses_its_own(changes):
+    undisturbed = Simulation(configured(**changes), SPACE, fall_to_distance, epochs=9)
+    expected = undisturbed.lead()
+    simulation = Simulation(configured(keep_best_trials=3, **changes), SPACE, fall_to_distance, epochs=9)
+    killed = Simulation(configured(keep_best_trials=3, **changes), SPACE, fall_to_distance, epochs=9)
+    for stop_after in range(1, undisturbed.total, 5):
+        killed.lead(stop_after)
+    for one in (simulation, killed):
+        search = one.lead()
+        assert {run for run, _ in one.states} == {trial.run for trial in best_of(search, 3)}
+        assert len(one.deleted) == len(set(one.deleted))
+    assert [it.metrics for it in simulation.lead().trials.values()] == [it.metrics for it in expected.trials.values()]
+    assert simulation.total == undisturbed.total
+
+
+def best_of(search, count):
+    return sorted(search.trials.values(), key=lambda it: (it.metrics["loss"], it.number))[:count]
+
+
+def test_halving_gives_up_a_trial_as_soon_as_it_cannot_be_resumed():
+    config = configured(scheduler="asha", max_t=9, keep_best_trials=1)
+    simulation = Simulation(config, SPACE, fall_to_distance, epochs=9)
+    search = simulation.lead(stop_after=35)
+    assert len(search.trials) < 27
+    assert simulation.deleted
+    states = {it.state for it in simulation.lead().trials.values()}
+    assert states == {"stopped", "completed"}
+
+
 def test_a_trial_whose_score_is_nan_is_never_promoted():
     def sometimes_nan(state, config, step):
         return None, float("nan") if config["lr"] > 1e-3 else config["lr"]

@@ -21,7 +21,7 @@ def search(**changes) -> SearchConfig:
 
 def test_a_sweep_finds_the_best_of_its_trials_at_two_at_once(run, tmp_path):
     config = {"epochs": 2, "fails": 0.99, "killed_at": 1}
-    chosen = search(max_concurrent=2, initial_points=[{"lr": 0.995}])
+    chosen = search(max_concurrent=2, initial_points=[{"lr": 0.995}], keep_best_trials=1)
     result = sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, config, chosen, run=run)
     assert [trial.state for trial in result.trials] == ["failed", "completed", "completed"]
     assert result.errors.keys() == {0}
@@ -31,6 +31,7 @@ def test_a_sweep_finds_the_best_of_its_trials_at_two_at_once(run, tmp_path):
     assert result.best.number == min(losses, key=losses.get)
     assert result.best.config["epochs"] == 2
     assert result.best.checkpoint.step == 1
+    assert [trial.checkpoint for trial in result.trials if trial.number != result.best.number] == [None, None]
     assert result.best.result.attempts == 2  # each was killed once, which cost an attempt of it and nothing else
     assert result.best.run.startswith(f"digits/trial-{result.best.number:04d}-")
     assert SweepResult.from_storage(tmp_path, "digits") == result

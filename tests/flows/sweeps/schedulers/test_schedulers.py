@@ -1,0 +1,203 @@
+"""Properties of the schedulers, as functions from a history to a decision."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect_torch.flows import choice, loguniform, randint, uniform
+from prefect_torch.flows.sweeps.history import RungReport, Source, TrialRecord
+from prefect_torch.flows.sweeps.schedulers.asha import Asha, hyperband
+from prefect_torch.flows.sweeps.schedulers.median import Median
+from prefect_torch.flows.sweeps.schedulers.pbt import PopulationBased
+from prefect_torch.flows.sweeps.space import parse_space
+
+SPACE = parse_space(
+    {
+        "lr": loguniform(1e-3, 1),
+        "x": uniform(0, 1, 0.25),
+        "n": randint(1, 9, 2),
+        "net": choice([{"width": randint(1, 4)}, "no"]),
+    }
+)
+VALUES = st.one_of(st.floats(-100, 100), st.just(math.nan), st.integers(0, 3).map(float))
+
+
+@dataclass
+class Played:
+    """A sweep without trainings: in any order a trial starts, is resumed, or comes to its milestone.
+
+    Args:
+        scheduler: What decides.
+        data: Draws the order and the values.
+        most: How many trials there are.
+        concurrent: How many run at once.
+        fails: Whether trials may fail.
+
+    """
+
+    scheduler: object
+    data: st.DataObject
+    most: int
+    concurrent: int
+    fails: bool = False
+    trials: dict = field(default_factory=dict)
+    decisions: list = field(default_factory=list)
+    promotions: list = field(default_factory=list)
+
+    def play(self, check=lambda: None) -> "Played":
+        while True:
+            running = [number for number, it in self.trials.items() if it.state == "running"]
+            if len(running) < self.concurrent and self._start():
+                continue
+            if not running:
+                return self
+            number = self.data.draw(st.sampled_from(running))
+            if self.fails and self.data.draw(st.integers(0, 9)) == 0:
+                self.trials[number] = replace(self.trials[number], state="failed")
+            else:
+                self._report(number)
+            check()
+
+    def _start(self) -> bool:
+        promoted = self.scheduler.promote(self.trials)
+        number = len(self.trials)
+        if promoted is not None and (self.scheduler.promotes_first or number >= self.most):
+            trial = self.trials[promoted.number]
+            assert trial.state == "paused"
+            assert promoted.milestone is None or promoted.milestone > trial.reports[-1].time
+            self.promotions.append((promoted.number, len(trial.reports) - 1, dict(self.trials)))
+            self.trials[promoted.number] = replace(trial, state="running", milestone=promoted.milestone)
+        elif number < self.most:
+            config = SPACE.suggest("", Drawn(self.data))
+            self.trials[number] = TrialRecord(
+                number, f"run-{number}", config, number, milestone=self.scheduler.first_milestone(number)
+            )
+        else:
+            return False
+        return True
+
+    def _report(self, number: int) -> None:
+        trial = self.trials[number]
+        after = trial.reports[-1].time + 1 if trial.reports else 1
+        time = max(after, math.ceil(trial.milestone))
+        report = RungReport(time, self.data.draw(VALUES), f"{trial.run}/{time}")
+        before = {**self.trials, number: replace(trial, source=None, reports=(*trial.reports, report))}
+        decided = self.scheduler.decide(before, number)
+        assert decided == self.scheduler.decide(dict(reversed(before.items())), number)
+        self.decisions.append((number, before, decided))
+        changed = replace(before[number], state=decided.state, milestone=decided.milestone)
+        if decided.clone is not None:
+            of = before[decided.clone.source]
+            source = Source(of.number, of.run, of.reports[-1].checkpoint)
+            changed = replace(changed, run=f"{changed.run}+", config=dict(decided.clone.config), source=source)
+        self.trials[number] = changed
+
+
+class Drawn:
+    """Draws the values of a space."""
+
+    def __init__(self, data):
+        self._data = data
+
+    def real(self, name, low, high, *, step, log):
+        return low if step is None else low + step * self._data.draw(st.integers(0, round((high - low) / step)))
+
+    def integer(self, name, low, high, *, step, log):
+        return low + step * self._data.draw(st.integers(0, (high - low) // step))
+
+    def category(self, name, labels):
+        return self._data.draw(st.sampled_from(labels))
+
+
+ASHAS = st.builds(
+    lambda make, grace, eta, factor, most: make(grace, eta, grace * factor, most),
+    st.sampled_from([Asha, hyperband]),
+    st.integers(1, 3),
+    st.sampled_from([2, 3, 4]),
+    st.sampled_from([2, 5, 9, 16]),
+    st.integers(1, 12),
+)
+
+
+@given(ASHAS, st.data(), st.integers(1, 4))
+def test_halving_resumes_only_the_best_of_those_that_have_reached_a_rung(asha, data, concurrent):
+    played = Played(asha, data, asha.population, concurrent, fails=True).play()
+    assert {it.state for it in played.trials.values()} <= {"paused", "completed", "failed"}
+    for number, rung, history in played.promotions:
+        value = history[number].reports[rung].value
+        assert not math.isnan(value)
+        reached = [
+            it
+            for it in history.values()
+            if asha.bracket_of(it.number) == asha.bracket_of(number) and len(it.reports) > rung and it.state != "failed"
+        ]
+        better = [it for it in reached if it.reports[rung].value < value]
+        is_last_call = len(history) == asha.population and all(it.state != "running" for it in history.values())
+        assert len(better) < max(len(reached) / asha.reduction_factor, is_last_call)
+    usable = [
+        it for it in played.trials.values() if it.state != "failed" and it.reports and not math.isnan(it.reports[0].value)
+    ]
+    numbers = [report.value for trial in usable for report in trial.reports]
+    if usable and not any(map(math.isnan, numbers)) and not any(it.state == "failed" for it in played.trials.values()):
+        assert any(it.state == "completed" for it in usable)
+
+
+@given(ASHAS, st.data(), st.integers(1, 4))
+def test_a_trial_that_halving_has_lost_is_never_resumed(asha, data, concurrent):
+    lost = set()
+    played = Played(asha, data, asha.population, concurrent)
+
+    def check():
+        now = asha.lost(played.trials)
+        assert lost <= now
+        lost.update(now)
+
+    played.play(check)
+    assert all(played.trials[number].state == "paused" for number in lost)
+
+
+@given(ASHAS, st.data(), st.integers(1, 4))
+def test_halving_looks_at_the_order_of_values_alone(asha, data, concurrent):
+    played = Played(asha, data, asha.population, concurrent).play()
+    for number, before, decided in played.decisions:
+        scaled = {
+            it.number: replace(it, reports=tuple(replace(one, value=one.value * 2 + 1000) for one in it.reports))
+            for it in before.values()
+        }
+        values = {one.value for it in before.values() for one in it.reports}
+        if len({value * 2 + 1000 for value in values}) == len(values):  # no two became equal by rounding
+            assert asha.decide(scaled, number) == decided
+
+
+@given(st.data(), st.integers(1, 8), st.integers(1, 4), st.sampled_from([None, 6]))
+def test_the_median_rule_never_stops_the_best_nor_before_the_grace_period(data, most, concurrent, max_t):
+    played = Played(Median(2, max_t or 8), data, most, concurrent, fails=True).play()
+    for number, history, decided in played.decisions:
+        trial = history[number]
+        assert decided.state in ("running", "stopped", "completed")
+        if decided.state == "stopped":
+            assert trial.reports[-1].time >= 2
+            assert best_of([trial]) > best_of([it for it in history.values() if it is not trial])
+
+
+def best_of(trials) -> float:
+    values = [one.value for trial in trials for one in trial.reports]
+    return min((value for value in values if not math.isnan(value)), default=math.inf)
+
+
+@given(st.data(), st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
+def test_a_population_takes_over_only_from_its_best_and_stays_in_the_space(data, most, concurrent, interval, seed):
+    pbt = PopulationBased(SPACE, interval, 5 * interval, most, seed)
+    played = Played(pbt, data, most, concurrent, fails=True).play()
+    assert {it.state for it in played.trials.values()} <= {"completed", "failed"}
+    for number, history, decided in played.decisions:
+        if decided.clone is None:
+            continue
+        trial, source, rung = history[number], history[decided.clone.source], len(history[number].reports) - 1
+        assert source.number != number
+        assert source.reports[-1].checkpoint is not None
+        assert source.source is None
+        mine, theirs = trial.reports[rung].value, source.reports[rung].value
+        assert math.isnan(mine) or theirs <= mine
+        SPACE.parameters("", decided.clone.config)  # raises for a value outside of the space
