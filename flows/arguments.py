@@ -41,7 +41,13 @@ def machines_for(scaling: ScalingConfig) -> Machines | None:
     """Return the machines that ranks need, which are yet to be lent; None if they are on this one."""
     if scaling.cluster is None:
         return None
-    return Machines(scaling.cluster, scaling.fewest_workers, scaling.most_workers, use_gpu=scaling.use_gpu)
+    return Machines(
+        scaling.cluster,
+        scaling.fewest_workers,
+        scaling.most_workers,
+        use_gpu=scaling.use_gpu,
+        regrow_after_s=scaling.regrow_after_s,
+    )
 
 
 def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) -> CheckpointRef:

@@ -123,6 +123,7 @@ class Rounds:
         number: How many rounds this rank has begun.
         writes: What this rank writes of a state, by the plan of the newest agreement.
         desynchronized: The error because of which the ranks are no longer in the same round, or None.
+        has_last_checkpoint: On rank 0, whether a checkpoint was agreed on since termination is requested.
 
     """
 
@@ -132,11 +133,11 @@ class Rounds:
         self.number = 0
         self.writes: list[WriteItem] = []
         self.desynchronized: CheckpointError | None = None
+        self.has_last_checkpoint = False
         self._peers = peers
         self._attempt = attempt
         self._background = background
         self._is_terminating = is_terminating
-        self._has_last_checkpoint = False
         self._plan = 0
         self._planner = StatePlanner()
 
@@ -226,11 +227,11 @@ class Rounds:
 
         A function that calls should_checkpoint() may go on after that checkpoint and return by itself.
         """
-        if agreement.checkpoint_id is None or not (self._has_last_checkpoint or self._is_terminating()):
+        if agreement.checkpoint_id is None or not (self.has_last_checkpoint or self._is_terminating()):
             return agreement
-        if self._has_last_checkpoint:
+        if self.has_last_checkpoint:
             return Agreement(agreement.step, ends_training=True)
-        self._has_last_checkpoint = True
+        self.has_last_checkpoint = True
         return replace(agreement, ends_training=num_requests == 0)
 
     def _decide_state(self, intents: Sequence[Intent]) -> StateDecision | None:

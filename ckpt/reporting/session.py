@@ -129,6 +129,11 @@ class RankSession:
         if agreement.ends_training:
             raise SystemExit
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether rank 0 was told to end, or has made a checkpoint its last one, since termination is requested."""
+        return self._requests.stop_requested or self._rounds.has_last_checkpoint
+
     def _follow_decision(self, report: Report, agreement: Agreement) -> None:
         """Follow the leader's decision, once the report's checkpoint is durable: nothing is decided by one that is not."""
         self._background.wait()

@@ -131,7 +131,8 @@ class Outcome:
         attempt: Its number.
         ending: "completed", "stopped" (a sweep's decision ended it after a report), "failed", "preempted" or "cancelled".
         flow_run_id: The flow run that led it: retry budgets are counted per flow run.
-        kind: The kind of the failure, which selects its budget; None unless it failed.
+        kind: The kind of the failure, which selects its budget; None unless it failed. "preempted" without a kind was planned,
+            such as to go on with more ranks.
         error: The error that ended it, as text, with the rank's own traceback.
         errors: Each failed rank's error.
         return_value: Rank 0's return value, if it fits JSON of 1 MiB.

@@ -16,9 +16,18 @@ from prefect_torch.ckpt.reporting.peers import has_failure
 from prefect_torch.ckpt.text import show_some
 from prefect_torch.tasks.gang.machine.lending import Lease
 from prefect_torch.tasks.gang.machine.machine import RemoteMachine
+from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import cause_first
-from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, TERMINATION_KEY, Address, Rendezvous, heartbeat_key
+from prefect_torch.tasks.rank.rendezvous import (
+    CUT_SHORT_KEY,
+    STACK_TRACES_KEY,
+    STOP_KEY,
+    TERMINATION_KEY,
+    Address,
+    Rendezvous,
+    heartbeat_key,
+)
 from prefect_torch.tasks.rank.spec import RankSpec
 
 from .rank_task import train_rank
@@ -55,11 +64,24 @@ class Gang:
         specs: The ranks.
         hang_timeout_s: The longest time without a report; None for unlimited.
         machines: Their machines; empty for ranks on this one.
+        regrowth: Looks for room for more ranks; once there is, the next checkpoint is the last. None if nobody does.
+
+    Attributes:
+        is_cut_short: Whether the ranks have returned before their work was done, to go on as more ranks.
 
     """
 
-    def __init__(self, specs: list[RankSpec], hang_timeout_s: float | None, machines: Sequence[RemoteMachine] = ()) -> None:
+    def __init__(
+        self,
+        specs: list[RankSpec],
+        hang_timeout_s: float | None,
+        machines: Sequence[RemoteMachine] = (),
+        regrowth: Regrowth | None = None,
+    ) -> None:
+        self.is_cut_short = False
         self._machines = machines
+        self._regrowth = regrowth
+        self._is_regrowing = False
         self._watch = RankWatch(len(specs), hang_timeout_s)
         self._heartbeats_due_s = 0.0
         self._receiver: EventReceiver | None = None
@@ -92,6 +114,7 @@ class Gang:
                 termination.raise_if_requested()
             if terminated := [machine.name for machine in self._machines if machine.is_terminated]:
                 self._leave(terminated, key_value, recorder, termination)
+            self._regrow(key_value)
             time.sleep(_POLL_S)
             problem = self._find_problem(key_value)
         if problem is not None:
@@ -105,6 +128,7 @@ class Gang:
         failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
         if failures:
             raise cause_first(failures)[0]
+        self.is_cut_short = self._is_regrowing and key_value.check(CUT_SHORT_KEY)
         return outcomes[0]
 
     def stop(self, key_value: KeyValue, reason: str) -> None:
@@ -153,6 +177,13 @@ class Gang:
         self._advance(recorder)
         raise RankFailedError(message, None, "preemption")
 
+    def _regrow(self, key_value: KeyValue) -> None:
+        """Let the next checkpoint be the last, if there is room for more ranks."""
+        if self._regrowth is not None and self._regrowth.room and not self._is_regrowing:
+            self._is_regrowing = True
+            get_run_logger().info("the cluster has room for %d more: they begin with the next checkpoint", self._regrowth.room)
+            key_value.set(TERMINATION_KEY, b"")
+
     def _advance(self, recorder: Recorder | None) -> bool:
         """Record the new events of rank 0, and return whether all ranks have exited."""
         finished = self._all_finished()  # first: a rank sends its events before it exits
@@ -196,7 +227,10 @@ def _submit(machines: Sequence[RemoteMachine], spec: RankSpec) -> PrefectFuture[
 
 
 def meet(
-    specs_at: Callable[[Address], list[RankSpec]], hang_timeout_s: float | None, lease: Lease | None = None
+    specs_at: Callable[[Address], list[RankSpec]],
+    hang_timeout_s: float | None,
+    lease: Lease | None = None,
+    regrowth: Regrowth | None = None,
 ) -> tuple[Gang, KeyValue]:
     """Start ranks and return them with the store that they share, which serves as long as there is a reference to it.
 
@@ -204,10 +238,11 @@ def meet(
         specs_at: Returns the ranks that connect to an address.
         hang_timeout_s: The longest time without a report; None for unlimited.
         lease: The machines of the ranks; None for this one.
+        regrowth: Looks for room for more ranks; None if nobody does.
 
     """
     rendezvous = Rendezvous() if lease is None else Rendezvous(lease.host)
-    gang = Gang(specs_at(rendezvous.address), hang_timeout_s, () if lease is None else lease.machines)
+    gang = Gang(specs_at(rendezvous.address), hang_timeout_s, () if lease is None else lease.machines, regrowth)
     try:
         return gang, rendezvous.serve()  # imports torch while the ranks do so
     finally:

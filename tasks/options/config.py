@@ -50,6 +50,14 @@ class ScalingConfig(_Config):
     cluster: ClusterChoice | None = Field(
         default=None, title="Cluster", description="Other machines for the ranks. The flow's machine when empty."
     )
+    regrow_after_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e9,
+        title="Regrow after (seconds)",
+        description="How often a training with fewer ranks than the most asks its cluster for more machines; once there are "
+        "some, it goes on with more ranks after its next checkpoint. Never when empty.",
+    )
 
     @property
     def fewest_workers(self) -> int:
@@ -60,6 +68,12 @@ class ScalingConfig(_Config):
     def most_workers(self) -> int:
         """How many ranks an attempt has if there is room."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @model_validator(mode="after")
+    def _check_growth(self) -> "ScalingConfig":
+        if self.regrow_after_s is not None and self.fewest_workers == self.most_workers:
+            raise ValueError("regrow_after_s has no effect on a fixed number of ranks: give num_workers=(fewest, most)")
+        return self
 
 
 class RunConfig(_Config):

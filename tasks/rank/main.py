@@ -30,7 +30,7 @@ from .guard import STACK_TRACES_SIGNAL
 from .machine_paths import enter_paths
 from .oom_kills import count_oom_kills
 from .plain_result import encode_result
-from .rendezvous import TERMINATION_KEY, TcpKeyValue, connect
+from .rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
 from .spec import RankResult, RankSpec
 from .tracebacks import user_traceback
 
@@ -82,6 +82,8 @@ def _run(spec: RankSpec) -> RankResult:
         result = _train(function, config, session, spec)
         if result.kind is None:  # a group that lost a rank may wait for it without limit
             _leave_process_group()
+            if session.is_cut_short:
+                key_value.set(CUT_SHORT_KEY, b"")
             if group_store is not None:
                 group_store.close(spec, key_value)
     except Exception as exc:  # noqa: BLE001 - returned as the result

@@ -20,6 +20,7 @@ from prefect_torch.ckpt.runs.records import check_depth
 from prefect_torch.tasks.gang.gang import meet
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
+from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -48,7 +49,7 @@ def train_workers(
     seat: GpuSeat | None = None,
     machines: Machines | None = None,
 ) -> Any:
-    """Run one attempt of all ranks to its end and return rank 0's return value.
+    """Run one attempt of all ranks to its end, and those that regrow from it, and return rank 0's return value.
 
     A failed attempt is recorded in the run's storage before its error is raised. No rank's process outlives this call, however
     it ends. When termination is requested, the ranks have the grace for a last checkpoint, and `termination.outcome` is set.
@@ -68,11 +69,25 @@ def train_workers(
         GpusBusyError: If others use the GPUs that the ranks need, longer than the job waits for them.
 
     """
-    return termination.outlast(_Leader(job, observers, termination, restarts, seat or GpuSeat(0, None, job.run), machines).lead)
+    seat = seat or GpuSeat(0, None, job.run)
+
+    def lead() -> Any:
+        while True:
+            leader = _Leader(job, observers, termination, restarts, seat, machines)
+            value = leader.lead()
+            if not leader.regrows:
+                return value
+
+    return termination.outlast(lead)
 
 
 class _Leader:
-    """Leads one attempt, in a thread that no signal interrupts."""
+    """Leads one attempt, in a thread that no signal interrupts.
+
+    Attributes:
+        regrows: Whether the attempt has ended for another one with more ranks.
+
+    """
 
     def __init__(
         self,
@@ -92,6 +107,7 @@ class _Leader:
         self._store = job.open_store()
         self._recorder: RunRecorder | None = None
         self._is_stopped = False
+        self.regrows = False
 
     def lead(self) -> Any:
         self._termination.raise_if_requested()
@@ -112,9 +128,16 @@ class _Leader:
             if exc.original is not None:
                 raise exc.original from exc
             raise
-        ending: Ending = "stopped" if self._is_stopped else "completed"
-        self._record(Outcome(claimed.number, ending, claimed.owner.flow_run_id, return_value=_as_json(value)))
+        self._record(self._outcome(claimed, value))
         return value
+
+    def _outcome(self, claimed: Attempt, value: Any) -> Outcome:
+        flow_run_id = claimed.owner.flow_run_id
+        if self.regrows:
+            message = f"it goes on with more ranks; {self._safe_work()}"
+            return Outcome(claimed.number, "preempted", flow_run_id, error=message)  # of no kind: it costs no budget
+        ending: Ending = "stopped" if self._is_stopped else "completed"
+        return Outcome(claimed.number, ending, flow_run_id, return_value=_as_json(value))
 
     def _lend(self) -> AbstractContextManager[Lease | None]:
         return nullcontext() if self._machines is None else self._machines.lend(self._termination.raise_if_requested)
@@ -125,21 +148,26 @@ class _Leader:
         self._observers.notify(AttemptStarted(claimed, start.path))
         try:
             # Without it, Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
-            with transaction(commit_mode=CommitMode.EAGER):
-                return self._run_ranks(claimed.number, start, lease)
+            with transaction(commit_mode=CommitMode.EAGER), self._look_for_more(lease) as regrowth:
+                return self._run_ranks(claimed.number, start, lease, regrowth)
         finally:
             start.node_copy.release()
 
-    def _run_ranks(self, attempt: int, start: Start, lease: Lease | None) -> Any:
+    def _look_for_more(self, lease: Lease | None) -> AbstractContextManager[Regrowth | None]:
+        return nullcontext() if self._machines is None or lease is None else self._machines.look_for_more(lease)
+
+    def _run_ranks(self, attempt: int, start: Start, lease: Lease | None, regrowth: Regrowth | None) -> Any:
         job, termination, restored = self._job, self._termination, start.restored
         recorder = self._recorder = RunRecorder(self._store, job, attempt, start.own, self._observers)
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         termination.raise_if_requested()
         specs_at = partial(_specs, job, attempt, restored, self._seat, lease)
-        gang, key_value = meet(specs_at, job.failure.hang_timeout_s, lease)
+        gang, key_value = meet(specs_at, job.failure.hang_timeout_s, lease, regrowth)
         recorder.on_request = partial(self._decide, key_value)
         try:
-            return gang.run(key_value, recorder, termination)
+            value = gang.run(key_value, recorder, termination)
+            self.regrows = gang.is_cut_short and not self._is_stopped
+            return value
         finally:
             try:
                 gang.stop(key_value, "the attempt is over")

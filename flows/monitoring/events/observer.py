@@ -104,7 +104,7 @@ class EventObserver:
         self._outbox.put(event, materialized(self._store.path_of(commit.id), name, self._upstream, metadata))
 
     def _attempt_ended(self, outcome: Outcome) -> None:
-        if outcome.ending not in ("failed", "preempted"):
+        if outcome.ending not in ("failed", "preempted") or outcome.kind is None:  # without a kind, it was planned
             return
         payload = {"ending": outcome.ending, "kind": outcome.kind, "error": (outcome.error or "")[:LONGEST_TEXT]}
         self._outbox.put(self._about_attempt(ATTEMPT_FAILED, outcome.attempt, payload, ending=outcome.ending))

@@ -16,7 +16,9 @@ class Wanted:
         fewest: With how many ranks the attempt can start.
         most: How many ranks it has if there is room.
         use_gpu: Whether each rank needs a GPU.
-        avoid: The names of machines that were lost some minutes ago, which must not be lent.
+        avoid: The names of machines that must not be lent: they were lost some minutes ago, or are in use.
+        in_use: Those of `avoid` that the training has already, and asks for more: a cluster that counts what is left on a
+            machine may lend that.
 
     """
 
@@ -24,6 +26,7 @@ class Wanted:
     most: int
     use_gpu: bool
     avoid: frozenset[str]
+    in_use: frozenset[str] = frozenset()
 
 
 class Agents(Protocol):

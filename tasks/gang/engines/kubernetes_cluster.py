@@ -54,7 +54,7 @@ class KubernetesCluster(Cluster):
             arguments=agents.arguments(slots=self.ranks_per_pod),
             limits=self.limits,
             node_selector=self.node_selector,
-            avoid=sorted(set(map(machine_of, wanted.avoid))),
+            avoid=sorted(set(map(machine_of, wanted.avoid - wanted.in_use))),
             shared_memory=self.shared_memory,
             grace_s=self.termination_grace_s,
             owner=cluster.own_reference(),

@@ -44,6 +44,7 @@ def main() -> None:
             print(*ray.get(ended), flush=True)  # noqa: T201 - the leader shows the last lines
         except ray.exceptions.RayError as exc:  # its machine is gone, which the leader has seen by then
             print(type(exc).__name__, flush=True)  # noqa: T201 - as above
+    ray.util.remove_placement_group(group)  # now, since the next attempt counts what is free as soon as this process is gone
 
 
 def _ray() -> Any:

@@ -47,7 +47,7 @@ class RayCluster(Cluster):
             "strategy": self.placement_strategy,
             "fewest": wanted.fewest,
             "most": wanted.most,
-            "avoid": sorted(wanted.avoid),
+            "avoid": sorted(wanted.avoid - wanted.in_use),
             "wait_s": self.wait_s,
             "arguments": agents.arguments(),
         }

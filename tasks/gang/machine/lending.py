@@ -11,6 +11,7 @@ from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
 from .gathering import gather
 from .machine import RemoteMachine
+from .regrowth import Regrowth
 
 _AVOID_S = 300.0
 _AGAIN_S = 5.0  # between two times that a cluster is asked
@@ -41,11 +42,13 @@ class Machines:
         fewest: With how many ranks an attempt can start.
         most: How many ranks it has if there is room.
         use_gpu: Whether each rank needs a GPU.
+        regrow_after_s: How often an attempt with fewer ranks than the most asks for more machines; None for never.
 
     """
 
-    def __init__(self, cluster: Cluster, fewest: int, most: int, *, use_gpu: bool) -> None:
+    def __init__(self, cluster: Cluster, fewest: int, most: int, *, use_gpu: bool, regrow_after_s: float | None = None) -> None:
         self._cluster = cluster
+        self._regrow_after_s = regrow_after_s
         self._fewest, self._most, self._use_gpu = fewest, most, use_gpu
         self._lost: dict[str, float] = {}
 
@@ -68,8 +71,29 @@ class Machines:
                 now_s = time.monotonic()
                 self._lost.update({each.name: now_s for each in lease.machines if each.lost or each.is_terminated})
 
+    @contextmanager
+    def look_for_more(self, lease: Lease) -> Iterator[Regrowth | None]:
+        """Ask the cluster for what `lease` lacks of the most ranks, within the context; None if it is not to be asked."""
+        missing = self._most - sum(lease.num_ranks)
+        if self._regrow_after_s is None or not missing:
+            yield None
+            return
+        in_use = frozenset(machine.name for machine in lease.machines)
+        regrowth = Regrowth(
+            self._cluster,
+            lambda: Wanted(1, missing, self._use_gpu, self._lost_lately() | in_use, in_use),
+            self._regrow_after_s,
+        )
+        try:
+            yield regrowth
+        finally:
+            regrowth.stop()
+
+    def _lost_lately(self) -> frozenset[str]:
+        return frozenset(name for name, lost_s in self._lost.items() if time.monotonic() - lost_s < _AVOID_S)
+
     def _wait_for(self, lent: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
-        avoid = frozenset(name for name, lost_s in self._lost.items() if time.monotonic() - lost_s < _AVOID_S)
+        avoid = self._lost_lately()
         deadline_s = time.monotonic() + self._cluster.wait_s
         while True:
             wanted = Wanted(self._fewest, self._most, self._use_gpu, avoid)

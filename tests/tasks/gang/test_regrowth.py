@@ -1,0 +1,65 @@
+"""Asking a cluster for more machines while an attempt runs; the agents are real processes on this machine."""
+
+import logging
+import time
+
+import psutil
+import pytest
+from prefect_torch.tasks import Hosts, ScalingConfig
+from prefect_torch.tasks.gang.engines.cluster import Wanted
+from prefect_torch.tasks.gang.machine import regrowth as regrowth_module
+from prefect_torch.tasks.gang.machine.regrowth import Regrowth
+from pydantic import ValidationError
+
+LOOPBACK = "127.0.0.1"
+
+
+def agents() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "machine.agent" in " ".join(child.cmdline())]
+
+
+def wait_for(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_machines_are_held_as_soon_as_the_cluster_has_some_that_are_not_in_use(tmp_path):
+    asked = []
+
+    def wanted():
+        asked.append(1)
+        return Wanted(1, 2, use_gpu=False, avoid=frozenset({"a"}), in_use=frozenset({"a"}))
+
+    (tmp_path / "a").touch()
+    cluster = Hosts(["a", "b"], command=f"test -e {tmp_path}/{{host}} && exec {{agent}}", leader_address=LOOPBACK)
+    regrowth = Regrowth(cluster, wanted, 0.01)
+    try:
+        wait_for(lambda: len(asked) > 1)
+        assert regrowth.room == 0
+        (tmp_path / "b").touch()
+        wait_for(lambda: regrowth.room)
+        assert regrowth.room == 1
+        assert len(agents()) >= 1
+    finally:
+        regrowth.stop()
+    assert not agents()
+
+
+def test_a_cluster_that_cannot_be_asked_is_asked_again(monkeypatch, caplog):
+    monkeypatch.setattr(regrowth_module, "get_run_logger", lambda: logging.getLogger("regrowth"))
+
+    def wanted():
+        raise OSError("no answer")
+
+    regrowth = Regrowth(Hosts(["a"]), wanted, 0.01)
+    wait_for(lambda: caplog.text.count("more machines: no answer") > 1)
+    regrowth.stop()
+    assert regrowth.room == 0
+
+
+def test_growth_is_refused_where_the_number_of_ranks_is_fixed():
+    with pytest.raises(ValidationError, match=r"give num_workers=\(fewest, most\)"):
+        ScalingConfig(num_workers=2, regrow_after_s=60)
