@@ -3,12 +3,13 @@
 Part of `prefect_torch.ckpt.lightning.callback`.
 """
 
-import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from prefect_torch.ckpt.state.random_state import ProcessGenerators
 
 
 def save_random_state(folder: Path, rank: int, *, within_epoch: bool) -> None:
@@ -20,15 +21,10 @@ def save_random_state(folder: Path, rank: int, *, within_epoch: bool) -> None:
         within_epoch: Whether batches of the epoch are still to come.
 
     """
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the process's own
-    state = {
-        "within_epoch": within_epoch,
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]  # torch's
-    }
-    torch.save(state, _file(folder, rank))
+    states = ProcessGenerators().state_dict()
+    # torch.load refuses arrays where only weights may be read
+    states["numpy"] = _mapped(states["numpy"], np.ndarray, torch.from_numpy)
+    torch.save({"within_epoch": within_epoch, **states}, _file(folder, rank))
 
 
 def read_random_state(folder: Path, rank: int) -> dict[str, Any] | None:
@@ -39,13 +35,17 @@ def read_random_state(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set this process's generators to `state`."""
-    random.setstate(state["python"])
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy(), position, has_gauss, gauss))  # noqa: NPY002 - the process's own
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    """Set this process's generators to `state`; what this machine does not have is left out."""
+    ProcessGenerators().load_state_dict({**state, "numpy": _mapped(state["numpy"], torch.Tensor, torch.Tensor.numpy)})
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return `value`, a tuple (version 0.1) or nested dict, with the values of a kind changed."""
+    if isinstance(value, Mapping):
+        return {key: _mapped(each, kind, change) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_mapped(each, kind, change) for each in value)
+    return change(value) if isinstance(value, kind) else value
 
 
 def _file(folder: Path, rank: int) -> Path:

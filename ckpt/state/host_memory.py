@@ -30,6 +30,7 @@ class HostMemory:
     def __init__(self, size: int) -> None:
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")  # "cpu", whatever torch's default device is
         self._pages: mmap.mmap | None = None
+        self._registered: list[int] = []
         self._registration: weakref.finalize[..., HostMemory] | None = None
         if size == 0:
             return
@@ -54,6 +55,11 @@ class HostMemory:
         with ThreadPoolExecutor(1, "prefect-torch-page-lock") as pool:
             pool.submit(self._register, self._pages, device).result()
 
+    @property
+    def is_page_locked(self) -> bool:
+        """Whether the driver has page-locked it."""
+        return bool(self._registered)
+
     def release(self) -> None:
         """Unlock the memory, and give it back as soon as no other tensor shares it."""
         if self._registration is not None:
@@ -62,7 +68,7 @@ class HostMemory:
         self._pages = None
 
     def _register(self, pages: mmap.mmap, device: torch.device) -> None:
-        registered: list[int] = []
+        registered = self._registered
         # Runs when this object dies, before `tensor` and with it the pages: the driver must not know memory that is unmapped.
         self._registration = weakref.finalize(self, _unregister, device, registered, os.getpid())
         if hasattr(mmap, "MADV_DONTFORK"):  # else the first write after a fork would move pages away from under the driver

@@ -6,16 +6,15 @@ from typing import Any
 
 from .rank_local import RankLocal
 
-_DEVICES = ("cuda", "xpu")  # torch's modules; of each, the rank's current device
-
 
 class RandomState(RankLocal):
     """Hold each rank's random generators in a state: `state={"model": model, "random": RandomState()}`.
 
     A report stores them as they are when it is called; a load sets them as its last action. These are Python's `random`,
-    NumPy's global generator, torch's for the CPU, and that of the rank's GPU once it is in use. A resumed training then draws
-    the numbers that an uninterrupted one would have drawn. Generators that a program made itself are not among them:
-    `torch.Generator.get_state()` is a tensor, `numpy.random.Generator.bit_generator.state` a dict, and both can be in a state.
+    NumPy's global generator, torch's for the CPU, and that of the rank's GPU (torch's accelerator) once it is in use. A resumed
+    training then draws the numbers that an uninterrupted one would have drawn. Generators that a program made itself are not
+    among them: `torch.Generator.get_state()` is a tensor, `numpy.random.Generator.bit_generator.state` a dict, and both can be
+    in a state.
 
     It is each rank's own, as `RankLocal`: it loads on as many ranks; on another number, `load_state(..., rank_local=)` is
     called for each part with those of all former ranks, or the load raises RankLocalStateError. Leave it out of the state to
@@ -36,10 +35,8 @@ class ProcessGenerators:
         states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if (numpy := _numpy()) is not None:
             states["numpy"] = numpy.random.get_state(legacy=False)
-        for kind in _DEVICES:
-            module = getattr(torch, kind)
-            if module.is_initialized():  # else nothing has been drawn there, and to ask would make a context
-                states[kind] = module.get_rng_state()
+        if (device := _device()) is not None and _is_in_use(device):
+            states[device.type] = torch.get_device_module(device).get_rng_state()
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -50,9 +47,23 @@ class ProcessGenerators:
         torch.set_rng_state(states["torch"])
         if "numpy" in states and (numpy := _numpy()) is not None:
             numpy.random.set_state(states["numpy"])
-        for kind in _DEVICES:
-            if kind in states and getattr(torch, kind).is_available():
-                getattr(torch, kind).set_rng_state(states[kind])
+        if (device := _device()) is not None and states.get(device.type) is not None:
+            torch.get_device_module(device).set_rng_state(states[device.type])
+
+
+def _device() -> Any:
+    """Return the type of this machine's accelerator, such as "cuda", whose module answers for the current one; None without."""
+    import torch  # noqa: PLC0415 - importing ckpt must not import torch
+
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def _is_in_use(device: Any) -> bool:
+    """Return whether this process has drawn there, or could have: to ask an unused device for its state makes a context."""
+    import torch  # noqa: PLC0415 - importing ckpt must not import torch
+
+    module = torch.get_device_module(device)
+    return bool(module.is_initialized()) if hasattr(module, "is_initialized") else True
 
 
 def _numpy() -> Any:

@@ -2,18 +2,21 @@
 
 import torch
 import torch.distributed as dist
+from prefect_torch.tasks.rank.device import gpu_type
 
 
 def get_device() -> torch.device:
     """Return the device of this rank: the one that its process group is bound to, else the CPU.
 
-    Without a process group, such as in a script, it is the current GPU if there is one.
+    Without a process group, such as in a script, it is the current GPU, CUDA's, ROCm's or Intel's, if there is one.
     """
     if dist.is_initialized():
         # Not torch.cuda.is_available(): a training with use_gpu=False may run on a machine that has GPUs.
         bound = getattr(dist.group.WORLD, "bound_device_id", None)
         return torch.device("cpu") if bound is None else torch.device(bound)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if (kind := gpu_type()) is None:
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def get_rank_and_size() -> tuple[int, int]:

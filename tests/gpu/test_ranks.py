@@ -11,6 +11,7 @@ import pytest
 import torch
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.deployments.command_line.doctor import gpu_checks
 from prefect_torch.flows import FailureConfig, ScalingConfig, train
 from prefect_torch.tasks.gang.gpus import GpusBusyError
 
@@ -190,3 +191,11 @@ def test_running_out_of_memory_alone_is_the_functions_failure(run):
         returned("take_too_much", ranks(1), run)
     (outcome,) = read_outcomes(CheckpointStore.open(run.storage, "run"))
     assert outcome.kind == "out_of_memory"
+
+
+@pytest.mark.gpus(1)
+def test_doctor_finds_copies_from_page_locked_memory_and_a_collective_that_works(figure):
+    findings = [*gpu_checks.check_gpus(), *gpu_checks.check_copies(), *gpu_checks.check_collective()]
+    speed, _ = gpu_checks._bytes_per_s(torch.device("cuda:0"))
+    figure("copy to the host", speed / 1e9, "GB/s")
+    assert [(finding.check, finding.status) for finding in findings] == [("gpus", "ok"), ("copies", "ok"), ("collective", "ok")]

@@ -452,6 +452,21 @@ def _address(usual):
     return lambda storage: memory.address(storage) if storage.device.type == NAME else usual(storage)
 
 
+class Generator:
+    """The state of the device's random generator, as torch's modules of devices give and take it."""
+
+    def __init__(self):
+        self.state = torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+    def get_rng_state(self, device=None):
+        return self.state.clone()
+
+    def set_rng_state(self, state, device=None):
+        self.state = state.clone()
+
+
+generator = Generator()
+
 _libraries = []
 
 
@@ -461,6 +476,9 @@ def register():
     state = {"is_initialized": True, "is_available": True, "current_device": 0, "device_count": 1, "_is_in_bad_fork": False}
     module = SimpleNamespace(**{name: lambda value=value: value for name, value in state.items()})
     module.manual_seed_all = lambda seed: None
+    module.set_device = lambda device: None  # there is one
+    module.mem_get_info = lambda device=None: (2**40 - memory.live_bytes, 2**40)
+    module.get_rng_state, module.set_rng_state = generator.get_rng_state, generator.set_rng_state
     module.__name__ = f"torch.{NAME}"
     for function in (Stream, Event, current_stream, stream, device):
         setattr(module, function.__name__, function)

@@ -12,6 +12,7 @@ from prefect_torch.deployments.command_line.terminal import console, plain, prin
 from rich.text import Text
 
 from .findings import Finding
+from .gpu_checks import check_collective, check_copies, check_gpus, check_locked_memory
 from .machine_checks import SHARED_MEMORY, check_backends, check_loopback, check_open_files, check_shared_memory, check_torch
 from .software_checks import FASTAPI, SQLALCHEMY, check_api, check_prefect, check_python, check_server_library
 
@@ -54,7 +55,11 @@ def _checks(storage: str | None) -> Iterator[tuple[str, _Check]]:
         yield library.name, partial(check_server_library, library)
     yield "prefect api", check_api
     yield "torch", check_torch
+    yield "gpus", check_gpus
+    yield "copies", check_copies
     yield "backends", check_backends
+    yield "collective", check_collective
+    yield "locked memory", check_locked_memory
     yield "loopback", check_loopback
     yield SHARED_MEMORY, check_shared_memory
     yield "open files", check_open_files
@@ -90,6 +95,6 @@ def _run(checks: Iterable[tuple[str, _Check]]) -> Iterator[Finding]:
 def _print(finding: Finding) -> None:
     advice = f" -> {finding.advice}" if finding.advice else ""
     line = Text.assemble(
-        (f"{finding.status:<9}", _STYLES[finding.status]), f"{finding.check:<13}", plain(f"{finding.found}{advice}")
+        (f"{finding.status:<9}", _STYLES[finding.status]), f"{finding.check:<14}", plain(f"{finding.found}{advice}")
     )
     console().print(line)

@@ -1,9 +1,8 @@
-"""Checks of the machine: its GPUs and backends as torch has them, connections over loopback, shared memory, open files."""
+"""Checks of the machine: backends as torch has them, connections over loopback, shared memory, open files."""
 
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,45 +17,24 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - this very directory
 
 
 def check_torch() -> Iterator[Finding]:
-    """Import torch and count its GPUs."""
+    """Import torch."""
     import torch  # noqa: PLC0415 - seconds, for doctor only
 
     yield Finding("torch", "ok", torch.__version__)
-    with warnings.catch_warnings(record=True) as caught:  # torch warns there about an unsuitable driver
-        warnings.simplefilter("always")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count:
-        devices = [torch.cuda.get_device_properties(index) for index in range(count)]
-        names = ", ".join(f"{device.name} ({show_bytes(device.total_memory)})" for device in devices)
-        version = f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"ROCm {torch.version.hip}"
-        yield Finding("gpus", "ok", f"{count}: {names}; {version}")
-    elif Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists():  # the latter in the Linux of Windows
-        why = (
-            "; ".join(str(warning.message) for warning in caught)
-            or f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"
-        )
-        yield Finding(
-            "gpus",
-            "warning",
-            f"NVIDIA's driver is installed, but torch sees no GPU: {why}",
-            "install a torch for this driver's CUDA",
-        )
-    else:
-        yield Finding("gpus", "ok", "none: trainings run on CPUs, with gloo")
 
 
 def check_backends() -> Iterator[Finding]:
     """Check which backends of collectives this torch was built with."""
-    import torch  # noqa: PLC0415 - seconds, for doctor only
     import torch.distributed as dist  # noqa: PLC0415 - seconds, for doctor only
+    from prefect_torch.tasks.rank.device import gpu_type  # noqa: PLC0415 - imports torch
 
     if not dist.is_available():
         yield Finding("backends", "wrong", "torch was built without distributed", "install torch from PyPI or pytorch.org")
         return
-    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    found = ", ".join(name for name, available in backends.items() if available) or "none"
-    needed = "nccl" if torch.cuda.is_available() else "gloo"
-    if backends[needed]:
+    needed = dist.get_default_backend_for_device(gpu_type() or "cpu")
+    names = dict.fromkeys(("gloo", "nccl", needed))
+    found = ", ".join(name for name in names if dist.is_backend_available(name)) or "none"
+    if dist.is_backend_available(needed):
         yield Finding("backends", "ok", found)
     else:
         yield Finding("backends", "wrong", f"{found}; {needed} is missing", f"install a torch with {needed}")

@@ -6,9 +6,13 @@ import sys
 
 import numpy as np
 import pytest
+import simulated_gpu as gpu
 import torch
 from prefect_torch.ckpt import CheckpointStore, RandomState, RankLocalStateError
+from prefect_torch.ckpt.lightning.random_states import read_random_state, save_random_state, set_random_state
+from prefect_torch.ckpt.state.random_state import ProcessGenerators
 from ranks import Attempt
+from simulated_processes import on_simulated_gpu
 
 
 @pytest.fixture
@@ -96,6 +100,42 @@ def test_a_checkpoint_of_a_gpu_loads_on_a_machine_without(store):
     assert Attempt(store).run(lambda session, _: session.report({}, state={"random": stored})) == [None]
     drawn = draw()
     load(store, {"random": RandomState()})
+    assert draw() == drawn
+
+
+@on_simulated_gpu
+def test_the_generator_of_any_device_that_torch_has_is_one_of_them():
+    gpu.generator.set_rng_state(torch.full((16,), 5, dtype=torch.uint8))
+    generators = ProcessGenerators()
+    stored = generators.state_dict()
+    gpu.generator.set_rng_state(torch.zeros(16, dtype=torch.uint8))
+    generators.load_state_dict(stored)
+    assert gpu.generator.state.tolist() == [5] * 16
+    torch.get_device_module(gpu.DEVICE).is_initialized = lambda: False
+    assert gpu.NAME not in generators.state_dict()  # to ask it for its state would make a context
+
+
+@on_simulated_gpu
+def test_a_lightning_checkpoint_holds_the_generator_of_any_device(tmp_path):
+    gpu.generator.set_rng_state(torch.full((16,), 5, dtype=torch.uint8))
+    save_random_state(tmp_path, 0, within_epoch=True)
+    gpu.generator.set_rng_state(torch.zeros(16, dtype=torch.uint8))
+    set_random_state(read_random_state(tmp_path, 0))
+    assert gpu.generator.state.tolist() == [5] * 16
+
+
+def test_a_lightning_checkpoint_of_version_0_1_sets_the_generators(tmp_path):
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - the process's own
+    stored = {
+        "within_epoch": False,
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": None,
+    }
+    torch.save(stored, tmp_path / "rng_state_0.pth")
+    drawn = draw()
+    set_random_state(read_random_state(tmp_path, 0))
     assert draw() == drawn
 
 

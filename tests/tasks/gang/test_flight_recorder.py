@@ -1,18 +1,42 @@
 """The record of a rank's last collectives; a program that listens as ProcessGroupNCCL does stands for a rank with NCCL."""
 
 import logging
+import os
+import shutil
 import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.tasks.gang import rank_task
+from prefect_torch.tasks.gang import local_rank, rank_task
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
+from prefect_torch.tasks.gang.local_rank import LocalRank
+from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.process import RankProcess
-from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY
+from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, Address
+from prefect_torch.tasks.rank.spec import RankSpec
+
+SPEC = RankSpec(
+    world_size=2,
+    local_world_size=2,
+    rendezvous=Address("127.0.0.1", 9),
+    storage=StorageSpec("nowhere"),
+    run="run",
+    attempt=1,
+    restored=None,
+    function=pack_function("os:getcwd", None),
+    use_gpu=False,
+    backend=None,
+)
 
 # What ProcessGroupNCCL does with these variables: DumpPipe, and DebugInfoWriter's default.
 LISTEN = """
-import os, time
+import os, signal, time
+signal.signal(signal.SIGRTMAX, lambda *_: None)  # ranks print their stack traces on it
 pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + os.environ["RANK"] + ".pipe"
 assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) > 0 and int(os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
 os.mkfifo(pipe)
@@ -85,3 +109,50 @@ def test_what_the_user_has_set_stays(name, monkeypatch, tmp_path):
     recorder = FlightRecorder(1)
     assert recorder.environment[name] == f"{tmp_path}/mine"
     assert recorder.close() is None
+
+
+@pytest.fixture
+def listening(monkeypatch):
+    """Have ranks of both kinds of machines run the program that listens."""
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_TORCH_FORK_RANKS", "false")  # it runs the program, and no other
+    monkeypatch.setattr(local_rank, "python_command", lambda module: [sys.executable, "-c", LISTEN])
+    monkeypatch.setattr(agent, "python_command", lambda module: [sys.executable, "-c", LISTEN])
+    monkeypatch.setattr(local_rank, "get_run_logger", lambda: logging.getLogger("rank"))
+
+
+def test_a_rank_of_this_machine_is_given_the_recorders_variables(listening, caplog):
+    rank = LocalRank(replace(SPEC, rank=1, records_collectives=True))
+    seen = []
+    for lines in rank.lines(0.05):
+        seen += lines
+        if lines == ["listens"]:
+            assert rank.write_stack_traces()
+    rank.finish()
+    assert seen == ["listens", "wrote"]
+    assert remove_record(caplog.text.partition("last collectives are in ")[2].partition(":")[0]) == "record"
+
+
+def test_a_rank_of_another_machine_is_given_the_recorders_variables(listening):
+    sent, ended = [], threading.Event()
+
+    class Leader:
+        """Orders the record once the rank listens."""
+
+        def send(self, header, payload=b""):
+            sent.append(header)
+            if header.get("lines") == ["listens"]:
+                rank.obey("write_stack_traces")
+            if header["type"] == "exit":
+                ended.set()
+
+    rank = agent._Rank(Leader(), {"rank": 1, "records_collectives": True}, {**os.environ, "RANK": "1"}, b"", [])
+    assert ended.wait(30)
+    rank.thread.join()
+    assert [line for header in sent for line in header.get("lines", [])] == ["listens", "wrote"]
+    assert remove_record(sent[-1]["record"]) == "record"
+
+
+def remove_record(path):
+    text = Path(path).read_text()
+    shutil.rmtree(Path(path).parent)
+    return text

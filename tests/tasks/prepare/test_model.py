@@ -4,10 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import simulated_gpu as gpu
 import torch
 import torch.distributed as dist
 from prefect_torch.tasks import get_device, prepare_model
 from prefect_torch.tasks.prepare.model import _blocks
+from simulated_processes import on_simulated_gpu
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -58,6 +60,11 @@ def test_a_model_moves_to_the_device_given(device):
     assert prepare_model(nn.Linear(2, 1), move_to_device=device).weight.is_meta
     assert not prepare_model(nn.Linear(2, 1), move_to_device=False).weight.is_meta
     assert get_device() == torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@on_simulated_gpu
+def test_a_script_computes_on_the_gpu_of_any_type_that_torch_has():
+    assert get_device() == gpu.DEVICE
 
 
 @pytest.fixture
