@@ -4,11 +4,11 @@ import pytest
 import torch
 from crash_points import crash_points, open_run
 from faulty_storage import FaultyStorage
+from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CommitFailedError, RetentionPolicy, StorageError
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.quarantine import quarantine, why_quarantined
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
-from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage
@@ -143,7 +143,7 @@ def test_a_fault_that_passes_at_any_operation_is_not_noticed(tmp_path, error, af
     """Of two ranks that report twice, prune and collect garbage; also when the answer is lost after success."""
     fired = 0
     for number in range(1, 100):
-        faulty = FaultyStorage(FsspecStorage(f"memory://{tmp_path}/{number}", {}), number, after=after, error=error)
+        faulty = FaultyStorage(MemoryStorage(), number, after=after, error=error)
         store = open_run(RetryingStorage(lambda faulty=faulty: faulty, RetryPolicy(60, 0, 0)))
         assert report(store, tmp_path, [1, 2, 3], world_size=2) == [None, None]
         store.prune(POLICY)
