@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from faulty_storage import FaultyStorage
-from prefect.testing.utilities import prefect_test_harness
+from prefect_servers import server_of_this_process
 from prefect_torch.ckpt import (
     Checkpoint,
     CheckpointCorruptError,
@@ -1066,7 +1066,7 @@ def train_with_a_failure(config):
 
 @pytest.fixture(scope="module")
 def prefect_server():
-    with prefect_test_harness(server_startup_timeout=120):
+    with server_of_this_process():
         yield
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_API_URL
-from prefect.testing.utilities import prefect_test_harness
+from prefect_servers import server_of_this_process
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ COMMANDS = [
 @pytest.fixture(scope="module")
 def server():
     """Yield an environment with one Prefect server for several programs: else each begins one of its own."""
-    with prefect_test_harness(server_startup_timeout=120):
+    with server_of_this_process():
         yield {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
 
 

@@ -20,7 +20,6 @@ from prefect.settings import (
     PREFECT_API_URL,
     temporary_settings,
 )
-from prefect.testing.utilities import prefect_test_harness
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
@@ -558,12 +557,11 @@ def test_a_storage_that_refuses_is_one_line(moto, monkeypatch, command):
     assert "no-such-bucket-here" in err
 
 
-def test_a_block_names_a_storage(command, local):
+def test_a_block_names_a_storage(command, local, prefect_server):
     train(local)
-    with prefect_test_harness(server_startup_timeout=60):
-        LocalFileSystem(basepath=local).save("of-a-test")
-        assert command("ls", "local-file-system/of-a-test")[1].splitlines()[1].startswith("run ")
-        code, _, err = command("ls", "local-file-system/none")
+    LocalFileSystem(basepath=local).save("of-a-test")
+    assert command("ls", "local-file-system/of-a-test")[1].splitlines()[1].startswith("run ")
+    code, _, err = command("ls", "local-file-system/none")
     assert code == 1
     assert "none" in err
 

@@ -2,15 +2,10 @@
 
 import pytest
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
-from prefect.testing.utilities import prefect_test_harness
-from prefect_servers import end_senders
+from prefect_servers import server_of_this_process
 
 
 @pytest.fixture(scope="session", autouse=True)
 def prefect_server():
-    with (
-        temporary_settings({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 120}),
-        prefect_test_harness(server_startup_timeout=120),
-    ):
-        end_senders()
+    with temporary_settings({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 120}), server_of_this_process():
         yield

@@ -18,6 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
+from prefect_servers import prepared_home
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import Outcome, newest_attempt, read_outcomes
 from prefect_torch.flows import Result
@@ -216,7 +217,7 @@ def test_sigterm_ends_a_training_whose_storage_is_away_and_no_attempt_follows(tm
 
 
 def test_ctrl_c_lets_ranks_commit_and_is_told_though_the_embedded_server_gets_it_too(storage, tmp_path):
-    started, home = tmp_path / "started", tmp_path / "home"
+    started, home = tmp_path / "started", prepared_home(tmp_path / "home")
     embedded = {"PREFECT_HOME": str(home), "PREFECT_API_URL": ""}
     leader = start(storage, "checkpoint_when_told", {"started": str(started)}, environment=embedded)
     leader.wait_for(started.exists, 120)
@@ -231,7 +232,7 @@ def test_ctrl_c_lets_ranks_commit_and_is_told_though_the_embedded_server_gets_it
 
 
 def test_an_embedded_server_that_dies_alone_is_started_again_and_told_the_end(storage, tmp_path):
-    home = tmp_path / "home"
+    home = prepared_home(tmp_path / "home")
     embedded = {"PREFECT_HOME": str(home), "PREFECT_API_URL": ""}
     leader = start(storage, "train_epochs", {"epochs": 20, "pause_s": 0.1}, environment=embedded)
     leader.wait_for(lambda: committed(storage), 120)
@@ -272,7 +273,7 @@ def wait():
 
 wait()
 """
-    leader = Started("-c", flow, PREFECT_HOME=str(tmp_path / "home"), PREFECT_API_URL="")
+    leader = Started("-c", flow, PREFECT_HOME=str(prepared_home(tmp_path / "home")), PREFECT_API_URL="")
     leader.wait_for(ready.exists, 120)
     leader.kill()
     leader.assert_nothing_is_left()
@@ -337,7 +338,7 @@ def test_the_demo_killed_at_any_moment_continues_and_finishes(tmp_path, kill_at)
     """Once with Prefect's embedded server, which must not be left behind either."""
     arguments = (str(EXAMPLES / "digits.py"), "--storage", str(tmp_path / "demo"))
     environment = (
-        {"PREFECT_HOME": str(tmp_path / "home"), "PREFECT_API_URL": ""}
+        {"PREFECT_HOME": str(prepared_home(tmp_path / "home")), "PREFECT_API_URL": ""}
         if kill_at == "first checkpoint"
         else {"PREFECT_API_URL": PREFECT_API_URL.value()}
     )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import RunConfig, ScalingConfig, train
 
@@ -71,7 +72,7 @@ def test_a_killed_lightning_training_of_two_ranks_continues_to_the_same_weights(
 def test_the_example_learns_the_digits(tmp_path):
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--storage", str(tmp_path / "store"), "--epochs", "3"],
-        env={**os.environ, "PREFECT_HOME": str(tmp_path / "home")},
+        env={**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()},
         capture_output=True,
         text=True,
         timeout=150,

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_results import Results
-from prefect.testing.utilities import prefect_test_harness
-from prefect_servers import end_senders
+from prefect_servers import server_of_this_process
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import RunConfig
 
@@ -97,8 +96,7 @@ def store(tmp_path):
 
 @pytest.fixture(scope="session")
 def prefect_server():
-    with prefect_test_harness(server_startup_timeout=120):
-        end_senders()
+    with server_of_this_process():
         yield
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -13,14 +14,20 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
+from unittest import mock
 
+import prefect
+from filelock import FileLock
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
+from prefect.testing import utilities
 from servers import free_port
 
 _PATIENCE_S = 120  # for what takes seconds on an idle machine
+_PREFECT = str(Path(sys.executable).parent / "prefect")
 
 
 def wait_until(condition: Callable[[], object], what: object, longest_s: float = _PATIENCE_S, *, every_s: float = 0.1) -> None:
@@ -49,6 +56,45 @@ def end_senders() -> None:
         sender.drain()
 
 
+@cache
+def _empty_database() -> Path:
+    """Return a SQLite file with Prefect's tables, kept in the environment: to make them is half of a first start."""
+    kept = Path(sys.prefix, f"prefect-{prefect.__version__}.db")
+    with FileLock(f"{kept}.lock"):
+        if not kept.exists():
+            with tempfile.TemporaryDirectory(dir=sys.prefix) as home:
+                made, copy = Path(home, "prefect.db"), Path(home, "copy.db")
+                url = {"PREFECT_HOME": home, "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{made}"}
+                command = [_PREFECT, "server", "database", "upgrade", "--yes"]
+                subprocess.run(command, env={**os.environ, **url}, check=True, capture_output=True)
+                with closing(sqlite3.connect(made)) as source, closing(sqlite3.connect(copy)) as target:
+                    source.backup(target)  # with what is still in the journal beside it
+                copy.replace(kept)
+    return kept
+
+
+def prepared_home(home: Path) -> Path:
+    """Return `home`, a PREFECT_HOME whose server finds the tables of its database there, as at every start but the first."""
+    home.mkdir(exist_ok=True)
+    if not (home / "prefect.db").exists():
+        shutil.copyfile(_empty_database(), home / "prefect.db")
+    return home
+
+
+@contextmanager
+def server_of_this_process() -> Iterator[None]:
+    """Have flows of this process run against a server of their own, whose database is ready."""
+
+    def folder() -> str:
+        made = tempfile.mkdtemp()
+        shutil.copyfile(_empty_database(), Path(made, "prefect-test.db"))
+        return made
+
+    with mock.patch.object(utilities, "mkdtemp", folder), utilities.prefect_test_harness(server_startup_timeout=_PATIENCE_S):
+        end_senders()
+        yield
+
+
 class PrefectServer:
     """`prefect server start` with a home of its own; started again, it has the same port and database."""
 
@@ -61,14 +107,17 @@ class PrefectServer:
         if with_ui:
             self._environment["PREFECT_UI_API_URL"] = self.api  # else pages ask the usual port
         self._arguments = ("server", "start", "--ui" if with_ui else "--no-ui")
+        self._has_own_database = database_url is None and "PREFECT_API_DATABASE_CONNECTION_URL" not in os.environ
         if database_url is not None:
             self._environment["PREFECT_API_DATABASE_CONNECTION_URL"] = database_url
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Return once the server answers."""
+        if self._has_own_database:
+            prepared_home(self._home)
         self._home.mkdir(exist_ok=True)
-        command = [str(Path(sys.executable).parent / "prefect"), *self._arguments]
+        command = [_PREFECT, *self._arguments]
         with (self._home / "output.txt").open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(self.port)],
