@@ -176,7 +176,7 @@ def test_importing_ckpt_costs_little_more_than_a_module_of_the_standard_library(
 
 
 def test_the_guard_of_a_rank_needs_nothing_but_the_standard_library():
-    names = {name.partition(".")[0] for name in imports(ROOT / "tasks/rank/guard.py")}
+    names = {name.partition(".")[0] for name in imports(ROOT / "tasks/rank/starting/guard.py")}
     assert names <= set(sys.stdlib_module_names)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from prefect_torch.tasks.rank.fork_server import FORKED, READY, Descriptors
+from prefect_torch.tasks.rank.starting.fork_server import FORKED, READY, Descriptors
 
 # Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.
 RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
@@ -71,7 +71,7 @@ class Surroundings:
 
 
 class ForkServer:
-    """A process that forks ranks (`prefect_torch.tasks.rank.fork_server`); it ends with this process.
+    """A process that forks ranks (`prefect_torch.tasks.rank.starting.fork_server`); it ends with this process.
 
     Attributes:
         has_refused: Whether it exited by itself, since a fork would not be safe there, or its imports failed.
@@ -83,7 +83,7 @@ class ForkServer:
         self._control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with end:
             self._process = subprocess.Popen(
-                [*python_command("prefect_torch.tasks.rank.fork_server"), str(end.fileno()), surroundings.torch_place],
+                [*python_command("prefect_torch.tasks.rank.starting.fork_server"), str(end.fileno()), surroundings.torch_place],
                 env=dict(surroundings.environment),
                 pass_fds=[end.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -23,7 +23,9 @@ from typing import Any
 from prefect_torch.ckpt.text import show_some
 
 # Not "-m", which looks in the working directory first.
-_PRINT_GPUS = "import sys; sys.path[:] = filter(None, sys.path); import prefect_torch.tasks.rank.device as it; it.print_gpus()"
+_PRINT_GPUS = (
+    "import sys; sys.path[:] = filter(None, sys.path); import prefect_torch.tasks.rank.resources.device as it; it.print_gpus()"
+)
 _LOCKS = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())  # noqa: S108 - for all users
 _PREFIX = "prefect-torch-gpu-"
 _POLL_S = 1.0

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import cloudpickle
 from prefect import get_run_logger
 from prefect_torch.tasks.options.settings import TorchSettings
-from prefect_torch.tasks.rank.cpus import default_threads
-from prefect_torch.tasks.rank.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.resources.cpus import default_threads
+from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
 from .flight_recorder import FlightRecorder

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from prefect_torch.tasks.rank.fork_server import Descriptors, environment_header
+from prefect_torch.tasks.rank.starting.fork_server import Descriptors, environment_header
 
 from .fork_servers import ForkServer
 from .output import OutputLines
 
-_GUARD = Path(__file__).parents[1] / "rank/guard.py"
+_GUARD = Path(__file__).parents[1] / "rank/starting/guard.py"
 
 
 @dataclass(frozen=True, slots=True)

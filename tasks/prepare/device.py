@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from prefect_torch.tasks.rank.device import gpu_type
+from prefect_torch.tasks.rank.resources.device import gpu_type
 
 
 def get_device() -> torch.device:

@@ -18,17 +18,17 @@ from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
+from prefect_torch.tasks.rank.resources.cpus import default_threads
+from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others, take_device
+from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL
 
 from .cpu_pickle import dump_on_cpu
-from .cpus import default_threads
-from .device import is_memory_held_by_others, take_device
 from .errors import RankFailureKind
 from .failures import of_exception
 from .function import TrainFunction, takes_config, unpack_function
 from .group_store import GroupStore
-from .guard import STACK_TRACES_SIGNAL
 from .machine_paths import enter_paths
-from .oom_kills import count_oom_kills
 from .plain_result import encode_result
 from .rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
 from .spec import RankResult, RankSpec

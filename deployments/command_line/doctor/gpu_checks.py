@@ -28,7 +28,7 @@ _TRY_COLLECTIVE = "import sys; sys.path[:] = filter(None, sys.path); import {mod
 def check_gpus() -> Iterator[Finding]:
     """Name the GPUs that torch finds for ranks."""
     import torch  # noqa: PLC0415 - seconds, for doctor only
-    from prefect_torch.tasks.rank.device import gpu_type  # noqa: PLC0415 - imports torch
+    from prefect_torch.tasks.rank.resources.device import gpu_type  # noqa: PLC0415 - imports torch
 
     with warnings.catch_warnings(record=True) as caught:  # torch warns there about an unsuitable driver
         warnings.simplefilter("always")
@@ -125,7 +125,7 @@ def print_collective(device: str) -> None:
 
 def _gpus() -> list["torch.device"]:
     import torch  # noqa: PLC0415 - seconds, for doctor only
-    from prefect_torch.tasks.rank.device import gpu_type  # noqa: PLC0415 - imports torch
+    from prefect_torch.tasks.rank.resources.device import gpu_type  # noqa: PLC0415 - imports torch
 
     kind = gpu_type()
     return [] if kind is None else [torch.device(kind, index) for index in range(torch.get_device_module(kind).device_count())]

@@ -26,7 +26,7 @@ def check_torch() -> Iterator[Finding]:
 def check_backends() -> Iterator[Finding]:
     """Check which backends of collectives this torch was built with."""
     import torch.distributed as dist  # noqa: PLC0415 - seconds, for doctor only
-    from prefect_torch.tasks.rank.device import gpu_type  # noqa: PLC0415 - imports torch
+    from prefect_torch.tasks.rank.resources.device import gpu_type  # noqa: PLC0415 - imports torch
 
     if not dist.is_available():
         yield Finding("backends", "wrong", "torch was built without distributed", "install torch from PyPI or pytorch.org")

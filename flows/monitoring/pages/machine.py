@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from prefect_torch.tasks.rank.cpus import count_cpus
+from prefect_torch.tasks.rank.resources.cpus import count_cpus
 
 _QUERY = "index,uuid,name,utilization.gpu,memory.used,memory.total"
 _LONGEST_S = 5.0  # a driver that hangs must not hold up the pages

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
 from prefect_torch.tasks.gang.fork_servers import python_command
 from prefect_torch.tasks.gang.process import RankProcess
-from prefect_torch.tasks.rank.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
 
 from .interface import interface_of
 from .link import BEAT_S, Link, LinkError, greet_leader

@@ -129,7 +129,7 @@ def test_no_api_and_none_allowed_is_wrong():
 
 
 def test_a_torch_with_gpus_and_without_nccl_is_wrong(monkeypatch):
-    monkeypatch.setattr("prefect_torch.tasks.rank.device.gpu_type", lambda: "cuda")
+    monkeypatch.setattr("prefect_torch.tasks.rank.resources.device.gpu_type", lambda: "cuda")
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     (finding,) = machine_checks.check_backends()
     assert (finding.status, finding.found) == ("wrong", "gloo; nccl is missing")

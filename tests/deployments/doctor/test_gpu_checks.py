@@ -17,7 +17,7 @@ H200 = SimpleNamespace(name="H200", total_memory=139 * GIB)
 
 @pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/dev/dxg"])
 def test_a_driver_that_torch_cannot_use_is_a_warning(monkeypatch, driver):
-    monkeypatch.setattr("prefect_torch.tasks.rank.device.gpu_type", lambda: None)
+    monkeypatch.setattr("prefect_torch.tasks.rank.resources.device.gpu_type", lambda: None)
     monkeypatch.setattr(gpu_checks.Path, "exists", lambda path: str(path) == driver)
     (finding,) = gpu_checks.check_gpus()
     assert finding.status == "warning"
@@ -30,7 +30,7 @@ def test_a_driver_that_torch_cannot_use_is_a_warning(monkeypatch, driver):
 )
 def test_gpus_of_any_type_are_named(monkeypatch, kind, hip, library):
     module = SimpleNamespace(device_count=lambda: 2, get_device_properties=lambda index: H200)
-    monkeypatch.setattr("prefect_torch.tasks.rank.device.gpu_type", lambda: kind)
+    monkeypatch.setattr("prefect_torch.tasks.rank.resources.device.gpu_type", lambda: kind)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr("torch.version.hip", hip)
     (finding,) = gpu_checks.check_gpus()

@@ -13,10 +13,10 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.gang import fork_servers
 from prefect_torch.tasks.gang.fork_servers import ForkServer, ForkServers, Surroundings, python_command
 from prefect_torch.tasks.gang.process import RankProcess
-from prefect_torch.tasks.rank.fork_server import is_device
 from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec
+from prefect_torch.tasks.rank.starting.fork_server import is_device
 
 RANK = "prefect_torch.tasks.rank.main"
 # What a rank has from its parents, as its function's module finds it.
@@ -229,7 +229,7 @@ def test_where_a_fork_is_not_safe_ranks_are_spawned(rank, servers, tmp_path, dan
     """A library has a thread, or cannot be imported there."""
     (tmp_path / "libraries/torch").mkdir(parents=True)
     (tmp_path / "libraries/sitecustomize.py").write_text(
-        f"import sys, threading, time\nif 'prefect_torch.tasks.rank.fork_server' in sys.argv:\n    {danger}\n"
+        f"import sys, threading, time\nif 'prefect_torch.tasks.rank.starting.fork_server' in sys.argv:\n    {danger}\n"
     )
     environment = {**variables(), "PYTHONPATH": str(tmp_path / "libraries")}
     server = servers.find(environment)
@@ -260,7 +260,7 @@ def test_where_a_fork_is_not_safe_with_the_compiler_ranks_are_forked_without(ran
         "class ThreadOfTheCompiler:\n"
         "    def find_spec(self, name, path, target=None):\n"
         "        if name == 'torch._dynamo': threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
-        "if 'prefect_torch.tasks.rank.fork_server' in sys.argv: sys.meta_path.insert(0, ThreadOfTheCompiler())\n"
+        "if 'prefect_torch.tasks.rank.starting.fork_server' in sys.argv: sys.meta_path.insert(0, ThreadOfTheCompiler())\n"
     )
     environment = {**variables(), "PYTHONPATH": str(tmp_path / "libraries")}
     server = servers.find(environment)

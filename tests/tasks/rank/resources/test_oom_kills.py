@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from prefect_torch.tasks.rank.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
 
 LIMIT_BYTES = 128 << 20
 # What a rank's supervisor does, in a cgroup that its process, as a small one, stays well within.
 SUPERVISE = """
 import os, signal, sys
-from prefect_torch.tasks.rank.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
 from prefect_torch.tasks.gang.process import RankProcess
 from prefect_torch.tasks.rank.failures import of_returncode
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from prefect_torch.tasks.rank.cpus import count_cpus
+from prefect_torch.tasks.rank.resources.cpus import count_cpus
 
 HERE = len(os.sched_getaffinity(0))
 
@@ -23,7 +23,8 @@ def write(path, text):
 
 def test_without_limits_they_are_those_of_the_affinity(tmp_path):
     assert count_cpus(tmp_path) == HERE
-    here = "import os; os.sched_setaffinity(0, {0}); from prefect_torch.tasks.rank.cpus import count_cpus; print(count_cpus())"
+    module = "prefect_torch.tasks.rank.resources"
+    here = f"import os; os.sched_setaffinity(0, {{0}}); from {module} import cpus; print(cpus.count_cpus())"
     assert subprocess.run([sys.executable, "-c", here], capture_output=True, check=True, text=True).stdout == "1\n"
 
 
@@ -55,7 +56,7 @@ def test_version_1_of_cgroups_limits_too(quota, cpus, tmp_path):
 STAY_NEAR = """
 import os, sys, threading
 from pathlib import Path
-from prefect_torch.tasks.rank.cpus import stay_near
+from prefect_torch.tasks.rank.resources.cpus import stay_near
 other = threading.Thread(target=threading.Event().wait, daemon=True)
 other.start()
 cpus = stay_near(sys.argv[2].split(","), int(sys.argv[3]), Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """A process that has imported what every rank imports, and forks ranks, which then start without these imports.
 
-    python -u -c ... prefect_torch.tasks.rank.fork_server <control socket> <where torch is imported from> [without-compiler]
+    python -u -c ... <this module> <control socket> <where torch is imported from> [without-compiler]
 
 Once its imports are done it sends READY, or nothing and exits where a fork would not be safe. Then each message with
 `Descriptors` of a rank, its working directory, and what its guard keeps open, is answered with FORKED, or with REFUSED where
@@ -86,8 +86,7 @@ def import_for_ranks() -> Callable[[], None]:
     import torch.distributed  # noqa: PLC0415 - same
     import torch.nn.parallel  # noqa: PLC0415 - same
     import torch.optim  # noqa: F401, PLC0415 - same
-
-    from .main import main as run_rank  # noqa: PLC0415 - same
+    from prefect_torch.tasks.rank.main import main as run_rank  # noqa: PLC0415 - same
 
     return run_rank
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from prefect_torch.tasks.rank import device
-from prefect_torch.tasks.rank.device import gpu_type, is_memory_held_by_others
+from prefect_torch.tasks.rank.resources import device
+from prefect_torch.tasks.rank.resources.device import gpu_type, is_memory_held_by_others
 
 GIB = 1 << 30
 GPU = torch.device("cpu")  # only named
