@@ -6,14 +6,20 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 # Prefect gives its embedded server 20 s, which a busy laptop may exceed.
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
+# tests/conftest.py says how many workers "logical" is.
+SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test gpu lint docs ray-pages screenshots bench chaos soak install s3rver azurite wheel-check
+.PHONY: demo test check gpu lint docs ray-pages screenshots bench chaos soak install s3rver azurite wheel-check
 
 demo: install
 	$(BIN)/python examples/digits.py
 
 test: install s3rver azurite
-	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+# For daily work, in some 90 s on two cores: lint, types, and the tests that start no server and few processes.
+check: lint
+	$(BIN)/python -m pytest --quick --quiet $(SIDE_BY_SIDE)
 
 # What needs GPUs, on a machine that has some: writes gpu-results.json, with versions, devices, outcomes and figures.
 gpu: install

@@ -23,12 +23,97 @@ from servers import ACCESS_KEY, SECRET_KEY, AzureServer, S3Server, SshServer, fr
 settings.register_profile("unhurried", deadline=None)  # a loaded machine is no defect
 settings.load_profile("unhurried")
 
-SHORT = ("ckpt", "tasks")
+# The files that take longest, by their time on two cores, then those that start servers and trainings; the rest is short.
+LONGEST = (
+    "flows/test_training.py",
+    "flows/test_killed_flow.py",
+    "flows/test_server_away.py",
+    "flows/test_blocks.py",
+    "test_readme.py",
+    "flows/test_chaos.py",
+    "flows/test_engines.py",
+    "flows/test_machines.py",
+    "test_packaging.py",
+    "flows/monitoring/pages/test_pages.py",
+    "deployments/test_execution.py",
+    "deployments/test_automations.py",
+    "deployments/test_lost_leases.py",
+    "browser/test_user_interface.py",
+    "ckpt/storage/test_storage.py",
+)
+SHORT = ("ckpt/", "tasks/")
+# What --quick leaves out: the above, whatever needs a server, and files that start many processes or try very many cases.
+SERVERS = {"azurite", "built", "moto", "password_server", "prefect_server", "rclone", "s3rver", "seaweedfs", "site", "sshd"}
+SLOW = {
+    *LONGEST,
+    "ckpt/lightning/test_lightning.py",
+    "ckpt/lightning/test_ranks.py",
+    "ckpt/runs/test_foreign_objects.py",
+    "ckpt/runs/test_interleavings.py",
+    "ckpt/state/test_device_copies.py",
+    "ckpt/state/test_device_streams.py",
+    "ckpt/state/test_processes.py",
+    "ckpt/state/test_sharded_models.py",
+    "ckpt/state/test_zero.py",
+    "ckpt/test_accelerate.py",
+    "ckpt/test_crash_points.py",
+    "ckpt/test_exact_resume.py",
+    "ckpt/test_ray_examples.py",
+    "ckpt/transformers/test_transformers.py",
+    "deployments/test_command_line.py",
+    "deployments/test_deploy.py",
+    "tasks/gang/test_fork_servers.py",
+    "tasks/gang/test_gpus.py",
+    "tasks/prepare/test_batch_streams.py",
+    "tasks/prepare/test_data_loader.py",
+    "tasks/prepare/test_model.py",
+    "tasks/prepare/test_resumable_loader.py",
+    "test_gpu_results.py",
+    "test_malformed_inputs.py",
+    "test_ray_behaviours.py",
+    "test_root.py",
+    "test_state_benchmark.py",
+}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the long files first, so that no worker is left with one in the end."""
-    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] in SHORT)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out tests that start servers or many processes")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Have two workers for each core: half of the time tests wait, for servers, processes and disks."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the long files first, so that no worker is left with one in the end; with --quick, leave out what is slow."""
+    if config.getoption("--quick"):
+        config.hook.pytest_deselected(items=[item for item in items if _is_slow(item)])
+        items[:] = [item for item in items if not _is_slow(item)]
+    items.sort(key=_place)
+
+
+def _name(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).as_posix()
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return _name(item) in SLOW or not SERVERS.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def _place(item: pytest.Item) -> tuple[int, bool]:
+    name = _name(item)
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST), name.startswith(SHORT)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Empty fsspec's memory filesystem: it is one dictionary for all tests, and each listing looks through all of it."""
+    memory = sys.modules.get("fsspec.implementations.memory")
+    if memory is not None:
+        memory.MemoryFileSystem.store.clear()
+        memory.MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,7 +25,6 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.quarantine import quarantine
-from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
 from ranks import Attempt, folder
 from wrapped_storage import WrappedStorage
 
@@ -123,7 +122,7 @@ class Leader:
 @given(head_start=st.integers(0, 25), schedule=st.lists(st.booleans(), max_size=60))
 def test_whoever_claims_last_owns_the_run_and_what_was_reported_before_is_not_lost(tmp_path_factory, head_start, schedule):
     tmp_path = tmp_path_factory.mktemp("run")
-    plain = FsspecStorage(f"memory://{tmp_path}", {})
+    plain = MemoryStorage()
     store = CheckpointStore(plain, Layout("run"), StorageSpec(plain.url))
     turns = Turns()
     leaders = {name: Leader(OneAtATime(plain, turns, name), tmp_path, name, reports=3) for name in "ab"}
@@ -177,8 +176,8 @@ class Starter:
 
 @settings(max_examples=100)
 @given(schedule=st.lists(st.integers(0, 2), max_size=60))
-def test_of_simultaneous_starts_exactly_one_owns_the_run_however_they_interleave(tmp_path_factory, schedule):
-    plain = FsspecStorage(f"memory://{tmp_path_factory.mktemp('run')}", {})
+def test_of_simultaneous_starts_exactly_one_owns_the_run_however_they_interleave(schedule):
+    plain = MemoryStorage()
     store = CheckpointStore(plain, Layout("run"), StorageSpec(plain.url))
     turns = Turns()
     starters: dict[str, Starter] = {}
