@@ -48,6 +48,7 @@ bench: install
 	$(BIN)/python tests/benchmarks/main_job.py
 	$(BIN)/python tests/benchmarks/integrations.py
 	$(BIN)/python tests/benchmarks/scaling.py
+	$(BIN)/python tests/benchmarks/agreement.py
 	$(BIN)/python tests/benchmarks/leader_memory.py
 	$(BIN)/python tests/benchmarks/directories.py
 	TORCH='$(TORCH)' $(BIN)/python tests/benchmarks/peers/install.py

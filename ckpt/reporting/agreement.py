@@ -46,16 +46,19 @@ class Intent:
     asks_leader: bool = False
 
     def encode(self) -> bytes:
-        """Return JSON."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps({**fields, "state": None if self.state is None else self.state.fields()}).encode()
+        """Return JSON, without the fields that have their default: rank 0 decodes those of all ranks."""
+        fields = {name: value for name in self.__slots__ if (value := getattr(self, name))}
+        if self.state is not None:
+            fields["state"] = self.state.fields()
+        return json.dumps({**fields, "rank": self.rank, "step": self.step}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> "Intent":
         """Undo `encode`."""
         fields = json.loads(data)
-        state = fields.pop("state")
-        return cls(**fields, state=None if state is None else StateDescription.of_fields(state))
+        if "state" in fields:
+            fields["state"] = StateDescription.of_fields(fields["state"])
+        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +207,11 @@ class Rounds:
             self.desynchronized = exc
             raise
         if self.number > 1:
-            peers.forget(_topic(self.number - 2))  # all ranks are in this round, so all have read the previous one
+            previous = _topic(self.number - 2)  # all ranks are in this round, so all have read the previous one
+            peers.forget_message(previous)
+            peers.forget_decision(previous)
         if peers.rank == 0:
-            peers.forget(begun)
+            peers.forget_decision(begun)
         elif agreement.is_background_failure:
             self._background.forget_failure()  # raised now, so not again later
         return agreement

@@ -49,7 +49,7 @@ class CheckpointRequests:
         self.num_requests = 0
         self.stop_requested = False
         self._answered = 0  # the calls before this number have their answer
-        self._topics: list[str] = []  # on rank 0, those of the answers since round `_round`
+        self._topics: list[str] = []  # those of the answers since round `_round`
         self._round = 0
         self._asked_at_s: deque[float] = deque(maxlen=_SPAN_QUESTIONS + 1)
 
@@ -71,20 +71,21 @@ class CheckpointRequests:
         return answer != "no"
 
     def forget_answers(self) -> None:
-        """As rank 0, drop the answers so far: every rank has read them, since all have taken part in a round after them."""
+        """Drop the answers so far: every rank has read them, since all have taken part in a round after them."""
         for topic in self._topics:
-            self._peers.forget(topic)
+            self._peers.forget_decision(topic)
         self._topics.clear()
 
     def _answer_to(self, number: int) -> tuple[Answer, int]:
         """Return the answer to call `number`, and the number of calls from there for which it is valid."""
         topic = f"checkpoint now {number}"
-        if self._peers.rank != 0:
-            answer, _, num_questions = self._peers.decision(topic, unless=self._rounds.next_begun).decode().partition(" ")
-            return _known(answer), int(num_questions)
         if self._rounds.number != self._round:
             self.forget_answers()
             self._round = self._rounds.number
+        self._topics.append(topic)
+        if self._peers.rank != 0:
+            answer, _, num_questions = self._peers.decision(topic, unless=self._rounds.next_begun).decode().partition(" ")
+            return _known(answer), int(num_questions)
         if self._is_terminating():
             answer_of_span: tuple[Answer, int] = ("end", 1)
         elif self._budget.is_due():
@@ -92,7 +93,6 @@ class CheckpointRequests:
         else:
             answer_of_span = ("no", self._num_questions_of_a_span())
         self._peers.decide(topic, f"{answer_of_span[0]} {answer_of_span[1]}".encode())
-        self._topics.append(topic)
         return answer_of_span
 
     def _num_questions_of_a_span(self) -> int:

@@ -65,7 +65,7 @@ class RankCommits:
         self._background = background
         self._events = events
         self._attempt = attempt
-        self._decided: list[str] = []  # on rank 0, the topics of the previous commit
+        self._decided: list[str] = []  # the topics of the previous commit
         self._parent = None if restored is None else _name_from(run, restored)
         self.committed_step = -1 if restored is None else restored.step
 
@@ -105,10 +105,10 @@ class RankCommits:
             self._events.send(CommitEvent(manifest.id, manifest.step, manifest.metrics, *costs))
 
     def _forget_decisions(self, decided: list[str]) -> None:
-        """As rank 0, drop the decisions on the previous commit: every rank has read them, since all have reached this one."""
+        """Drop the decisions on the previous commit: every rank has read them, since all have reached this one."""
         if decided:
             for topic in self._decided:
-                self._peers.forget(topic)
+                self._peers.forget_decision(topic)
             self._decided = decided
 
 
@@ -126,7 +126,7 @@ class CommitJob:
         staged: The report.
         parent: The checkpoint that this one continues.
         stored: The files of it that this rank has stored, by path.
-        decided: The topics under which rank 0 has sent its decisions on it.
+        decided: The topics of rank 0's decisions on it.
 
     """
 
@@ -174,10 +174,10 @@ def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
         return _try_commit(run, peers, job, topic)
     except StorageFullError as exc:  # every rank raises it, or none does
         room = f"{topic}/room"
+        job.decided.append(room)
         if peers.rank == 0:
             _logger.warning("%s; removing garbage and trying once more", exc)
             _remove("garbage", lambda: collect_garbage(run))
-            job.decided.append(room)
             peers.decide(room, b"")
         else:
             peers.decision(room)
@@ -204,11 +204,13 @@ def _discard(run: Run, checkpoint_id: str) -> None:
 def _try_commit(run: Run, peers: Peers, job: CommitJob, topic: str) -> Manifest | None:
     parts = peers.exchange(f"{topic}/files", _encode_part(lambda: store_part(run, job, peers.rank)))
     decided = f"{topic}/commit"
+    job.decided.append(decided)
     if parts is None:
         data = peers.decision(decided)
-        peers.forget(f"{topic}/files")
+        peers.forget_message(f"{topic}/files")
         _raise_error(data)
         return None
+    peers.forget_message(f"{topic}/files")
     manifest: Manifest | None = None
 
     def write() -> Part:
@@ -216,7 +218,6 @@ def _try_commit(run: Run, peers: Peers, job: CommitJob, topic: str) -> Manifest 
         manifest = write_manifest(run, job, [_decode_part(rank, part) for rank, part in enumerate(parts)])
         return Part()
 
-    job.decided.append(decided)
     _raise_error(peers.decide(decided, _encode_part(write)))
     return manifest
 

@@ -4,13 +4,16 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.text import show_some
 
 from .key_value import KeyValue
+from .node import Node, unpack
 
 _logger = logging.getLogger(__name__)
 
@@ -55,14 +58,19 @@ class Peers:
         key_value: The dictionary that the ranks share.
         rank: This rank.
         world_size: The number of ranks.
+        node: The ranks of this rank's machine, which speak to the others with one voice; None where each speaks for itself.
 
     """
 
-    def __init__(self, key_value: KeyValue, rank: int, world_size: int) -> None:
+    def __init__(self, key_value: KeyValue, rank: int, world_size: int, node: Node | None = None) -> None:
         self._key_value = key_value
         self.rank = rank
         self.world_size = world_size
-        self._poll_s = _POLL_S if rank == 0 else max(_POLL_S, world_size / _RANKS_PER_POLL_S)
+        self._node = node
+        self._read_for_node: set[str] = set()
+        num_waiting = world_size if node is None else node.num_nodes
+        self._poll_s = _POLL_S if rank == 0 else max(_POLL_S, num_waiting / _RANKS_PER_POLL_S)
+        self._look_s = max(_POLL_S, world_size / _RANKS_PER_POLL_S)
 
     def exchange(self, topic: str, mine: bytes, meanwhile: Callable[[], None] | None = None) -> list[bytes] | None:
         """Send `mine` to rank 0 and return there the messages of all ranks, by rank; other ranks return None immediately.
@@ -73,13 +81,18 @@ class Peers:
             meanwhile: Called on rank 0 before it waits for late ranks, and not called if all are there.
 
         """
+        self._send(topic, mine)
         if self.rank != 0:
-            self._key_value.set(f"{topic}/{self.rank}", mine)
             return None
-        keys = [f"{topic}/{rank}" for rank in range(1, self.world_size)]
+        node = self._node
+        if node is None:
+            keys = [f"{topic}/{rank}" for rank in range(1, self.world_size)]
+        else:
+            keys = [node.bundle_key(topic, number) for number in range(node.num_nodes)]
         if keys and meanwhile is not None and self._try_get(keys, _LATE_S) is None:
             meanwhile()
-        return [mine, *self._wait(keys, topic)]
+        sent = self._wait(keys, topic)
+        return [mine, *sent] if node is None else [message for packed in sent for message in unpack(packed)]
 
     def decide(self, topic: str, decision: bytes) -> bytes:
         """As rank 0, send `decision` to all ranks and return it."""
@@ -95,7 +108,19 @@ class Peers:
             unless: The topic that rank 0 would set instead of deciding; then this raises ReportMismatchError.
 
         """
-        return self._wait([topic], topic, unless)[0]
+        if self._node is None:
+            return self._wait([topic], topic, unless)[0]
+        try:
+            takes_reading = self._node.takes_reading(topic)
+        except ConnectionError:
+            return self._wait([topic], topic, unless)[0]
+        if not takes_reading:
+            return self._wait([topic], topic, unless, partial(self._listen_in_node, self._node, topic))[0]
+        self._read_for_node.add(topic)
+        (decision,) = self._wait([topic], topic, unless)
+        with suppress(ConnectionError):  # the other ranks see it, too, and read for themselves
+            self._node.hand_on(topic, decision)
+        return decision
 
     def scatter(self, topic: str, parts: Sequence[bytes]) -> None:
         """As rank 0, send each rank, including this one, its own message."""
@@ -109,10 +134,25 @@ class Peers:
         self._key_value.delete(key)
         return part
 
-    def forget(self, topic: str) -> None:
-        """Delete this rank's message under `topic`, which every rank has read."""
-        if self.world_size > 1:
-            self._key_value.delete(topic if self.rank == 0 else f"{topic}/{self.rank}")
+    def forget_message(self, topic: str) -> None:
+        """Delete this rank's message in the exchange `topic`, which rank 0 has read."""
+        if self._node is None:
+            if self.rank != 0:
+                self._key_value.delete(f"{topic}/{self.rank}")
+            return
+        with suppress(ConnectionError):  # with its store, the message is gone
+            self._node.forget_message(topic, self.rank)
+        if self.rank == self._node.ranks[0]:
+            self._key_value.delete(self._node.bundle_key(topic))
+
+    def forget_decision(self, topic: str) -> None:
+        """Delete what this rank has set of the decision on `topic`, which every rank has read."""
+        if self.rank == 0 and self.world_size > 1:
+            self._key_value.delete(topic)
+        if self._node is not None and topic in self._read_for_node:
+            self._read_for_node.remove(topic)
+            with suppress(ConnectionError):
+                self._node.forget_decision(topic)
 
     def end(self, end: RankExit) -> None:
         """Announce to all ranks that a rank left; a rank that waits for it raises instead."""
@@ -139,12 +179,45 @@ class Peers:
         self._key_value.check(_ALL_ENDED)  # the reply proves that it has arrived, however soon this process ends
         return list(first_alike.values())
 
-    def _wait(self, keys: Sequence[str], topic: str, unless: str | None = None) -> list[bytes]:
+    def _send(self, topic: str, mine: bytes) -> None:
+        node = self._node
+        if node is None:
+            if self.rank != 0:
+                self._key_value.set(f"{topic}/{self.rank}", mine)
+            return
+        try:
+            node.gather(topic, self.rank, mine, partial(self._key_value.set, node.bundle_key(topic)))
+        except ConnectionError as exc:
+            raise PeerGoneError(
+                f"rank {node.ranks[0]} is gone, which serves its machine, so {topic.replace('/', ' ')} of rank {self.rank} "
+                "cannot complete"
+            ) from exc
+
+    def _listen_in_node(self, node: Node, topic: str) -> list[bytes] | None:
+        """Wait for what another rank of the node hands on; look from time to time whether it fails to."""
+        look_s = time.monotonic() + self._look_s
+        while (now_s := time.monotonic()) < look_s:
+            try:
+                return node.key_value.get([topic], min(_POLL_S, look_s - now_s))
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                time.sleep(_POLL_S)
+        return self._try_get([topic], 0.0)
+
+    def _wait(
+        self,
+        keys: Sequence[str],
+        topic: str,
+        unless: str | None = None,
+        listen: Callable[[], list[bytes] | None] | None = None,
+    ) -> list[bytes]:
         if not keys:
             return []
         warn_s = time.monotonic() + _SILENT_S
+        listen = listen or partial(self._try_get, keys, self._poll_s)
         while True:
-            if (values := self._try_get(keys, self._poll_s)) is not None:
+            if (values := listen()) is not None:
                 return values
             if unless is not None and self._key_value.check(unless) and (values := self._try_get(keys, 0.0)) is None:
                 raise ReportMismatchError(
@@ -166,9 +239,12 @@ class Peers:
 
     def _warn_of(self, keys: Sequence[str], topic: str) -> None:
         late = [key.rpartition("/")[2] for key in keys if not self._key_value.check(key)] if self.rank == 0 else ["0"]
+        whom = f"rank {show_some(late)}"
+        if self._node is not None and self.rank == 0:
+            whom = f"a rank of {show_some(late)}"
         _logger.warning(
-            "rank %d has waited %g s in %s for rank %s, and goes on: every rank must call report() equally often",
-            *(self.rank, _SILENT_S, topic.replace("/", " "), show_some(late)),
+            "rank %d has waited %g s in %s for %s, and goes on: every rank must call report() equally often",
+            *(self.rank, _SILENT_S, topic.replace("/", " "), whom),
         )
 
     def _raise_for(self, ends: list[RankExit], topic: str) -> None:

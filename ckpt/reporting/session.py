@@ -22,6 +22,7 @@ from .commit import RankCommits
 from .decisions import DecisionPoints, Decisions
 from .events import EventSender, ReportEvent
 from .key_value import KeyValue
+from .node import Node
 from .overhead import OverheadBudget
 from .peers import Peers, RankExit
 from .rank_report import Report, ReportArguments, ReportPreparation, check_step
@@ -55,6 +56,7 @@ class RankSession:
         restored: The checkpoint that this attempt begins from.
         settings: The settings of the training's checkpoints.
         is_terminating: Returns whether termination of the training is requested.
+        node: The ranks of this rank's machine; None if all ranks share one.
 
     """
 
@@ -66,10 +68,11 @@ class RankSession:
         restored: Checkpoint | None = None,
         settings: ReportSettings = ReportSettings(),
         is_terminating: Callable[[], bool] = never,
+        node: Node | None = None,
     ) -> None:
         self.run = run
         self.restored = restored
-        self._peers = peers = Peers(key_value, context.world_rank, context.world_size)
+        self._peers = peers = Peers(key_value, context.world_rank, context.world_size, node)
         self._events = EventSender(key_value)
         self._background = background = BackgroundCommits(settings.max_in_flight)
         self.lent = LentDirectories(run, context.attempt)

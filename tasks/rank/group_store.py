@@ -3,7 +3,7 @@
 import os
 import time
 
-from .rendezvous import Address, Rendezvous, TcpKeyValue, connect
+from .rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
 from .spec import RankSpec
 
 _PORT_KEY = "port of the process groups"
@@ -42,7 +42,7 @@ class GroupStore:
             key_value, port = served.serve(spec.timeout_s), served.address.port
             meeting.set(_PORT_KEY, str(port).encode())
         else:
-            port = int(meeting.get([_PORT_KEY], _LATEST_S)[0])
+            port = int(wait_for_key(meeting, _PORT_KEY, _LATEST_S))
             key_value = connect(Address(spec.master_host, port), spec.timeout_s)
         os.environ["MASTER_PORT"] = str(port)
         return cls(key_value)

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import CheckpointStore, TrainContext
@@ -29,6 +30,7 @@ from .failures import of_exception
 from .function import TrainFunction, takes_config, unpack_function
 from .group_store import GroupStore
 from .machine_paths import enter_paths
+from .node_store import open_node
 from .plain_result import encode_result
 from .rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
 from .spec import RankResult, RankSpec
@@ -125,7 +127,8 @@ def _session(spec: RankSpec, store: CheckpointStore, key_value: TcpKeyValue) -> 
     )
     restored = None if spec.restored is None else spec.restored.open()
     session = EvaluationSession if spec.evaluates else RankSession
-    return session(context, store, key_value, restored, spec.reports, lambda: key_value.check(TERMINATION_KEY))
+    is_terminating = partial(key_value.check, TERMINATION_KEY)
+    return session(context, store, key_value, restored, spec.reports, is_terminating, open_node(spec, key_value))
 
 
 def _check_backend(spec: RankSpec, device: "torch.device | None") -> str:

@@ -16,6 +16,7 @@ _CONNECT_TIMEOUT = timedelta(seconds=60)
 _WAIT_TIMEOUT = timedelta(minutes=30)
 _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
+_SOON_S = 5.0
 _KEYS_AT_ONCE = 256  # in one poll: ten thousand take the server 30 ms
 
 
@@ -80,6 +81,22 @@ def connect(address: Address, timeout_s: float | None = None) -> "TcpKeyValue":
     store = _tcp_store(address.host, address.port, is_master=False, timeout=_CONNECT_TIMEOUT)
     store.set_timeout(_WAIT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s))
     return TcpKeyValue(store)
+
+
+def wait_for_key(key_value: "TcpKeyValue", key: str, longest_s: float) -> bytes:
+    """Return the value of a key that another rank sets soon; looks more often than one `get` of that length.
+
+    Raises:
+        TimeoutError: If it is not set within `longest_s`.
+
+    """
+    deadline_s = time.monotonic() + longest_s
+    while True:
+        try:
+            return key_value.get([key], _SOON_S)[0]
+        except TimeoutError:
+            if time.monotonic() >= deadline_s:
+                raise
 
 
 class TcpKeyValue:

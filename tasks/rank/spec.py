@@ -11,6 +11,8 @@ from .errors import RankFailureKind
 from .function import PackedFunction
 from .rendezvous import Address
 
+MOST_ALONE = 64  # ranks of which each speaks for itself; measured by tests/benchmarks/agreement.py
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
@@ -38,6 +40,7 @@ class RankSpec:
         flush_s: How long a rank that fails waits for its background commit.
         evaluates: Whether it evaluates a checkpoint instead of training.
         num_nodes: The number of machines.
+        has_node_store: Whether the ranks of a machine share a store, and speak to the others with one voice.
         master_host: The address of rank 0's machine, where rank 0 serves the store of the process groups; None on one machine,
             where that is the rendezvous.
 
@@ -65,6 +68,7 @@ class RankSpec:
     evaluates: bool = False
     num_nodes: int = 1
     master_host: str | None = None
+    has_node_store: bool = False
 
     @property
     def group(self) -> str:
@@ -114,12 +118,15 @@ class RankResult:
 def on_machines(first: RankSpec, num_ranks: Sequence[int]) -> list[RankSpec]:
     """Return all ranks of the group whose rank 0 is `first`; neighbours share a machine.
 
+    The ranks of a machine speak with one voice where that is quicker: among many ranks, of which some share a machine.
+
     Args:
         first: The first rank; the numbers that depend on the machines are set here.
         num_ranks: How many ranks each machine has.
 
     """
     places = [(node, local) for node, count in enumerate(num_ranks) for local in range(count)]
+    has_node_store = len(places) > MOST_ALONE and 1 < len(num_ranks) < len(places)
     return [
         replace(
             first,
@@ -129,6 +136,7 @@ def on_machines(first: RankSpec, num_ranks: Sequence[int]) -> list[RankSpec]:
             world_size=len(places),
             local_world_size=num_ranks[node],
             num_nodes=len(num_ranks),
+            has_node_store=has_node_store,
         )
         for rank, (node, local) in enumerate(places)
     ]

@@ -14,6 +14,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
 from prefect_torch.flows import FailureConfig, Hosts, NotEnoughMachinesError, RunConfig, ScalingConfig, train
+from prefect_torch.tasks.rank import spec
 
 SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = [pytest.mark.skipif(not can_make_hosts(), reason=NO_HOSTS), pytest.mark.timeout(400)]
@@ -40,8 +41,12 @@ def cluster(hosts, *names, **more):
     return Hosts(list(names), command=hosts.command, leader_address=hosts.address, **{"wait_s": 0, **more})
 
 
-def test_ranks_on_two_hosts_are_told_where_they_are(hosts, run):
-    """Two ranks on one host and one on the other: torchrun's variables, and a group of the user's own by env://."""
+def test_ranks_on_two_hosts_are_told_where_they_are(hosts, run, monkeypatch):
+    """Two ranks on one host and one on the other: torchrun's variables, and a group of the user's own by env://.
+
+    They also agree on a report as the ranks of large trainings do, with one voice for each host.
+    """
+    monkeypatch.setattr(spec, "MOST_ALONE", 2)
     scaling = ScalingConfig(num_workers=3, cluster=cluster(hosts, "a", "b", ranks_per_host=2))
     result = train("machine_trainings:tell_places", {}, scaling, run)
     told = result.return_value
@@ -59,6 +64,9 @@ def test_ranks_on_two_hosts_are_told_where_they_are(hosts, run):
         assert {name: rank["variables"][name] for name in expected} == expected
         assert rank["context"] == [node, local, on_node]
         assert rank["sum"] == rank["sum of my own group"] == 3.0
+        assert rank["voices"] == 2
+    (manifest,) = CheckpointStore.open(run.storage, "run").list()
+    assert [(file.path, file.rank) for file in manifest.files] == [(f"rank{rank}", rank) for rank in range(3)]
 
 
 def test_no_rank_is_started_unless_there_is_room_for_all(hosts, run):

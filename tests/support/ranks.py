@@ -1,7 +1,8 @@
 """Ranks as threads: the real sessions over the real protocol, without processes."""
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,24 @@ from prefect_torch.ckpt import Checkpoint, CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.events import EventReceiver
 from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.node import Node
 from prefect_torch.ckpt.reporting.session import RankSession, ReportSettings
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 
 
 class Attempt:
-    """One attempt of `world_size` ranks on `store`, resumed from its latest checkpoint as a leader would."""
+    """One attempt of `world_size` ranks on `store`, resumed from its latest checkpoint as a leader would.
 
-    def __init__(self, store: CheckpointStore, world_size: int = 1, **settings: Any) -> None:
+    Args:
+        store: The run.
+        world_size: The number of ranks.
+        nodes: How many of them each machine has; empty for one machine.
+        settings: The fields of ReportSettings.
+
+    """
+
+    def __init__(self, store: CheckpointStore, world_size: int = 1, nodes: Sequence[int] = (), **settings: Any) -> None:
         self.store = store
         self.settings = ReportSettings(**settings)
         self.ends_soon = False
@@ -27,10 +37,15 @@ class Attempt:
         manifest = choose_checkpoint(store, lineage=1, verify="digest")
         self.restored = None if manifest is None else store.checkpoint(manifest)
         self.key_value = MemoryKeyValue()
+        ends = list(itertools.accumulate(nodes))
+        ranks = [range(end - number, end) for end, number in zip(ends, nodes, strict=True)]
+        self.nodes = [Node(MemoryKeyValue(), number, len(nodes), each) for number, each in enumerate(ranks)]
 
     def session(self, rank: int = 0) -> RankSession:
-        context = TrainContext(rank, rank, 0, self.world_size, self.world_size, self.store.run, self.number)
-        return RankSession(context, self.store, self.key_value, self.restored, self.settings, lambda: self.ends_soon)
+        node = next((node for node in self.nodes if rank in node.ranks), None)
+        place = (rank, 0, self.world_size) if node is None else (rank - node.ranks[0], node.number, len(node.ranks))
+        context = TrainContext(rank, place[0], place[1], self.world_size, place[2], self.store.run, self.number)
+        return RankSession(context, self.store, self.key_value, self.restored, self.settings, lambda: self.ends_soon, node)
 
     def run(self, function: Callable[[RankSession, int], Any]) -> list[BaseException | None]:
         """Run `function(session, rank)` on every rank as a rank's process does; return each rank's error."""

@@ -1,0 +1,83 @@
+"""The store that the ranks of one machine share, beside that of all ranks, when a training has several machines."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from prefect_torch.ckpt.reporting.key_value import KeyValue, MemoryKeyValue
+from prefect_torch.ckpt.reporting.node import Node
+
+from .rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
+from .spec import RankSpec
+
+T = TypeVar("T")
+_LATEST_S = 300.0  # until the first rank of the machine has imported torch, on the slowest disk
+
+
+def open_node(spec: RankSpec, meeting: TcpKeyValue) -> Node | None:
+    """Return the machine of a rank; None where each rank speaks for itself.
+
+    Its first rank serves the store, which only this machine reaches.
+
+    Args:
+        spec: The rank.
+        meeting: The store of all ranks, where the first rank tells the others its port.
+
+    Raises:
+        TimeoutError: If the first rank does not serve it in time.
+
+    """
+    if not spec.has_node_store:
+        return None
+    first = spec.rank - spec.local_rank
+    ranks = range(first, first + spec.local_world_size)
+    return Node(_open_store(spec, meeting), spec.node_rank, spec.num_nodes, ranks)
+
+
+def _open_store(spec: RankSpec, meeting: TcpKeyValue) -> KeyValue:
+    if spec.local_world_size == 1:
+        return MemoryKeyValue()
+    key = f"port of node {spec.node_rank}"
+    if spec.local_rank == 0:
+        served = Rendezvous()
+        key_value, port = served.serve(), served.address.port
+        meeting.set(key, str(port).encode())
+    else:
+        port = int(wait_for_key(meeting, key, _LATEST_S))
+        key_value = connect(Address("127.0.0.1", port))
+    return NodeKeyValue(key_value)
+
+
+class NodeKeyValue:
+    """A TcpKeyValue whose server may die, with the rank that serves it; then all methods raise ConnectionError."""
+
+    def __init__(self, key_value: TcpKeyValue) -> None:
+        self._key_value = key_value
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store `value`."""
+        _try(lambda: self._key_value.set(key, value))
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Return the values of `keys` as soon as all are set."""
+        return _try(lambda: self._key_value.get(keys, timeout_s))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return the sum."""
+        return _try(lambda: self._key_value.add(key, amount))
+
+    def check(self, key: str) -> bool:
+        """Return whether `key` is set."""
+        return _try(lambda: self._key_value.check(key))
+
+    def delete(self, key: str) -> None:
+        """Delete `key`, if it is set."""
+        _try(lambda: self._key_value.delete(key))
+
+
+def _try(request: Callable[[], T]) -> T:
+    import torch.distributed as dist  # noqa: PLC0415 - not before the rank has set its environment
+
+    try:
+        return request()
+    except dist.DistError as exc:
+        raise ConnectionError(f"the store of this machine's ranks is gone: {exc}") from exc
