@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .automations import evaluate_new_best, resume_crashed
     from .job_templates import create_work_pool, job_template
+    from .planning import plan_deployment
     from .training import deploy, make_deployment, serve
 
 _MODULES = {
@@ -17,6 +18,7 @@ _MODULES = {
     "evaluate_new_best": "automations",
     "job_template": "job_templates",
     "make_deployment": "training",
+    "plan_deployment": "planning",
     "resume_crashed": "automations",
     "serve": "training",
 }
@@ -26,6 +28,7 @@ __all__ = [
     "evaluate_new_best",
     "job_template",
     "make_deployment",
+    "plan_deployment",
     "resume_crashed",
     "serve",
 ]

@@ -17,6 +17,7 @@ from prefect.types.entrypoint import EntrypointType
 from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
+from prefect_torch.flows.planning import PlanLine, compare_grace
 from prefect_torch.flows.short_tracebacks import large_parameters_explained
 from prefect_torch.tasks.rank.function import TrainFunction, check_reference, reference_to
 from pydantic import BaseModel
@@ -25,7 +26,6 @@ from .automations import make_resumer, resume_by, resume_crashed
 from .job_templates import default_of, has_variable
 
 _WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation
-_TO_END_S = 5.0  # to stop ranks and to record the outcome
 _RESUMES = "A failed or killed training resumes from its latest checkpoint."
 _RELATIVE = re.compile(r"(?!/|~|[A-Za-z][A-Za-z0-9+.-]+://)")
 
@@ -123,7 +123,7 @@ def deploy(
         ValueError: If there is no such work pool, or the checkpoints would be lost with the container.
 
     """
-    pool = _read_work_pool(work_pool)
+    pool = read_work_pool(work_pool)
     deployment = make_deployment(
         name, train_fn, config, scaling, run, checkpoint, failure, cron=cron, timezone=timezone, tags=tags
     )
@@ -184,7 +184,13 @@ def _resumer_of(deployment: RunnerDeployment, max_restarts: int) -> RunnerDeploy
     return resumer
 
 
-def _read_work_pool(name: str) -> WorkPool:
+def read_work_pool(name: str) -> WorkPool:
+    """Return the work pool, or raise ValueError with how to create it.
+
+    Raises:
+        ValueError: If there is none of that name.
+
+    """
     try:
         with get_client(sync_client=True) as client:
             return client.read_work_pool(name)
@@ -202,15 +208,16 @@ def _warn_of_missing_function(deployment: RunnerDeployment) -> None:
         warnings.warn(f"{exc}; flow runs fail unless the worker's machine has it in {Path.cwd()}", stacklevel=3)
 
 
-def _warn_of_short_time(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> None:
+def grace_in(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:
+    """Return whether ranks have their grace before a worker of `pool` kills the flow run."""
     given_s = job_variables.get("termination_grace_s", default_of(pool, "termination_grace_s") or _WORKERS_GIVE_S)
-    if failure.grace_s + _TO_END_S > given_s:
-        warnings.warn(
-            f"grace_s={failure.grace_s:g} is too long: a flow run of work pool {pool.name!r} is killed {given_s:g} s after "
-            f"it is cancelled, and needs {_TO_END_S:g} s of that to stop; give at most grace_s={given_s - _TO_END_S:g}, or "
-            "in a Kubernetes work pool of create_work_pool() a larger termination_grace_s",
-            stacklevel=3,
-        )
+    remedy = "in a Kubernetes work pool of create_work_pool() a larger termination_grace_s"
+    return compare_grace(failure, given_s, f"a flow run of work pool {pool.name!r}", remedy)
+
+
+def _warn_of_short_time(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> None:
+    if (line := grace_in(pool, job_variables, failure)).status != "ok":
+        warnings.warn(line.text, stacklevel=3)
 
 
 def _job_variables(pool: WorkPool, scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from prefect_torch.tasks import (
 
 from .async_training import atrain
 from .evaluation import evaluate
+from .planning import PlanLine, TrainingPlan, plan
 from .pruning import prune
 from .result import Result, TrainingFailedError
 from .sweep_result import SweepResult, Trial
@@ -36,6 +37,7 @@ __all__ = [
     "JournalDamagedError",
     "KubernetesCluster",
     "NotEnoughMachinesError",
+    "PlanLine",
     "RankFailedError",
     "RayCluster",
     "Result",
@@ -46,12 +48,14 @@ __all__ = [
     "SweepFailedError",
     "SweepResult",
     "TrainingFailedError",
+    "TrainingPlan",
     "Trial",
     "atrain",
     "choice",
     "evaluate",
     "grid",
     "loguniform",
+    "plan",
     "prune",
     "randint",
     "sweep",

@@ -76,6 +76,20 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
     return CheckpointRef(storage if is_here else configured_storage(named.store.spec.url), named.store.name, named.id)
 
 
+def initial_checkpoint(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:
+    """Return the checkpoint that `resume_from` of `train` means, without a request to the storage.
+
+    Raises:
+        ValueError: If it means none.
+
+    """
+    if isinstance(resume_from, str):
+        return find_named(resume_from, storage)
+    if resume_from.store is None or resume_from.id is None:
+        raise ValueError(f"resume_from={resume_from!r}: give a committed checkpoint, its path or URL, or 'run/id'")
+    return CheckpointRef(resume_from.store.spec, resume_from.store.name, resume_from.id)
+
+
 @dataclass(frozen=True, slots=True)
 class TaskCall:
     """A call of a flow from within a task.

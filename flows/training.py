@@ -9,7 +9,7 @@ from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.states import Completed
-from prefect_torch.ckpt import Checkpoint, StorageSpec
+from prefect_torch.ckpt import Checkpoint
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.result import Result
 from prefect_torch.tasks import (
@@ -22,13 +22,12 @@ from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
-from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.training.job import TrainJob
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import count_call_in_task, find_named, machines_for, name_run, seat_for
+from .arguments import count_call_in_task, initial_checkpoint, machines_for, name_run, seat_for
 from .cluster_runner import with_cluster_of_runner
 from .embedded_server import tie_embedded_server
 from .leading import lead_training, set_terminated_state
@@ -168,7 +167,7 @@ def _job(
         function=pack_function(train_fn, config),
         storage=storage,
         run=run.name or _name_of_flow_run(),
-        initial_checkpoint=None if resume_from is None else _initial_checkpoint(resume_from, storage),
+        initial_checkpoint=None if resume_from is None else initial_checkpoint(resume_from, storage),
         scaling=scaling,
         run_config=run,
         checkpoint=checkpoint,
@@ -179,11 +178,3 @@ def _job(
 def _name_of_flow_run() -> str:
     with get_client(sync_client=True) as client:
         return name_run(client, client.read_flow_run(UUID(flow_run.id)), count_call_in_task())
-
-
-def _initial_checkpoint(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:
-    if isinstance(resume_from, str):
-        return find_named(resume_from, storage)
-    if resume_from.store is None or resume_from.id is None:
-        raise ValueError(f"resume_from={resume_from!r}: give a committed checkpoint, its path or URL, or 'run/id'")
-    return CheckpointRef(resume_from.store.spec, resume_from.store.name, resume_from.id)

@@ -25,6 +25,7 @@ def choose_checkpoint(
     verify: VerifyLevel,
     prove: Prove = verification.verify,
     on_quarantine: Callable[[str, str], None] | None = None,
+    dry_run: bool = False,
 ) -> Manifest | None:
     """Return the newest whole checkpoint since attempt `lineage`; None if there never was one.
 
@@ -38,6 +39,7 @@ def choose_checkpoint(
         prove: Returns only if the checkpoint is whole; a function that keeps the files it reads may replace
             `verification.verify`.
         on_quarantine: Called with the id of each damaged checkpoint and the damage.
+        dry_run: Only look; what is damaged stays where it is.
 
     Raises:
         CheckpointCorruptError: If checkpoints exist and all are damaged, now or at an earlier start; it lists them.
@@ -55,7 +57,10 @@ def choose_checkpoint(
             unreadable[listed.id] = str(exc)
             return None
         except CheckpointCorruptError as exc:
-            quarantine(run, listed.id, str(exc))
+            if dry_run:
+                unreadable[listed.id] = str(exc)
+            else:
+                quarantine(run, listed.id, str(exc))
             if on_quarantine is not None:
                 on_quarantine(listed.id, str(exc))
             return None

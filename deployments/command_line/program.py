@@ -28,6 +28,7 @@ _MODULES = {
     "prune": "runs.prune_command",
     "copy": "upkeep.copy_command",
     "delete": "upkeep.delete_command",
+    "plan": "runs.plan_command",
     "doctor": "doctor.doctor_command",
     "migrate-check": "ray.migrate_check_command",
     "execute": "execute_command",

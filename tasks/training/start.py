@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.tasks.liveness import has_ended
+from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
 from .job import TrainJob
@@ -47,13 +48,13 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
             store,
             owner,
             world_size=job.scaling.most_workers,
-            lineage=_lineage(previous, job, owner.flow_run_id),
+            lineage=lineage_of(previous, job.run_config, owner.flow_run_id),
             settings=asdict(job.policy),
         )
 
     if job.run_config.takeover:
         return claim_after(newest_attempt(store))
-    return claim_unless_led(store, lambda attempt: _refuse_if_alive(store, attempt, owner.flow_run_id), claim_after)
+    return claim_unless_led(store, lambda attempt: refuse_if_alive(store, attempt, owner.flow_run_id), claim_after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,11 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
     return Start(chosen, checkpoint.path, None if chosen == job.initial_checkpoint else checkpoint.manifest, node_copy)
 
 
-def _lineage(previous: Attempt | None, job: TrainJob, flow_run_id: str | None) -> int | None:
+def lineage_of(previous: Attempt | None, run: RunConfig, flow_run_id: str | None) -> int | None:
+    """Return the first attempt whose checkpoints the next one may restore; None if that is the next one itself."""
     if previous is None:
         return None
-    is_new_lineage = job.run_config.resume == "never" and previous.owner.flow_run_id != flow_run_id
+    is_new_lineage = run.resume == "never" and previous.owner.flow_run_id != flow_run_id
     return None if is_new_lineage else previous.lineage
 
 
@@ -132,7 +134,18 @@ def _choose(
     return None
 
 
-def _refuse_if_alive(store: CheckpointStore, previous: Attempt, flow_run_id: str | None) -> None:
+def refuse_if_alive(store: CheckpointStore, previous: Attempt, flow_run_id: str | None) -> None:
+    """Raise RunBusyError if another flow run that is alive leads the run.
+
+    Args:
+        store: The run.
+        previous: Its newest attempt.
+        flow_run_id: The flow run that would lead it next; None if it is yet to be created.
+
+    Raises:
+        RunBusyError: If it does.
+
+    """
     owner = previous.owner
     if flow_run_id is not None and owner.flow_run_id == flow_run_id:
         return  # this flow run's own earlier try

@@ -8,7 +8,7 @@ import my_training
 import pytest
 from prefect.client.orchestration import get_client
 from prefect_torch.ckpt.blocks import CheckpointStorage
-from prefect_torch.deployments import create_work_pool, deploy, make_deployment, serve
+from prefect_torch.deployments import create_work_pool, deploy, make_deployment, plan_deployment, serve
 from prefect_torch.deployments.job_templates import KINDS
 from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, train
 
@@ -153,3 +153,44 @@ def test_restarts_are_looked_after_in_the_same_work_pool_without_a_gpu(client):
     (automation,) = client.read_automations_by_name("Resume train/watched")
     assert automation.actions[0].deployment_id == resumer.id
     assert automation.actions[0].parameters["max_restarts"] == 5
+
+
+def test_a_deployment_is_planned_with_its_work_pool(tmp_path, command, as_json):
+    (tmp_path / "store").mkdir()
+    options = {
+        "scaling": ScalingConfig(num_workers=4, use_gpu=True),
+        "run": RunConfig(name="run", storage=str(tmp_path / "store")),
+        "failure": FailureConfig(grace_s=20),
+    }
+    deploy("planned", "elsewhere:train_fn", work_pool="docker-pool", job_variables={"num_gpus": 2}, **options)
+    planned = plan_deployment("train/planned")
+    assert not planned.would_begin
+    lines = {line.subject: (line.status, line.text) for line in planned.lines}
+    assert lines["gpus"] == ("wrong", "4 needed, and work pool 'docker-pool' is asked for 2 (num_gpus)")
+    assert lines["function"] == ("ok", "looked for in the image of work pool 'docker-pool' alone")
+    assert lines["grace"][0] == "ok"
+    assert "a flow run of work pool 'docker-pool' is killed 30 s after" in lines["grace"][1]
+    params = '{"scaling": {"num_workers": 2, "use_gpu": true}, "failure": {"grace_s": 29}}'
+    told = as_json("plan", "planned", "--params", params)
+    assert told["would_begin"]
+    assert [line["subject"] for line in told["lines"] if line["status"] == "warning"] == ["grace"]
+    code, out, err = command("plan", "train/planned")
+    assert (code, err) == (1, "")
+    assert "wrong    gpus         4 needed" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["missing"], "there is no deployment 'train/missing': `prefect deployment ls` lists them"),
+        (["--params", "{"], "--params is no JSON"),
+        (["--params", "[]"], "--params is no JSON object"),
+        ([], "the parameters lack the training function"),
+        (["--params", '{"train_fn": "my_training:train_fn", "ranks": 3}'], "parameters ['train_fn', 'ranks']"),
+        (["--params", '{"train_fn": "my_training:train_fn", "scaling": {"num_workers": "x"}}'], "num_workers"),
+    ],
+)
+def test_a_plan_of_nothing_says_what_is_missing(command, arguments, told):
+    code, _, err = command("plan", *arguments)
+    assert code in (1, 2)
+    assert told in err

@@ -1,0 +1,132 @@
+"""What a training would do, without a training."""
+
+import os
+
+import pytest
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.flows import CheckpointConfig, FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, plan
+from prefect_torch.tasks.gang import gpus
+from prefect_torch.tasks.gang.gpus import Gpu, GpuSeat
+from ranks import Attempt, folder
+
+TRAIN_FN = "trainings:train_epochs"
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A run whose last training has failed after three checkpoints."""
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    attempt = Attempt(store)
+    session = attempt.session()
+    for loss in (0.1, 0.3, 0.2):
+        session.report({"loss": loss}, folder(tmp_path / "c", model=str(loss)))
+    write_outcome(store, Outcome(attempt.number, "failed"))
+    return store
+
+
+def planned(store, *, name="run", checkpoint=None, scaling=None, failure=None, resume_from=None, **run):
+    config = RunConfig(name=name, storage=store.storage.url, **run)
+    return plan(TRAIN_FN, {}, scaling, config, checkpoint, failure, resume_from)
+
+
+def line(plan, subject):
+    (found,) = [it for it in plan.lines if it.subject == subject]
+    return found.status, found.text
+
+
+def stored(store):
+    return {info.key: info.modified_s for info in store.storage.list("")}
+
+
+def test_a_plan_says_what_is_resumed_kept_and_pruned_and_changes_nothing(store):
+    before = stored(store)
+    best = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    found = planned(store, checkpoint=best)
+    first, second, third = (manifest.id for manifest in store.list())
+    assert found.would_begin
+    assert found.resumes_from == store.path_of(third)
+    assert list(found.keeps) == [first, third]
+    assert found.prunes == (second,)
+    assert line(found, "start") == ("ok", f"attempt 2 of run 'run', from {store.path_of(third)}")
+    assert line(found, "retention")[1].startswith("2 committed checkpoints stay, 1 go: ")
+    assert line(found, "storage")[1].startswith(f"{store.storage.url}: wrote, listed, read and deleted in ")
+    assert line(found, "gpus") == ("ok", "1 rank without a GPU")
+    assert stored(store) == before
+
+
+def test_a_damaged_checkpoint_is_named_and_stays_and_the_one_before_is_resumed(store):
+    _, second, third = store.list()
+    store.storage.local_path(store.layout.data(third.id, "model")).write_text("longer than it was")
+    before = stored(store)
+    found = planned(store)
+    assert found.would_begin
+    assert found.resumes_from == store.path_of(second.id)
+    status, text = line(found, "damaged")
+    assert status == "warning"
+    assert text.startswith(f"{third.id} would be set aside: ")
+    assert stored(store) == before
+
+
+def test_a_run_that_lives_is_refused_unless_it_is_taken_over(store):
+    claim_attempt(store, Owner.current(), world_size=1)
+    status, text = line(planned(store), "start")
+    assert status == "wrong"
+    assert f"is being trained by flow run None (process {os.getpid()} on" in text
+    assert planned(store, takeover=True).would_begin
+
+
+@pytest.mark.parametrize(("resume", "begins"), [("auto", True), ("never", True), ("must", False)])
+def test_a_fresh_start_is_one_unless_it_must_resume(store, resume, begins):
+    found = planned(store, name="other", resume=resume)
+    assert found.would_begin is begins
+    assert found.resumes_from is None
+
+
+def test_a_new_run_begins_with_the_initial_checkpoint_where_that_is_whole(store):
+    third = store.list()[-1]
+    seeded = planned(store, name="other", resume_from=f"run/{third.id}")
+    assert seeded.resumes_from == store.path_of(third.id)
+    store.storage.local_path(store.layout.data(third.id, "model")).write_text("longer than it was")
+    assert line(planned(store, name=None, resume_from=f"run/{third.id}"), "start")[0] == "wrong"
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    run = RunConfig(name="run", storage=str(tmp_path / "file"))
+    found = plan("trainings:no_such_function", {}, ScalingConfig(), run)
+    assert not found.would_begin
+    assert [it.subject for it in found.lines if it.status == "wrong"] == ["function", "storage"]
+    assert "wrong    function     train_fn 'trainings:no_such_function'" in str(found)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpus, "_LOCKS", tmp_path)
+    monkeypatch.setattr(gpus, "list_gpus", lambda: [Gpu(f"uuid-{it}", "H200", "CUDA_VISIBLE_DEVICES", it) for it in "01"])
+
+
+def test_gpus_are_counted_and_those_in_use_named(store, two_gpus):
+    both, three = (ScalingConfig(num_workers=number, use_gpu=True) for number in (2, 3))
+    assert line(planned(store, scaling=both), "gpus") == ("ok", "2 ranks, each with a GPU, which are free: uuid-0, uuid-1")
+    status, text = line(planned(store, scaling=three), "gpus")
+    assert (status, "needs as many GPUs, and this machine has 2" in text) == ("wrong", True)
+    other = GpuSeat(1, 0.0, "flow run quick-fox")
+    other.take(lambda: None)
+    status, text = line(planned(store, scaling=both), "gpus")
+    assert status == "warning"
+    assert text.endswith(f"GPU 0 by flow run quick-fox (process {os.getpid()}); the training waits")
+    at_once = both.model_copy(update={"wait_for_gpus_s": 0.0})
+    assert line(planned(store, scaling=at_once), "gpus")[0] == "wrong"
+    other.release()
+
+
+def test_a_grace_is_compared_with_that_of_the_pods(store):
+    pods = ScalingConfig(num_workers=8, use_gpu=True, cluster=KubernetesCluster(termination_grace_s=60))
+    found = planned(store, scaling=pods, failure=FailureConfig(grace_s=58))
+    assert line(found, "machines") == ("ok", "8 ranks on machines of KubernetesCluster, which was not asked")
+    status, text = line(found, "grace")
+    assert status == "warning"
+    assert "a pod is killed 60 s after it is cancelled" in text
+    assert "give at most grace_s=55" in text
+    assert line(planned(store, scaling=pods, failure=FailureConfig(grace_s=55)), "grace")[0] == "ok"
