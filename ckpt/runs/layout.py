@@ -10,6 +10,7 @@
 <run>/metadata/<id>.json             metadata set after the commit
 <run>/latest.json                    a hint; may be stale or missing without harm
 <run>/metrics/<attempt>-<last>-<count>.jsonl  metric history: `count` records that end with number `last`, written once
+<run>/logs/<attempt>/rank-<rank>.<part>.log  lines of a rank; the last part is written again while it grows
 <run>/pins/<id>.<token>.json         a pin; unique per call (version 0.1 wrote <id>.json)
 <run>/quarantine/<id>.json           a damaged checkpoint's manifest, and the reason; its data stay where they are
 <run>/deletions/<token>.json         the ids of a pending deletion; exists for a moment
@@ -111,6 +112,12 @@ class Layout:
 
     def metrics_chunk(self, attempt: int, last: int, count: int) -> str:
         return f"{self.metrics}{attempt:06d}-{last:09d}-{count:04d}.jsonl"
+
+    def logs(self, attempt: int) -> str:
+        return f"{self.run}/logs/{attempt:06d}/"
+
+    def log(self, attempt: int, rank: int, part: int) -> str:
+        return f"{self.logs(attempt)}rank-{rank}.{part:06d}.log"
 
     def pin(self, checkpoint_id: str, token: str) -> str:
         return f"{self.pins}{checkpoint_id}.{token}.json"

@@ -30,6 +30,7 @@ from prefect_torch.tasks.rank.rendezvous import (
 )
 from prefect_torch.tasks.rank.spec import RankSpec
 
+from .rank_logs import RankLogs
 from .rank_task import train_rank
 from .termination import Termination
 from .watch import HEARTBEAT_S, RankWatch
@@ -65,6 +66,7 @@ class Gang:
         hang_timeout_s: The longest time without a report; None for unlimited.
         machines: Their machines; empty for ranks on this one.
         regrowth: Looks for room for more ranks; once there is, the next checkpoint is the last. None if nobody does.
+        logs: Where their lines go; None for all to Prefect.
 
     Attributes:
         is_cut_short: Whether the ranks have returned before their work was done, to go on as more ranks.
@@ -77,6 +79,7 @@ class Gang:
         hang_timeout_s: float | None,
         machines: Sequence[RemoteMachine] = (),
         regrowth: Regrowth | None = None,
+        logs: RankLogs | None = None,
     ) -> None:
         self.is_cut_short = False
         self._machines = machines
@@ -88,8 +91,7 @@ class Gang:
         # Asking a running future for its state costs an API request, so a callback collects those that are done.
         self._finished: set[int] = set()
         self._stop_deadline_s: float | None = None  # from the first `stop` on
-        start = partial(_submit, machines) if machines else train_rank.submit
-        self._futures = [start(spec) for spec in specs]
+        self._futures = [_submit(spec, machines, logs) for spec in specs]
         for rank, future in enumerate(self._futures):
             future.add_done_callback(partial(self._record_finished, rank))
 
@@ -222,8 +224,8 @@ class Gang:
         self._finished.add(rank)
 
 
-def _submit(machines: Sequence[RemoteMachine], spec: RankSpec) -> PrefectFuture[Any]:
-    return train_rank.submit(spec, machines[spec.node_rank])
+def _submit(spec: RankSpec, machines: Sequence[RemoteMachine], logs: RankLogs | None) -> PrefectFuture[Any]:
+    return train_rank.submit(spec, machines[spec.node_rank] if machines else None, None if logs is None else logs.of(spec))
 
 
 def meet(
@@ -231,6 +233,7 @@ def meet(
     hang_timeout_s: float | None,
     lease: Lease | None = None,
     regrowth: Regrowth | None = None,
+    logs: RankLogs | None = None,
 ) -> tuple[Gang, KeyValue]:
     """Start ranks and return them with the store that they share, which serves as long as there is a reference to it.
 
@@ -239,10 +242,11 @@ def meet(
         hang_timeout_s: The longest time without a report; None for unlimited.
         lease: The machines of the ranks; None for this one.
         regrowth: Looks for room for more ranks; None if nobody does.
+        logs: Where the ranks' lines go; None for all to Prefect.
 
     """
     rendezvous = Rendezvous() if lease is None else Rendezvous(lease.host)
-    gang = Gang(specs_at(rendezvous.address), hang_timeout_s, () if lease is None else lease.machines, regrowth)
+    gang = Gang(specs_at(rendezvous.address), hang_timeout_s, () if lease is None else lease.machines, regrowth, logs)
     try:
         return gang, rendezvous.serve()  # imports torch while the ranks do so
     finally:

@@ -18,6 +18,7 @@ from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, conn
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
 from .local_rank import LocalRank
+from .rank_logs import RankLog
 from .watch import HEARTBEAT_S
 
 _POLL_S = 0.1
@@ -67,7 +68,7 @@ class Machine(Protocol):
     retries=1,
     retry_condition_fn=lambda *_: False,
 )
-def train_rank(spec: RankSpec, machine: Machine | None = None) -> Any:
+def train_rank(spec: RankSpec, machine: Machine | None = None, log: RankLog | None = None) -> Any:
     """Run one rank to its end and return what its function returned (rank 0; None on the others).
 
     The process's output becomes this task run's log, line by line. The process cannot outlive this one. When the attempt
@@ -76,22 +77,26 @@ def train_rank(spec: RankSpec, machine: Machine | None = None) -> Any:
     Args:
         spec: The rank.
         machine: Its machine; None for this one.
+        log: Where its lines go; None for all to Prefect.
 
     Raises:
         RankFailedError: With the rank's traceback, exit code or signal; the failed state has the same message. If another rank
             caused the failure, the state is Cancelled.
 
     """
+    log = log or RankLog(spec.rank)
     rank = LocalRank(spec) if machine is None else machine.start(spec)
     try:
         key_value = connect(spec.rendezvous)
-        stopped = _supervise(rank, key_value, spec.rank)
+        stopped = _supervise(rank, key_value, spec.rank, log)
     finally:
         rank.kill()
         result = rank.finish()
     if stopped is not None:
         return Cancelled(message=stopped)
     if result.kind is not None:
+        if result.kind not in CONSEQUENCES:
+            log.write_all()
         # The rank may have announced it; if its process died, it has not.
         announce_exit(key_value, RankExit(spec.rank, None, "died", result.error))
         return _failed(spec, result)
@@ -106,14 +111,12 @@ def _load_value(pickled: bytes) -> Any:
         return None
 
 
-def _supervise(started: StartedRank, key_value: KeyValue, rank: int) -> str | None:
+def _supervise(started: StartedRank, key_value: KeyValue, rank: int, log: RankLog) -> str | None:
     """Log lines until the process has exited; return why it was stopped, or None if it exited by itself."""
-    logger = get_run_logger()
     reason: str | None = None
     heartbeat_at_s, terminate_at_s, kill_at_s = 0.0, math.inf, math.inf
     for lines in started.lines(_POLL_S):
-        for line in lines:
-            logger.info("%s", line)
+        log.write(lines)
         now_s = time.monotonic()
         if now_s >= heartbeat_at_s:
             key_value.add(heartbeat_key(rank), 1)
@@ -122,6 +125,7 @@ def _supervise(started: StartedRank, key_value: KeyValue, rank: int) -> str | No
             reason = key_value.get([STOP_KEY], 0.0)[0].decode()
             terminate_at_s = now_s
             if key_value.check(STACK_TRACES_KEY):
+                log.write_all()
                 terminate_at_s += _RECORD_S if started.write_stack_traces() else _STACK_TRACES_S
         if now_s >= terminate_at_s:
             started.terminate()

@@ -116,6 +116,19 @@ class RunConfig(_Config):
         "exists in its full size. none: not at all.",
     )
 
+    log_ranks: Literal["all", "rank0", "local0"] = Field(
+        default="all",
+        title="Log ranks",
+        description="Whose lines go to Prefect's log: those of all ranks, of rank 0, or of each machine's first rank. If not "
+        "of all, every rank's lines are stored beside the run, too, for prefect-torch logs.",
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None = Field(
+        default=None,
+        title="Log level",
+        description="Only lines of at least this level go to Prefect's log: lines that begin with one, as loggers write them; "
+        "others count as INFO, and tracebacks as ERROR. All lines when empty.",
+    )
+
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str | None) -> str | None:

@@ -21,6 +21,7 @@ from prefect_torch.tasks.gang.gang import meet
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
+from prefect_torch.tasks.gang.rank_logs import rank_logs
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -162,19 +163,20 @@ class _Leader:
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         termination.raise_if_requested()
         specs_at = partial(_specs, job, attempt, restored, self._seat, lease)
-        gang, key_value = meet(specs_at, job.failure.hang_timeout_s, lease, regrowth)
-        recorder.on_request = partial(self._decide, key_value)
-        try:
-            value = gang.run(key_value, recorder, termination)
-            self.regrows = gang.is_cut_short and not self._is_stopped
-            return value
-        finally:
+        with rank_logs(job.run_config, self._store, attempt) as logs:
+            gang, key_value = meet(specs_at, job.failure.hang_timeout_s, lease, regrowth, logs)
+            recorder.on_request = partial(self._decide, key_value)
             try:
-                gang.stop(key_value, "the attempt is over")
+                value = gang.run(key_value, recorder, termination)
+                self.regrows = gang.is_cut_short and not self._is_stopped
+                return value
             finally:
-                if termination.is_requested:
-                    termination.end_retries()
-                recorder.close()
+                try:
+                    gang.stop(key_value, "the attempt is over")
+                finally:
+                    if termination.is_requested:
+                        termination.end_retries()
+                    recorder.close()
 
     def _decide(self, key_value: KeyValue, request: DecisionRequest) -> None:
         """Send the ranks the decision on their request; without one, they stop, since they must not wait for it forever."""

@@ -3,6 +3,7 @@
 import click
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import Attempt, list_attempts
+from prefect_torch.ckpt.runs.log_files import read_logs
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
 from prefect_torch.deployments.command_line.terminal import note, say
 
@@ -51,10 +52,8 @@ def _chosen(store: CheckpointStore, number: int | None) -> Attempt:
 
 
 def _print_files(store: CheckpointStore, attempt: Attempt, rank: int | None) -> bool:
-    prefix = f"{store.run}/logs/{attempt.number:06d}/"
-    keys = sorted({info.key for info in store.storage.list(prefix)})
-    chosen = [key for key in keys if rank is None or key.rpartition("/")[2].partition(".")[0] == f"rank-{rank}"]
-    for key in chosen:
-        for line in store.storage.get_bytes(key).decode(errors="replace").splitlines():
-            say(f"{key.removeprefix(prefix).partition('.')[0]}: {line}")
-    return bool(chosen)
+    has_files = False
+    for name, line in read_logs(store, attempt.number, rank):
+        has_files = True
+        say(f"{name}: {line}")
+    return has_files

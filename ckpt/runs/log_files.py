@@ -1,0 +1,98 @@
+"""What the ranks of an attempt print, as files beside the run."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+from prefect_torch.ckpt.text import utc_now
+
+from .run import Run
+
+_PART_BYTES = 1 << 20
+_MOST_UNSTORED_PARTS = 64  # a storage that fails for long must not fill the memory
+_NAME = re.compile(r"rank-(?P<rank>[0-9]+)(\.(?P<part>[0-9]+))?\.log")
+
+
+@dataclass(slots=True)
+class _Part:
+    number: int = 0
+    text: bytearray = field(default_factory=bytearray)
+
+
+class LogFiles:
+    """The log files of one attempt's ranks, in parts of 1 MiB, since most storages cannot append.
+
+    The newest part of a rank is written again while it grows. Lines may be appended from any thread.
+
+    Args:
+        run: The run.
+        attempt: The attempt's number.
+
+    Attributes:
+        num_lost: How many parts were dropped, since the storage failed for too long.
+
+    """
+
+    def __init__(self, run: Run, attempt: int) -> None:
+        self.num_lost = 0
+        self._run, self._attempt = run, attempt
+        self._newest: dict[int, _Part] = {}
+        self._unstored: dict[str, bytearray] = {}
+        self._changing = Lock()
+
+    def append(self, rank: int, lines: Sequence[str]) -> None:
+        """Append lines to a rank's log, with the time; nothing is stored before `flush`."""
+        now = utc_now()
+        text = "".join(f"{now} {line}\n" for line in lines).encode(errors="backslashreplace")
+        with self._changing:
+            part = self._newest.setdefault(rank, _Part())
+            if part.text and len(part.text) + len(text) > _PART_BYTES:
+                part = self._newest[rank] = _Part(part.number + 1)
+            part.text += text
+            self._unstored[self._run.layout.log(self._attempt, rank, part.number)] = part.text
+            while len(self._unstored) > len(self._newest) + _MOST_UNSTORED_PARTS:
+                del self._unstored[next(iter(self._unstored))]
+                self.num_lost += 1
+
+    def flush(self) -> None:
+        """Store what was appended since the last time.
+
+        Raises:
+            StorageError, OSError: If the storage fails; the next call tries again.
+
+        """
+        for key in tuple(self._unstored):
+            with self._changing:
+                text = self._unstored.get(key)
+                stored = None if text is None else bytes(text)
+            if stored is None:
+                continue
+            self._run.storage.put_bytes(key, stored)
+            with self._changing:
+                if len(self._unstored.get(key, b"")) == len(stored):
+                    del self._unstored[key]
+
+
+def read_logs(run: Run, attempt: int, rank: int | None = None) -> Iterator[tuple[str, str]]:
+    """Yield the lines of an attempt's log files, each with the name of its rank, rank by rank.
+
+    Args:
+        run: The run.
+        attempt: The attempt's number.
+        rank: Only the lines of this rank.
+
+    """
+    prefix = run.layout.logs(attempt)
+    names = [key.removeprefix(prefix) for key in run.keys(prefix)]
+    for name in sorted(names, key=_order):
+        file = name.partition(".")[0]
+        if rank is None or file == f"rank-{rank}":
+            for line in run.storage.get_bytes(prefix + name).decode(errors="replace").splitlines():
+                yield file, line
+
+
+def _order(name: str) -> tuple[bool, int, int, str]:
+    """Sort the ranks by number, and the files of others, such as a launcher's, behind them."""
+    match = _NAME.fullmatch(name)
+    return (True, 0, 0, name) if match is None else (False, int(match["rank"]), int(match["part"] or 0), name)

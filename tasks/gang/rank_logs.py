@@ -1,0 +1,110 @@
+"""Which lines of ranks go to Prefect, and all of them as files beside the run."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+
+from prefect import get_run_logger
+from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt.runs.log_files import LogFiles
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.tasks.options.config import RunConfig
+from prefect_torch.tasks.rank.spec import RankSpec
+
+from .log_levels import LEVELS, LineLevels
+
+_FLUSH_S = 10.0
+_LAST_LINES = 50
+
+
+class RankLog:
+    """The lines of one rank.
+
+    Args:
+        rank: Its number.
+        level: The lowest level of the lines that go to Prefect.
+        files: Where all lines are stored; None for nowhere.
+
+    """
+
+    def __init__(self, rank: int, level: int = logging.NOTSET, files: LogFiles | None = None) -> None:
+        self._rank, self._level, self._files = rank, level, files
+        self._levels = LineLevels()
+        self._withheld: deque[str] = deque(maxlen=_LAST_LINES)
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Log the lines in Prefect that belong there, in the current task run, and keep all for the files."""
+        if self._files is not None and lines:
+            self._files.append(self._rank, lines)
+        logger = get_run_logger()
+        for line in lines:
+            if self._level == logging.NOTSET or self._levels.level_of(line) >= self._level:
+                logger.info("%s", line)
+            else:
+                self._withheld.append(line)
+
+    def write_all(self) -> None:
+        """Log every line in Prefect from now on, and the last ones that were not: the rank has failed, or hangs."""
+        withheld, self._level = list(self._withheld), logging.NOTSET
+        self._withheld.clear()
+        for line in withheld:
+            get_run_logger().info("%s", line)
+
+
+class RankLogs:
+    """The lines of an attempt's ranks.
+
+    Args:
+        config: Which of them go to Prefect.
+        files: Where all lines are stored; None for nowhere.
+
+    """
+
+    def __init__(self, config: RunConfig, files: LogFiles | None) -> None:
+        self._config, self._files = config, files
+
+    def of(self, spec: RankSpec) -> RankLog:
+        """Return the log of a rank."""
+        is_shown = {"all": True, "rank0": spec.rank == 0, "local0": spec.local_rank == 0}[self._config.log_ranks]
+        level = logging.NOTSET if self._config.log_level is None else LEVELS[self._config.log_level]
+        return RankLog(spec.rank, level if is_shown else logging.CRITICAL + 1, self._files)
+
+
+@contextmanager
+def rank_logs(config: RunConfig, run: Run, attempt: int) -> Iterator[RankLogs]:
+    """Yield the logs of an attempt's ranks; where some lines do not go to Prefect, all are stored every ten seconds.
+
+    Args:
+        config: Which lines go to Prefect.
+        run: The run.
+        attempt: The attempt's number.
+
+    """
+    if config.log_ranks == "all" and config.log_level is None:
+        yield RankLogs(config, None)
+        return
+    files = LogFiles(run, attempt)
+    ended = threading.Event()
+    thread = threading.Thread(target=copy_context().run, args=(_store, files, ended), name="log-files", daemon=True)
+    thread.start()
+    try:
+        yield RankLogs(config, files)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _store(files: LogFiles, ended: threading.Event) -> None:
+    is_last = False
+    while not is_last:
+        is_last = ended.wait(_FLUSH_S)
+        try:
+            files.flush()
+        except (StorageError, OSError) as exc:
+            again = "" if is_last else ", and are tried again"
+            get_run_logger().warning("lines of ranks could not be stored beside the run%s: %s", again, exc)
+    if files.num_lost:
+        get_run_logger().warning("%d MiB of lines of ranks are lost, since the storage failed for too long", files.num_lost)
