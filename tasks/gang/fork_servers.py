@@ -23,7 +23,7 @@ RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; impor
 # No library reads these when it is imported: those of a rank, the GPUs that an initialized driver shows, NCCL's flight
 # recorder, Prefect's, and what pytest changes with each test.
 _NOT_READ_AT_IMPORT = re.compile(
-    r"((LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_USE_AGENT_STORE"
+    r"((LOCAL_|GROUP_|NODE_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_\w+"
     r"|[A-Z]+_VISIBLE_DEVICES|ZE_AFFINITY_MASK|TORCH_NCCL_\w+|TORCH_FR_\w+|PREFECT_\w+|PYTEST_\w+)"
 )
 # What a process inherits beside its environment: limits, the user's rights, the CPUs, ignored signals.

@@ -78,7 +78,11 @@ class RankSpec:
         return f"attempt {self.attempt}"
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that torchrun would set, and those that choose the rank's GPUs."""
+        """Return the variables that torchrun would set, and those that choose the rank's GPUs.
+
+        Left out are TORCHELASTIC_RUN_ID, by which libraries know torchrun, TORCHELASTIC_MAX_RESTARTS and _ERROR_FILE, which
+        mean nothing elsewhere, and TORCH_NCCL_ASYNC_ERROR_HANDLING, for which torch's own default is newer than torchrun's.
+        """
         return {
             **self.visible_gpus,
             "RANK": str(self.rank),
@@ -88,6 +92,10 @@ class RankSpec:
             "GROUP_RANK": str(self.node_rank),
             "GROUP_WORLD_SIZE": str(self.num_nodes),
             "NODE_RANK": str(self.node_rank),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt - 1),
             "MASTER_ADDR": self.master_host or self.rendezvous.host,
             "MASTER_PORT": str(self.rendezvous.port),  # of rank 0's own store: once that listens
             # The store is served already, so rank 0 must not try to (torch.distributed.rendezvous).

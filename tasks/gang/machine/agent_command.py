@@ -3,7 +3,6 @@
 import os
 import re
 import threading
-from collections import deque
 from collections.abc import Callable
 
 from prefect_torch.tasks.gang.process import RankProcess
@@ -22,12 +21,14 @@ class AgentCommand:
 
     Attributes:
         room: A line "room for 3: …" that the command wrote, and for how many ranks there is room; None without such a line.
+        last_lines: The last lines that the command wrote.
 
     """
 
     def __init__(self, command: str, key: str, ended: Callable[[str], None]) -> None:
         self._process = RankProcess(["sh", "-c", command], dict(os.environ), f"{key}\n".encode())
         self.room: tuple[str, int] | None = None
+        self.last_lines: tuple[str, ...] = ()
         self._ended = ended
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -39,11 +40,14 @@ class AgentCommand:
         self._thread.join()
 
     def _follow(self) -> None:
-        last: deque[str] = deque(maxlen=_LAST_LINES)
         for lines in self._process.lines(1.0):
-            last.extend(lines)
+            self.last_lines = (*self.last_lines, *lines)[-_LAST_LINES:]
             for counted in filter(None, map(_ROOM.fullmatch, lines)):
                 self.room = counted[0], int(counted[1])
         returncode = self._process.reap().returncode
-        said = f": {' / '.join(last)}" if last else ""
-        self._ended(f"its command ended with {returncode}{said}")
+        self._ended(f"its command ended with {returncode}{self.said}")
+
+    @property
+    def said(self) -> str:
+        """The last lines, to be appended to a message."""
+        return f": {' / '.join(self.last_lines)}" if self.last_lines else ""

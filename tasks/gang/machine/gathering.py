@@ -44,7 +44,7 @@ class Gathering:
         self._expected: list[str] = []
         self._came: dict[str, RemoteMachine] = {}
         self._failed: dict[str, str] = {}
-        self._commands: list[AgentCommand] = []
+        self._commands: list[tuple[AgentCommand, list[str]]] = []
         self._changing = threading.Lock()
         self._pulse = Pulse()
         self._door = Door(_address(cluster.leader_address), cluster.leader_port, self.key, self._enter)
@@ -61,7 +61,7 @@ class Gathering:
         """Run a shell command that brings one agent for each of `names`."""
         for name in names:
             self.expect(name)
-        self._commands.append(AgentCommand(command, self.key, partial(self._fail_all, names)))
+        self._commands.append((AgentCommand(command, self.key, partial(self._fail_all, names)), names))
 
     def expect(self, name: str) -> None:
         """Expect an agent."""
@@ -85,15 +85,17 @@ class Gathering:
                 break
             time.sleep(_POLL_S)
         else:
-            for name in self._expected:
-                self.fail(name, f"its agent did not come within {longest_s:g} s")
+            late = f"its agent did not come within {longest_s:g} s"
+            for command, names in self._commands:
+                self._fail_all(names, late + command.said)
+            self._fail_all(self._expected, late)
         self._door.close()
         return self._alive()
 
     @property
     def counted(self) -> tuple[str, int] | None:
         """The line in which a command has counted the room of its cluster, and for how many ranks that is."""
-        return next((command.room for command in self._commands if command.room is not None), None)
+        return next((command.room for command, _ in self._commands if command.room is not None), None)
 
     def missing(self) -> list[str]:
         """Return the machines that did not come, and why."""
@@ -112,7 +114,7 @@ class Gathering:
         """Return when all commands have ended."""
         self._pulse.stop()
         deadline_s = time.monotonic() + _END_S
-        for command in self._commands:
+        for command, _ in self._commands:
             command.end(max(0.0, deadline_s - time.monotonic()))
 
     def _alive(self) -> tuple[RemoteMachine, ...]:

@@ -1,0 +1,60 @@
+"""The variables of a rank, beside those of a real torchrun."""
+
+import os
+import subprocess
+import sys
+
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.tasks.rank.function import PackedFunction
+from prefect_torch.tasks.rank.rendezvous import Address
+from prefect_torch.tasks.rank.spec import RankSpec, on_machines
+
+LEFT_OUT = {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+
+
+def first_rank(**more):
+    return RankSpec(
+        world_size=1,
+        local_world_size=1,
+        rendezvous=Address("127.0.0.1", 1234),
+        storage=StorageSpec("/nowhere"),
+        run="run",
+        function=PackedFunction("module:function", b"", (), "/", "function"),
+        restored=None,
+        use_gpu=False,
+        backend=None,
+        **{"attempt": 1, **more},
+    )
+
+
+def test_a_rank_has_the_variables_that_torchrun_sets():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python", "env", "-0"]
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    printed = subprocess.run(command, env=environment, capture_output=True, check=True, text=True, timeout=100).stdout
+    of_torchrun = dict(line.split("=", 1) for line in printed.split("\0") if "=" in line)
+    ours = first_rank().environment()
+    names = {name for name in of_torchrun if name not in environment and not name.startswith(("LC_", "KMP_"))}
+    assert "ROLE_RANK" in names
+    assert names - set(ours) == LEFT_OUT
+    own_ports = {"MASTER_ADDR", "MASTER_PORT"}
+    assert {name: ours[name] for name in names - LEFT_OUT - own_ports} == {
+        name: of_torchrun[name] for name in names - LEFT_OUT - own_ports
+    }
+
+
+def test_ranks_of_uneven_machines_are_numbered_in_their_order():
+    names = (
+        "RANK",
+        "ROLE_RANK",
+        "GROUP_RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "ROLE_WORLD_SIZE",
+        "TORCHELASTIC_RESTART_COUNT",
+    )
+    variables = [spec.environment() for spec in on_machines(first_rank(attempt=3), (2, 1))]
+    assert [tuple(rank[name] for name in names) for rank in variables] == [
+        ("0", "0", "0", "0", "2", "3", "2"),
+        ("1", "1", "0", "1", "2", "3", "2"),
+        ("2", "2", "1", "0", "1", "3", "2"),
+    ]
