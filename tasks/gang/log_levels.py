@@ -6,7 +6,8 @@ import re
 # Such as "WARNING:root:text", "2026-01-31 23:59:59,000 - name - ERROR - text", "[INFO] text"; and of torch and glog, behind a
 # rank if need be: "[rank0]:[W1122 20:41:00.123 file.cpp:1] text", "E1122 20:41:00.123 4711 file.py:1] text".
 _NAMED = re.compile(
-    r"^(?:\[[^]]*\]\s*){0,3}(?:\S*\d[\d:.,TZ+-]*\s+){0,3}(?:[\w.:-]+\s+){0,2}[\s\[(|:-]*(?P<level>DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b[\])]?[\s:|-]"
+    r"^(?:\[[^]]*\]\s*){0,3}(?:\S*\d[\d:.,TZ+-]*\s+){0,3}(?:[-|:]\s+)?(?:[\w.]+\s+[-|:]\s+){0,2}"
+    r"[\s\[(|:-]*(?P<level>DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b[\])]?[\s:|-]"
 )
 _LETTER = re.compile(r"^(?:\[rank\d+\]:\s*)?\[?(?P<level>[DIWEF])\d{4} \d\d:\d\d:\d\d")
 _TRACEBACK = re.compile(r"^(?:\[rank\d+\]:\s*)?(?:Traceback \(most recent call last\):|Fatal Python error: )")
