@@ -9,7 +9,13 @@ from prefect_torch.tasks.rank.function import PackedFunction
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 
-LEFT_OUT = {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+LEFT_OUT = {
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+}
 
 
 def first_rank(**more):
