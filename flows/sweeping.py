@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import closing
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
+from prefect.states import Completed
 from prefect_torch.ckpt import CheckpointNotFoundError, RunBusyError, StorageError, StorageSpec
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt, claim_unless_led, write_outcome
 from prefect_torch.ckpt.runs.run import Run
@@ -31,6 +32,9 @@ from .api_outage import outlast_api_outages
 from .arguments import name_of_flow_run, seat_for
 from .embedded_server import tie_embedded_server
 from .monitoring.events.sweep_events import SweepEvents
+from .monitoring.messages import flow_run_name
+from .monitoring.pages.runs_page import refresh_runs_page
+from .monitoring.sweeps.summary import show_sweep, summarize_sweep
 from .short_tracebacks import short_tracebacks, shorten_logs
 from .sweep_result import SweepResult
 from .trial_runs import LocalTrials, Training, TrialRuns, delete_all, pin_source, read_end, undecided, unpin_source
@@ -39,7 +43,7 @@ _POLL_S = 0.5
 
 
 @short_tracebacks
-@flow(name="sweep", task_runner=ONE_THREAD_PER_RANK, persist_result=False)
+@flow(name="sweep", flow_run_name=flow_run_name, task_runner=ONE_THREAD_PER_RANK, persist_result=False)
 def sweep(
     train_fn: Annotated[
         str | SkipJsonSchema[Callable[..., Any]],
@@ -148,7 +152,7 @@ def sweep(
         )
         trials = LocalTrials(training, searched)
         try:
-            with outlast_api_outages():
+            with outlast_api_outages(), show_sweep(led, definition, searched, search, run_config):
                 searched.lead(claimed.number, is_fresh=is_fresh)
                 termination.outlast(lambda: _lead(searched, trials, storage, search, termination))
         except TERMINATIONS:
@@ -156,9 +160,13 @@ def sweep(
             raise
         except Exception as exc:
             _record(led, Outcome(claimed.number, "failed", claimed.owner.flow_run_id, "user", first_line(exc)))
+            refresh_runs_page(storage)
             raise
     _record(led, Outcome(claimed.number, "completed", claimed.owner.flow_run_id))
-    return SweepResult.of(led, definition, searched.trials)
+    refresh_runs_page(storage)
+    result = SweepResult.of(led, definition, searched.trials)
+    # Prefect returns the data of a state that a flow returns.
+    return cast("SweepResult", Completed(message=summarize_sweep(definition, searched.trials), data=result))
 
 
 def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: SearchConfig, termination: Termination) -> None:

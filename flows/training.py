@@ -34,6 +34,7 @@ from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
 from .monitoring.messages import PlaceObserver, current_flow_run, flow_run_name, portable_storage, summarize, tag_of
+from .monitoring.notebook_cell import notebook_progress
 from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver
 from .monitoring.pages.runs_page import refresh_runs_page
@@ -126,12 +127,16 @@ def train(
                resume_from)  # fmt: skip
     _introduce(job)
     termination = Termination(failure.grace_s)
-    setup = Setup(portable_storage(job), config, describe_machine(), Restart.of(current_flow_run()))
+    setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine(), Restart.of(current_flow_run()))
     pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids))
     place = PlaceObserver(job)
     try:
         return_value = lead_training(
-            job, seat, machines, termination, [*console_progress(job.run), place, pages, EventObserver(job)]
+            job,
+            seat,
+            machines,
+            termination,
+            [*console_progress(job.run), *notebook_progress(job.run), place, pages, EventObserver(job)],
         )
     finally:
         # Else the process may be killed soon, and the next end refreshes the page.

@@ -5,7 +5,7 @@ import shlex
 from prefect import get_run_logger
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
-from prefect_torch.ckpt import RetentionPolicy
+from prefect_torch.ckpt import RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import score
@@ -49,18 +49,23 @@ def tag_of(run: str) -> str:
 
 def show_command(job: TrainJob) -> str | None:
     """Return the command that looks at the training from this directory; None if its storage ends with its process."""
-    given = job.run_config.storage
-    storage = given if isinstance(given, str) else portable_storage(job)
-    return None if storage.startswith(_MEMORY) else shlex.join(["prefect-torch", "show", storage, job.run])
+    return command_for(job.run_config, job.storage, job.run)
 
 
-def portable_storage(job: TrainJob) -> str:
+def command_for(run_config: RunConfig, storage: StorageSpec, name: str) -> str | None:
+    """Return the command that looks at a training or a sweep from this directory; see `show_command`."""
+    given = run_config.storage
+    shown = given if isinstance(given, str) else portable_storage(run_config, storage)
+    return None if shown.startswith(_MEMORY) else shlex.join(["prefect-torch", "show", shown, name])
+
+
+def portable_storage(run_config: RunConfig, storage: StorageSpec) -> str:
     """Return the storage as commands and Python take it in any directory: its path, its URL, or the name of its block."""
-    given = job.run_config.storage
+    given = run_config.storage
     if isinstance(given, str):
-        return given if is_block_slug(given) else job.storage.url
+        return given if is_block_slug(given) else storage.url
     name = given._block_document_name  # noqa: SLF001 - Prefect has no public name for it
-    return job.storage.url if name is None else f"{given.get_block_type_slug()}/{name}"
+    return storage.url if name is None else f"{given.get_block_type_slug()}/{name}"
 
 
 def place_of(job: TrainJob) -> str:

@@ -23,7 +23,7 @@ from playwright.sync_api import TimeoutError as PageTimeoutError
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import PrefectServer, rows, wait_until
-from prefect_torch.flows import Result
+from prefect_torch.flows import Result, RunConfig, SearchConfig, choice, sweep, uniform
 
 CHROMIUM = shutil.which("chromium")
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -243,6 +243,24 @@ def test_a_scheduled_training_starts_on_its_own_and_is_seen(stack, page):
     expect(page.get_by_role("link", name="Deployment train-nightly")).to_be_visible()
     expect(page.get_by_text("Completed").first).to_be_visible()
     wait_until(lambda: Result.from_storage(stack.storage, "nightly").completed, "its end")
+
+
+def test_a_sweep_is_seen_as_a_whole(stack, page, shoot, monkeypatch):
+    monkeypatch.syspath_prepend(str(SUPPORT))
+    space = {"lr": uniform(0, 1), "optimizer": choice(["adam", "sgd"]), "width": choice([16, 32, 64])}
+    search = SearchConfig(metric="loss", num_trials=12, max_concurrent=4, sampler="random", scheduler="asha", max_t=9, seed=2)
+    run = RunConfig(name="searched", storage=str(stack.storage))
+    sweep("sweep_trainings:climb", space, {"epochs": 10}, search, run=run)
+    (flow_run,) = [it for it in rows(stack.server.api, "flow_runs") if "run:searched" in it["tags"]]
+    assert re.fullmatch(r"12 trials, loss \S+ \(best of trial \d+\)", flow_run["state"]["message"])
+    page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run['id']}")
+    open_artifact(page, "searched-[0-9a-f]{6}-sweep")
+    pictures = page.locator("img[src^='data:image/svg+xml']")
+    expect(pictures).to_have_count(4)  # curves, best over time, parallel coordinates, importance
+    assert all(picture.evaluate("it => it.complete && it.naturalWidth > 0") for picture in pictures.all())
+    expect(page.get_by_role("cell", name="paused").first).to_be_visible()
+    page.set_viewport_size({"width": 1280, "height": 1900})
+    shoot("sweep")
 
 
 def test_the_servers_database_was_never_locked_by_what_a_training_asks(stack):

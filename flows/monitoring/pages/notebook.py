@@ -7,11 +7,11 @@ from pathlib import PurePath
 
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
+from prefect_torch.flows.monitoring.pages.drawing.chart import draw_curves
+from prefect_torch.flows.monitoring.pages.drawing.curves import Curves
 from prefect_torch.flows.monitoring.text import show_number
 
 from .attempt_log import Position
-from .chart import draw_curves
-from .curves import Curves
 
 _MAX_CHECKPOINTS, _MAX_METRICS = 10, 8
 

@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
+from prefect_torch.flows.monitoring.pages.drawing.curves import Curves
 from prefect_torch.tasks.training.observers import (
     AttemptEnded,
     AttemptStarted,
@@ -20,7 +21,6 @@ from prefect_torch.tasks.training.observers import (
 )
 
 from .attempt_log import AttemptLog
-from .curves import Curves
 from .stored_checkpoints import MAX_HELD, StoredCheckpoint, StoredCheckpoints
 
 

@@ -18,12 +18,15 @@ from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
 from prefect_torch.ckpt.runs.standing import Standing, read_standing
 from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.flows.monitoring.pages.drawing.curves import Point
+from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
+from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
 from prefect_torch.flows.monitoring.text import page_url, plain_text, seconds_of, show_number, show_time
+from prefect_torch.flows.sweeps.definition import read_definition
+from prefect_torch.flows.sweeps.history import score_of
+from prefect_torch.flows.sweeps.stored_trials import read_trials
 
-from .chart import as_data_url
-from .curves import Point
 from .live_artifact import artifact_key
-from .sparkline import draw_sparkline
 
 _MAX_RUNS = 500  # whose newest attempt is read
 _MAX_ROWS = 50  # whose metrics are read, too
@@ -41,6 +44,7 @@ class RunRow:
         metric: The score, or the first metric that is a number; None without one.
         best: The best value of the score, or the last of another metric.
         points: The curve of that metric.
+        num_trials: The number of a sweep's trials; None for a training.
 
     """
 
@@ -50,6 +54,7 @@ class RunRow:
     metric: str | None = None
     best: float | None = None
     points: tuple[Point, ...] = ()
+    num_trials: int | None = None
 
 
 def refresh_runs_page(storage: StorageSpec) -> None:
@@ -137,9 +142,10 @@ def _standing(store: CheckpointStore) -> Standing | None:
 def _with_metrics(storage: StorageSpec, until_s: float, clock: Callable[[], float], row: RunRow) -> RunRow:
     if clock() >= until_s:
         return row
-    history = [record for record in read_history(CheckpointStore.open(storage, row.name)) if not record.is_logged]
+    store = CheckpointStore.open(storage, row.name)
+    history = [record for record in read_history(store) if not record.is_logged]
     if not history:
-        return row
+        return _as_sweep(store, row)
     policy = row.standing.attempt.policy
     name = policy.checkpoint_score_attribute or _first_metric(history)
     points = [] if name is None else list(_points(history, name))
@@ -149,6 +155,18 @@ def _with_metrics(storage: StorageSpec, until_s: float, clock: Callable[[], floa
         values = [value for _, value in points]
         best = values[-1] if policy.checkpoint_score_attribute is None else choose(values)
     return RunRow(row.name, row.standing, history[-1].step, name, best, tuple(points))
+
+
+def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
+    """Return the row of a sweep: its number of trials, and the best of them; `row` itself if the run is none."""
+    definition = read_definition(store)
+    if definition is None:
+        return row
+    metric, mode = definition.metrics[0], definition.modes[0]
+    trials = read_trials(store)
+    scores = [score for trial in trials.values() if (score := score_of(trial, metric, mode)) is not None]
+    best = None if not scores else min(scores) * (1 if mode == "min" else -1)
+    return replace(row, metric=metric, best=best, num_trials=len(trials))
 
 
 def _first_metric(history: Sequence[MetricRecord]) -> str | None:
@@ -171,7 +189,7 @@ def _cells(row: RunRow) -> Iterator[str]:
     name = plain_text(row.name)
     yield f"[{name}]({page_url('flow-run', UUID(led_by))})" if led_by else name
     yield row.standing.state
-    yield "" if row.step is None else str(row.step)
+    yield f"{row.num_trials} trials" if row.num_trials is not None else "" if row.step is None else str(row.step)
     yield "" if row.best is None else f"{plain_text(row.metric or '')} {show_number(row.best)}"
     picture = draw_sparkline(row.points)
     yield "" if picture is None else f"![{plain_text(row.metric or 'curve')}]({as_data_url(picture)})"

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.flows.monitoring.pages.drawing.chart import MAX_PANELS, draw_curves, draw_time
+from prefect_torch.flows.monitoring.pages.drawing.curves import Curve
+from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
 from prefect_torch.flows.monitoring.text import plain_text, shorten, show_duration, show_number, show_time
 
 from .attempt_log import AttemptLog, position_of, resume_points
-from .chart import MAX_PANELS, as_data_url, draw_curves, draw_time
-from .curves import Curve
 from .goodput import TimeSpent, time_spent
 from .run_view import RunView
 from .setup import Setup, restart_line, write_setup, write_use

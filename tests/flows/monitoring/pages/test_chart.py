@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.flows.monitoring.pages.attempt_log import END
-from prefect_torch.flows.monitoring.pages.axis import step_axis, value_axis
-from prefect_torch.flows.monitoring.pages.chart import draw_curves, draw_time
-from prefect_torch.flows.monitoring.pages.curves import MAX_CURVES, MAX_POINTS, Curves, thin
+from prefect_torch.flows.monitoring.pages.drawing.axis import step_axis, value_axis
+from prefect_torch.flows.monitoring.pages.drawing.chart import draw_curves, draw_time
+from prefect_torch.flows.monitoring.pages.drawing.curves import MAX_CURVES, MAX_POINTS, Curves, thin
 from prefect_torch.flows.monitoring.pages.goodput import TimeSpent
 from run_stories import record
 

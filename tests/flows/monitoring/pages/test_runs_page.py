@@ -11,10 +11,11 @@ from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.flows.monitoring.pages import runs_page
+from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.pages.runs_page import read_runs, write_runs
-from prefect_torch.flows.monitoring.pages.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.options.storage import configured_storage
+from stored_sweeps import store_sweep
 
 FLOW_RUN = "0b1c2d3e-0000-4000-8000-000000000001"
 BY_LOSS = RetentionPolicy(2, "loss", "min")
@@ -51,6 +52,12 @@ def test_runs_stand_side_by_side_the_newest_first(storage):
     ]
     pictures = re.findall(r"base64,([^)]*)\)", page)
     assert [ET.fromstring(base64.b64decode(picture)).tag for picture in pictures] == ["{http://www.w3.org/2000/svg}svg"] * 2
+
+
+def test_a_sweep_is_a_row_with_its_trials_and_the_best_value(storage):
+    store_sweep(storage, ending="completed")
+    (row,) = [line for line in write_runs(storage.url, *read_runs(storage), now_s=0.0).splitlines() if line.startswith("| [")]
+    assert row.startswith(f"| [digits]({page_url('flow-run', UUID(FLOW_RUN))}) | completed | 5 trials | loss 0.5 |  | 1 |")
 
 
 def test_more_runs_than_rows_are_counted_and_slow_reads_leave_curves_out(storage, monkeypatch):

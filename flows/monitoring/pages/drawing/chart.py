@@ -1,26 +1,22 @@
 """SVG charts, readable on light and dark pages: a panel with the curve of each metric, and a bar of where the time went."""
 
-from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from prefect_torch.flows.monitoring.text import shorten, show_compact, show_duration, show_number
+from prefect_torch.flows.monitoring.pages.attempt_log import Position
+from prefect_torch.flows.monitoring.pages.goodput import TimeSpent
+from prefect_torch.flows.monitoring.text import shorten, show_duration, show_number
 
-from .attempt_log import Position
 from .axis import Axis, step_axis, value_axis
 from .curves import Curve, Point
-from .goodput import TimeSpent
+from .frame import Frame, draw_dot, draw_grid, draw_line
+from .svg import COLOURS, WIDTH, document, stroke, text
 
 MAX_PANELS = 8
 _MAX_LOST = 6
 _MAX_BOUNDARIES, _MAX_LABELS = 50, 12
-# An image does not know the page's theme: these colours stand out on white and on black, and the background stays clear.
-_COLOURS = ("#3b82f6", "#f97316", "#16a34a", "#a855f7", "#e0457b", "#0d9fb0", "#b8860b", "#6b7fd7")
 _TIME_COLOURS = {"training": "#16a34a", "checkpointing": "#3b82f6", "restarting": "#d99a0b", "lost": "#e5484d"}
-_GREY = "#868e9c"
-_FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-_WIDTH = 720
 _PANEL_HEIGHT = 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 40, 26
 _BAR_HEIGHT, _LINE_HEIGHT = 16, 18
@@ -43,31 +39,6 @@ class Panel:
     kept: list[Point]
     lost: list[list[Point]]
     best: Point | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The area and the axes of a panel, in the picture's units."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-    steps: Axis
-    values: Axis
-
-    def x(self, step: float) -> float:
-        """Return the x coordinate of a step."""
-        return self.left + self.steps.position(step) * self.width
-
-    def y(self, value: float) -> float:
-        """Return the y coordinate of a value."""
-        return self.top + (1 - self.values.position(value)) * self.height
-
-    @property
-    def bottom(self) -> float:
-        """The y coordinate of the axis of steps."""
-        return self.top + self.height
 
 
 def draw_curves(
@@ -94,12 +65,12 @@ def draw_curves(
     steps = [step for panel in panels for line in (panel.kept, *panel.lost) for step, _ in line]
     axis = step_axis(min(steps), max(steps))
     columns = 1 if len(panels) == 1 else 2
-    width, height = _WIDTH / columns, _PANEL_HEIGHT
+    width, height = WIDTH / columns, _PANEL_HEIGHT
     drawn = [
         _draw(panel, index, index % columns * width, index // columns * height, width, axis, first_steps)
         for index, panel in enumerate(panels)
     ]
-    return _document(_WIDTH, height * -(-len(panels) // columns), drawn)
+    return document(WIDTH, height * -(-len(panels) // columns), drawn)
 
 
 def draw_time(spent: TimeSpent) -> str | None:
@@ -108,12 +79,7 @@ def draw_time(spent: TimeSpent) -> str | None:
         return None
     legend = list(_legend(spent))
     height = max(y for _, y, _, _ in legend) + 12
-    return _document(_WIDTH, height, [*_bar(spent), *(_entry(*entry) for entry in legend)])
-
-
-def as_data_url(svg: str) -> str:
-    """Return the picture as a URL for an image in Markdown: Prefect's UIs strip raw SVG."""
-    return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}"
+    return document(WIDTH, height, [*_bar(spent), *(_entry(*entry) for entry in legend)])
 
 
 def _panel(curve: Curve, resume_points: Mapping[int, Position], best: Mapping[str, Point]) -> Panel:
@@ -123,14 +89,14 @@ def _panel(curve: Curve, resume_points: Mapping[int, Position], best: Mapping[st
 def _draw(panel: Panel, index: int, left: float, top: float, width: float, steps: Axis, first_steps: Mapping[int, int]) -> str:
     values = value_axis([value for line in (panel.kept, *panel.lost) for _, value in line])
     inner = Frame(left + _LEFT, top + _TOP, width - _LEFT - _RIGHT, _PANEL_HEIGHT - _TOP - _BOTTOM, steps, values)
-    colour = _COLOURS[index % len(_COLOURS)]
+    colour = COLOURS[index % len(COLOURS)]
     return "".join((
         *_title(panel.curve, inner, colour),
-        *_grid(inner),
+        *draw_grid(inner),
         *_boundaries(inner, first_steps),
-        *(_line(inner, line, colour, opacity="0.35") for line in panel.lost),
-        _line(inner, panel.kept, colour),
-        _dot(inner, panel.kept[-1], colour),
+        *(draw_line(inner, line, colour, opacity="0.35") for line in panel.lost),
+        draw_line(inner, panel.kept, colour),
+        draw_dot(inner, panel.kept[-1], colour),
         *_best(inner, panel.best, colour),
     ))  # fmt: skip
 
@@ -142,19 +108,7 @@ def _title(curve: Curve, frame: Frame, colour: str) -> Iterable[str]:
     words = f"{escape(name)}<tspan font-weight='400' font-size='11'>{escape('  ' + ', '.join(notes) if notes else '')}</tspan>"
     yield f'<text x="{left:.1f}" y="{y:.1f}" font-size="13" font-weight="600" xml:space="preserve">{words}</text>'
     style = {"fill": colour, "text_anchor": "end", "font_weight": "600", "font_size": "13"}
-    yield _text(right, y, show_number(curve.last), **style)
-
-
-def _grid(frame: Frame) -> Iterable[str]:
-    for tick in frame.values.ticks:
-        y = frame.y(tick)
-        yield _stroke(frame.left, y, frame.left + frame.width, y, opacity="0.2")
-        yield _text(frame.left - 6, y + 4, show_compact(tick), text_anchor="end")
-    yield _stroke(frame.left, frame.bottom, frame.left + frame.width, frame.bottom, opacity="0.7")
-    for tick in frame.steps.ticks:
-        x = frame.x(tick)
-        yield _stroke(x, frame.bottom, x, frame.bottom + 4, opacity="0.7")
-        yield _text(x, frame.bottom + 16, show_compact(tick), text_anchor="middle")
+    yield text(right, y, show_number(curve.last), **style)
 
 
 def _boundaries(frame: Frame, first_steps: Mapping[int, int]) -> Iterable[str]:
@@ -162,21 +116,9 @@ def _boundaries(frame: Frame, first_steps: Mapping[int, int]) -> Iterable[str]:
     later = sorted(first_steps)[1:][-_MAX_BOUNDARIES:]
     for number in later:
         x = frame.x(first_steps[number])
-        yield _stroke(x, frame.top - 4, x, frame.bottom, opacity="0.75", stroke_dasharray="3 3")
+        yield stroke(x, frame.top - 4, x, frame.bottom, opacity="0.75", stroke_dasharray="3 3")
         if number in later[-_MAX_LABELS:]:
-            yield _text(x, frame.top - 7, f"#{number}", text_anchor="middle", font_size="9")
-
-
-def _line(frame: Frame, points: Sequence[Point], colour: str, opacity: str = "1") -> str:
-    if len(points) == 1:
-        return _dot(frame, points[0], colour, opacity)
-    path = " ".join(f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in points)
-    style = _attributes(stroke=colour, stroke_width="1.8", stroke_opacity=opacity, fill="none", stroke_linejoin="round")
-    return f'<polyline {style} points="{path}"/>'
-
-
-def _dot(frame: Frame, point: Point, colour: str, opacity: str = "1") -> str:
-    return f'<circle cx="{frame.x(point[0]):.1f}" cy="{frame.y(point[1]):.1f}" r="2.8" fill="{colour}" opacity="{opacity}"/>'
+            yield text(x, frame.top - 7, f"#{number}", text_anchor="middle", font_size="9")
 
 
 def _best(frame: Frame, best: Point | None, colour: str) -> Iterable[str]:
@@ -187,14 +129,14 @@ def _best(frame: Frame, best: Point | None, colour: str) -> Iterable[str]:
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" fill="none" stroke="{colour}" stroke-width="1.6"/>'
     is_left, is_high = x < frame.left + frame.width / 2, y < frame.top + frame.height / 2
     place = {"text_anchor": "start" if is_left else "end", "font_weight": "600", "fill": colour}
-    yield _text(x + (8 if is_left else -8), y + (16 if is_high else -9), f"best at {best[0]}", **place)
+    yield text(x + (8 if is_left else -8), y + (16 if is_high else -9), f"best at {best[0]}", **place)
 
 
 def _bar(spent: TimeSpent) -> Iterator[str]:
-    yield f'<clipPath id="bar"><rect width="{_WIDTH}" height="{_BAR_HEIGHT}" rx="5"/></clipPath><g clip-path="url(#bar)">'
+    yield f'<clipPath id="bar"><rect width="{WIDTH}" height="{_BAR_HEIGHT}" rx="5"/></clipPath><g clip-path="url(#bar)">'
     left = 0.0
     for name, colour in _TIME_COLOURS.items():
-        width = _WIDTH * getattr(spent, name) / spent.counted
+        width = WIDTH * getattr(spent, name) / spent.counted
         yield f'<rect x="{left:.2f}" width="{width:.2f}" height="{_BAR_HEIGHT}" fill="{colour}"/>'
         left += width
     yield "</g>"
@@ -207,7 +149,7 @@ def _legend(spent: TimeSpent) -> Iterator[tuple[float, float, str, str]]:
         seconds = getattr(spent, name)
         words = f"{name} {show_duration(seconds)} ({seconds / spent.counted:.1%})"
         width = _ENTRY_MARGIN + _LETTER_WIDTH * len(words)
-        if x + width > _WIDTH:
+        if x + width > WIDTH:
             x, y = 0.0, y + _LINE_HEIGHT
         yield x, y, colour, words
         x += width
@@ -215,24 +157,4 @@ def _legend(spent: TimeSpent) -> Iterator[tuple[float, float, str, str]]:
 
 def _entry(x: float, y: float, colour: str, words: str) -> str:
     swatch = f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="10" height="10" rx="2" fill="{colour}"/>'
-    return swatch + _text(x + 16, y, words, font_size="12")
-
-
-def _document(width: float, height: float, parts: Iterable[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}" '
-        f'font-family="{_FONT}" font-size="11" fill="{_GREY}">{"".join(parts)}</svg>'
-    )
-
-
-def _text(x: float, y: float, words: str, **attributes: str) -> str:
-    return f"<text {_attributes(x=f'{x:.1f}', y=f'{y:.1f}', **attributes)}>{escape(words)}</text>"
-
-
-def _stroke(x1: float, y1: float, x2: float, y2: float, **attributes: str) -> str:
-    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-    return f"<line {ends} {_attributes(stroke=_GREY, **attributes)}/>"
-
-
-def _attributes(**attributes: str) -> str:
-    return " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+    return swatch + text(x + 16, y, words, font_size="12")

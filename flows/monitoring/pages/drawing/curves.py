@@ -8,8 +8,7 @@ from typing import TypeAlias
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order
-
-from .attempt_log import Position
+from prefect_torch.flows.monitoring.pages.attempt_log import Position
 
 MAX_POINTS = 200
 MAX_CURVES = 50

@@ -45,9 +45,20 @@ def value_axis(values: Sequence[float]) -> Axis:
         margin = abs(low) / 10 or 1.0
         return _linear(low - margin, high + margin)
     if low > 0 and high / low > _WIDE_RATIO and _middle_span(values) < _MAX_SQUEEZED * (high - low):
-        return _logarithmic(low, high)
+        return log_axis(low, high)
     margin = (high - low) / 20
     return _linear(low - margin, high + margin)
+
+
+def log_axis(low: float, high: float) -> Axis:
+    """Return a logarithmic axis between two positive numbers, the second of which is larger."""
+    margin = 10 ** ((math.log10(high) - math.log10(low)) / 20)
+    low, high = max(low / margin, _SMALLEST), min(high * margin, _LARGEST)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    within = [10.0**power for power in powers if low <= 10.0**power <= high]
+    if len(within) < 3:  # noqa: PLR2004 - fewer ticks do not show a scale
+        within = [factor * 10.0**power for power in powers for factor in (1, 2, 5) if low <= factor * 10.0**power <= high]
+    return Axis(low, high, is_log=True, ticks=tuple(within[:: math.ceil(len(within) / (_NUM_TICKS + 1))]))
 
 
 def step_axis(first: int, last: int) -> Axis:
@@ -72,13 +83,3 @@ def _linear(low: float, high: float) -> Axis:
     count = math.floor(high / step) - first + 1
     ticks = dict.fromkeys(float(f"{(first + index) * step:.12g}") for index in range(count))  # not 0.30000000000000004
     return Axis(low, high, is_log=False, ticks=tuple(tick for tick in ticks if low <= tick <= high))
-
-
-def _logarithmic(low: float, high: float) -> Axis:
-    margin = 10 ** ((math.log10(high) - math.log10(low)) / 20)
-    low, high = max(low / margin, _SMALLEST), min(high * margin, _LARGEST)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    within = [10.0**power for power in powers if low <= 10.0**power <= high]
-    if len(within) < 3:  # noqa: PLR2004 - fewer ticks do not show a scale
-        within = [factor * 10.0**power for power in powers for factor in (1, 2, 5) if low <= factor * 10.0**power <= high]
-    return Axis(low, high, is_log=True, ticks=tuple(within[:: math.ceil(len(within) / (_NUM_TICKS + 1))]))

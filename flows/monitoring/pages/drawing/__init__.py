@@ -1,0 +1,1 @@
+"""Pictures in SVG, from points and numbers alone."""

@@ -1,0 +1,152 @@
+"""The pictures of a sweep's parameters: parallel coordinates, and a bar for the importance of each."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prefect_torch.flows.monitoring.pages.drawing.axis import Axis, log_axis, value_axis
+from prefect_torch.flows.monitoring.pages.drawing.svg import (
+    COLOURS,
+    WIDTH,
+    attributes,
+    document,
+    polyline,
+    stroke,
+    text,
+)
+from prefect_torch.flows.monitoring.text import shorten, show_compact
+
+from .parameters import Value, is_number, varied
+from .view import SeenTrial
+
+MAX_PARAMETERS = 7
+_HEIGHT, _TOP, _BOTTOM, _SIDE = 260, 34, 16, 60
+_MAX_TRIALS = 200
+_MAX_LABELS = 8
+_FEW = 5  # numbers that are written beside their axis, instead of round ones
+_WIDE_RATIO = 30.0  # from which on numbers are searched by their logarithms
+_GOOD, _BAD = (59, 130, 246), (150, 156, 168)
+_BAR_HEIGHT, _NAME_WIDTH = 20, 180
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """One axis of the picture.
+
+    Attributes:
+        name: The parameter, or the metric.
+        positions: How far up the axis each value lies, by its text.
+        ticks: The positions and texts beside it.
+        note: What is said of it below the name.
+
+    """
+
+    name: str
+    positions: Mapping[str, float]
+    ticks: Sequence[tuple[float, str]]
+    note: str = ""
+
+
+def draw_coordinates(trials: Sequence[SeenTrial], metric: str, mode: str, order: Sequence[str]) -> str | None:
+    """Return a line for each trial through its parameters and its score as an SVG document; None if there are too few.
+
+    The bluer a line, the better its trial; the best is green.
+
+    Args:
+        trials: The trials with a score, the best first.
+        metric: The name of the score.
+        mode: "min" or "max".
+        order: The most important parameters, which come first if there are more than fit.
+
+    """
+    shown = [trial for trial in trials if trial.value is not None][:_MAX_TRIALS]
+    names = varied([trial.parameters for trial in shown])
+    names = [name for name in names if name in sorted(names, key=lambda it: _place(it, order))[:MAX_PARAMETERS]]
+    if len(shown) < 2 or not names:  # noqa: PLR2004 - one line compares nothing
+        return None
+    rows: list[Mapping[str, Value]] = [{**trial.parameters, metric: trial.value} for trial in shown]
+    columns = [*(name for name in names if name != metric), metric]
+    scales = [_scale(name, [row[name] for row in rows if name in row]) for name in columns]
+    gap = (WIDTH - 2 * _SIDE) / (len(scales) - 1)
+    lines = [
+        _line(scales, row, gap, share=number / (len(rows) - 1), is_best=number == 0)
+        for number, row in reversed(list(enumerate(rows)))
+    ]
+    axes = [part for number, scale in enumerate(scales) for part in _axis(scale, _SIDE + number * gap, gap)]
+    words = "low is good" if mode == "min" else "high is good"
+    note = text(WIDTH - _SIDE, _HEIGHT - 2, words, text_anchor="middle", font_size="9")
+    return document(WIDTH, _HEIGHT, [*lines, *axes, note])
+
+
+def draw_importances(found: Mapping[str, float]) -> str | None:
+    """Return a bar for each parameter as an SVG document; None without any.
+
+    Args:
+        found: The share that each explains, the most important first.
+
+    """
+    shown = list(found.items())[: 2 * MAX_PARAMETERS]
+    if not shown:
+        return None
+    widest = WIDTH - _NAME_WIDTH - 60
+    parts = []
+    for number, (name, share) in enumerate(shown):
+        y = number * _BAR_HEIGHT
+        parts.append(text(_NAME_WIDTH - 8, y + 14, shorten(name, 28), text_anchor="end"))
+        bar = {"x": str(_NAME_WIDTH), "y": str(y + 4), "height": str(_BAR_HEIGHT - 8), "rx": "2", "fill": COLOURS[0]}
+        parts.append(f"<rect {attributes(**bar, width=f'{max(1.0, widest * share):.1f}')}/>")
+        parts.append(text(_NAME_WIDTH + max(1.0, widest * share) + 6, y + 14, f"{share:.0%}"))
+    return document(WIDTH, _BAR_HEIGHT * len(shown) + 4, parts)
+
+
+def _place(name: str, order: Sequence[str]) -> int:
+    return order.index(name) if name in order else len(order)
+
+
+def _scale(name: str, values: Sequence[Value]) -> Scale:
+    numbers = [float(value) for value in values if is_number(value)]
+    if len(numbers) == len(values) and len(set(numbers)) > 1:
+        axis = _number_axis(numbers)
+        positions = {repr(value): axis.position(float(value)) for value in values if is_number(value)}
+        ticks = sorted(set(numbers)) if len(set(numbers)) <= _FEW else axis.ticks
+        return Scale(name, positions, [(axis.position(tick), show_compact(tick)) for tick in ticks], _note(axis))
+    kinds = list(dict.fromkeys(map(_show, values)))
+    places = {kind: (number + 0.5) / len(kinds) for number, kind in enumerate(kinds)}
+    positions = {repr(value): places[_show(value)] for value in values}
+    return Scale(name, positions, [(places[kind], shorten(kind, 12)) for kind in kinds[:_MAX_LABELS]])
+
+
+def _number_axis(numbers: Sequence[float]) -> Axis:
+    low, high = min(numbers), max(numbers)
+    return log_axis(low, high) if low > 0 and high / low >= _WIDE_RATIO else value_axis(numbers)
+
+
+def _note(axis: Axis) -> str:
+    return "log" if axis.is_log else ""
+
+
+def _show(value: Value) -> str:
+    return show_compact(value) if is_number(value) else str(value)
+
+
+def _line(scales: Sequence[Scale], row: Mapping[str, Value], gap: float, *, share: float, is_best: bool) -> str:
+    places = ((number, scale) for number, scale in enumerate(scales) if scale.name in row)
+    points = [(_SIDE + number * gap, _y(scale.positions[repr(row[scale.name])])) for number, scale in places]
+    if is_best:
+        return polyline(points, COLOURS[2], "2.6")
+    mixed = (round(good + (bad - good) * share) for good, bad in zip(_GOOD, _BAD, strict=True))
+    return polyline(points, f"rgb({','.join(map(str, mixed))})", "1.4", f"{0.85 - 0.6 * share:.2f}")
+
+
+def _axis(scale: Scale, x: float, gap: float) -> Iterator[str]:
+    yield stroke(x, _y(0), x, _y(1), opacity="0.7")
+    name = shorten(scale.name, max(8, int(gap / 6.5)))
+    yield text(x, 13, name, text_anchor="middle", font_weight="600")
+    if scale.note:
+        yield text(x, 25, scale.note, text_anchor="middle", font_size="9")
+    for position, words in scale.ticks:
+        yield stroke(x - 3, _y(position), x, _y(position), opacity="0.7")
+        yield text(x - 6, _y(position) + 3, words, text_anchor="end", font_size="10", font_weight="600")
+
+
+def _y(position: float) -> float:
+    return _TOP + (1 - position) * (_HEIGHT - _TOP - _BOTTOM)

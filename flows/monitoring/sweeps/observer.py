@@ -1,0 +1,124 @@
+"""The observer of a sweep: it shows the sweep in Prefect's UI and at a terminal, in a thread of its own."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+import httpx
+from prefect import get_run_logger
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, artifact_key
+from prefect_torch.flows.monitoring.text import plain_text
+from prefect_torch.flows.sweeps.history import History
+from prefect_torch.tasks.training.publish_backoff import PublishBackoff
+
+from .page import SweepContext, write_sweep
+from .trial_table import TrialTable
+from .view import SweepView
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_LOOK_S = 2.0
+_REQUEST_S = 15.0
+_LONGEST_CLOSE_S = 20.0
+
+
+class SweepObserver:
+    """Shows a sweep while its context is entered; a storage or a server that does not answer never delays a trial.
+
+    The page is an artifact of the sweep's flow run with the key `<sweep>-<digest>-sweep`, created once by each flow run and
+    updated with the backoff of a training's pages.
+
+    Args:
+        view: The view of the sweep.
+        trials: Returns the trials as the journal has them.
+        context: What is shown beside them.
+        flow_run_id: The flow run that leads the sweep.
+        table: Shows the trials at a terminal; None if there is none.
+        backoff: Bounds how often the page is published.
+        clock: Returns the time in seconds since the epoch.
+
+    """
+
+    def __init__(
+        self,
+        view: SweepView,
+        trials: Callable[[], History],
+        context: SweepContext,
+        flow_run_id: UUID | None,
+        table: TrialTable | None = None,
+        backoff: PublishBackoff | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._view = view
+        self._trials = trials
+        self._context = context
+        self._flow_run_id = flow_run_id
+        self._table = table
+        self._backoff = backoff or PublishBackoff()
+        self._clock = clock
+        self._artifact = LiveArtifact(f"{artifact_key(view.run.name, view.run.path)}-sweep", "markdown")
+        self._client: SyncPrefectClient | None = None
+        self._has_warned = False
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="sweep-observer", daemon=True)
+
+    def __enter__(self) -> "Self":
+        """Begin to show the sweep."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Show how the sweep has ended, which takes 20 s at most."""
+        state = "completed" if error is None else "failed" if isinstance(error, Exception) else "interrupted"
+        self._context = replace(self._context, state=state)
+        self._is_closing.set()
+        self._thread.join(_LONGEST_CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._is_closing.wait(_LOOK_S):
+            self._look(final=False)
+        self._look(final=True)
+        if self._client is not None:
+            self._client.__exit__()
+
+    def _look(self, *, final: bool) -> None:
+        try:
+            self._refresh(final=final)
+        except Exception as exc:  # noqa: BLE001 - whatever fails here, the sweep goes on
+            if not self._has_warned:
+                get_run_logger().warning("the page of the sweep is not up to date: %r; the sweep goes on", exc)
+            self._has_warned = True
+        finally:
+            if final and self._table is not None:
+                self._table.close()
+
+    def _refresh(self, *, final: bool) -> None:
+        self._view.record(self._trials())
+        is_due = final or self._backoff.wait_s() <= 0
+        if is_due or self._table is not None:
+            self._view.read()
+        if self._table is not None:
+            self._table.show(self._view)
+        if is_due:
+            self._backoff.record()
+            self._publish()
+
+    def _publish(self) -> None:
+        page = write_sweep(self._view, self._context, self._clock())
+        about = f"Sweep {plain_text(self._view.run.name)}: trials, curves, parameters"
+        news = [self._view.trials(), self._context.state]
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # the next publication tries again
+            self._artifact.show(self._open_client(), self._flow_run_id, page, about, news)
+
+    def _open_client(self) -> SyncPrefectClient:
+        if self._client is None:
+            self._client = get_client(httpx_settings={"timeout": httpx.Timeout(_REQUEST_S)}, sync_client=True).__enter__()
+        return self._client

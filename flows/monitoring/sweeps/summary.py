@@ -1,0 +1,63 @@
+"""What Prefect's list of runs and the log say of a sweep, and the observer that shows it."""
+
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.monitoring.messages import command_for, current_flow_run, portable_storage, tag_of
+from prefect_torch.flows.monitoring.text import show_number
+from prefect_torch.flows.sweeps.definition import Definition
+from prefect_torch.flows.sweeps.history import History, score_of
+from prefect_torch.flows.sweeps.search import Search
+from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.tasks import RunConfig
+
+from .observer import SweepObserver
+from .page import SweepContext
+from .trial_table import TrialTable
+from .view import SweepView
+
+_RUNGS = ("asha", "hyperband", "pbt")
+
+
+def show_sweep(run: Run, definition: Definition, searched: Search, search: SearchConfig, given: RunConfig) -> SweepObserver:
+    """Return the observer of a sweep that begins in this flow run, and log where its trials are; one request.
+
+    Args:
+        run: The sweep.
+        definition: What it searches.
+        searched: Its search.
+        search: The configuration of its search.
+        given: The storage as its caller gave it.
+
+    """
+    this = current_flow_run()
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(this.id, tags={*this.tags, tag_of(run.name)})
+    get_run_logger().info("%s", place_of(run, given, run.spec))
+    has_rungs = search.scheduler in _RUNGS
+    context = SweepContext(portable_storage(given, run.spec), searched.num_trials, has_rungs)
+    table = TrialTable.at_terminal(searched.num_trials, has_rungs=has_rungs)
+    view = SweepView(run, definition)
+    return SweepObserver(view, lambda: dict(searched.trials), context, UUID(flow_run.id), table)
+
+
+def place_of(run: Run, given: RunConfig, storage: StorageSpec) -> str:
+    """Return where the trials of a sweep are, and how to look at them."""
+    command = command_for(given, storage, run.name)
+    return f"trials of sweep {run.name!r} are in {run.path}" + ("" if command is None else f"; see: {command}")
+
+
+def summarize_sweep(definition: Definition, trials: History) -> str:
+    """Return a sweep in one line, such as "32 trials, val_loss 0.0013 (best of trial 7), 2 failed"."""
+    parts = [f"{len(trials)} trial{'' if len(trials) == 1 else 's'}"]
+    metric, mode = definition.metrics[0], definition.modes[0]
+    scored = [(score, it) for it in trials.values() if (score := score_of(it, metric, mode)) is not None]
+    if scored:
+        score, trial = min(scored, key=lambda it: (it[0], it[1].number))
+        parts.append(f"{metric} {show_number(score if mode == 'min' else -score)} (best of trial {trial.number})")
+    failed = sum(trial.state == "failed" for trial in trials.values())
+    return ", ".join([*parts, *([f"{failed} failed"] if failed else [])])

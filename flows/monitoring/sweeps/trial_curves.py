@@ -1,0 +1,80 @@
+"""The curve of a trial: what it has reported of the metric that the sweep optimizes, read from its run."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.standing import read_standing
+from prefect_torch.flows.monitoring.pages.drawing.curves import Point, thin
+from prefect_torch.flows.monitoring.text import seconds_of
+
+_MAX_POINTS = 60
+_LARGEST = 1e300  # differences of larger numbers overflow
+
+
+@dataclass(frozen=True, slots=True)
+class TrialCurve:
+    """What the run of a trial has reported.
+
+    Attributes:
+        points: The step and the value of its reports, thinned.
+        times: When the value at each of these steps was reported, in seconds since the epoch.
+        metrics: Its newest metrics.
+        step: The step of its newest report; None before the first.
+        flow_run_id: The flow run of its newest attempt, or None.
+        attempts: The number of its attempts.
+
+    """
+
+    points: tuple[Point, ...] = ()
+    times: dict[int, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+    step: int | None = None
+    flow_run_id: str | None = None
+    attempts: int = 0
+
+    def after(self, earlier: "TrialCurve") -> "TrialCurve":
+        """Return this curve behind the one of a run that the trial has left, up to where this one begins."""
+        if not self.points:
+            return TrialCurve(earlier.points, earlier.times, earlier.metrics, earlier.step, self.flow_run_id, self.attempts)
+        kept = [(step, value) for step, value in earlier.points if step < self.points[0][0]]
+        points = (*kept, *self.points)
+        times = {step: {**earlier.times, **self.times}[step] for step, _ in points}
+        return TrialCurve(points, times, self.metrics, self.step, self.flow_run_id, self.attempts)
+
+
+def read_curve(run: Run, metric: str) -> TrialCurve:
+    """Return the curve of a trial; costs two listings, two small reads, and one for each object of its history.
+
+    Args:
+        run: The run of the trial.
+        metric: "a/b" for a nested one.
+
+    Raises:
+        StorageError: If the storage does not answer.
+
+    """
+    standing = read_standing(run)
+    if standing is None:
+        return TrialCurve()
+    history = read_history(run)
+    values = dict(_finite(history, metric))
+    points = thin([(step, value) for step, (value, _) in sorted(values.items())], _MAX_POINTS)
+    return TrialCurve(
+        tuple(points),
+        {step: values[step][1] for step, _ in points},
+        newest_metrics(history),
+        max((record.step for record in history), default=None),
+        standing.attempt.owner.flow_run_id,
+        standing.attempt.number,
+    )
+
+
+def _finite(history: Iterable[MetricRecord], metric: str) -> Iterable[tuple[int, tuple[float, float]]]:
+    """Yield the step, value and time of each finite value; a step that was trained again comes twice."""
+    for record in history:
+        value = find_score(record.metrics, metric)
+        if value is not None and abs(value) < _LARGEST:
+            yield record.step, (float(value), seconds_of(record.reported_at))

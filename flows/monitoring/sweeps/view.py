@@ -1,0 +1,172 @@
+"""The view of a sweep that its page and the terminal show: its trials, and their curves, in bounded memory."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.flows.sweeps.definition import Definition
+from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, score_in
+
+from .parameters import Value, parameters_of
+from .trial_curves import TrialCurve, read_curve
+
+MAX_CURVES = 200  # of more trials, the best ones and the newest ones have one
+_LONGEST_S = 10.0  # for one look at the runs
+_AT_ONCE = 8  # runs that are read together, between two looks at the clock
+_Version: TypeAlias = tuple[str, TrialState, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTrial:
+    """A trial, with what its run has reported.
+
+    Attributes:
+        number: Its number.
+        run: The name of its run.
+        state: Its state.
+        reason: Why it was stopped or paused, or its error.
+        parameters: What was chosen for it, "a/b" for nested ones.
+        metrics: Its newest metrics.
+        value: The metric; None if it has no such number, or has failed.
+        decided: The times of its reports at which was decided.
+        curve: What its run has reported; empty if it was not read.
+
+    """
+
+    number: int
+    run: str
+    state: TrialState
+    reason: str | None
+    parameters: Mapping[str, Value]
+    metrics: Metrics
+    value: float | None
+    decided: tuple[float, ...] = ()
+    curve: TrialCurve = field(default_factory=TrialCurve)
+
+    @property
+    def step(self) -> int | None:
+        """The step of its newest report, as far as it is known."""
+        return self.curve.step
+
+
+class SweepView:
+    """The trials of a sweep.
+
+    Args:
+        run: The sweep.
+        definition: What it searches.
+        clock: Returns seconds; no more runs are read ten of them after a look began.
+
+    """
+
+    def __init__(self, run: Run, definition: Definition, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run = run
+        self.definition = definition
+        self._clock = clock
+        self._records: History = {}
+        self._curves: dict[int, TrialCurve] = {}
+        self._versions: dict[int, _Version] = {}
+
+    @property
+    def metric(self) -> str:
+        """The metric, the first of several."""
+        return self.definition.metrics[0]
+
+    @property
+    def mode(self) -> str:
+        """Whether a low ("min") or a high ("max") value of it is good."""
+        return self.definition.modes[0]
+
+    @property
+    def num_running(self) -> int:
+        """The number of trials that run."""
+        return sum(record.state == "running" for record in self._records.values())
+
+    def record(self, trials: History) -> None:
+        """Record the trials as the journal has them by now."""
+        self._records = dict(trials)
+
+    def read(self) -> None:
+        """Read the runs of trials that have changed; costs some requests for each, and ten seconds at most.
+
+        Raises:
+            StorageError: If the storage does not answer.
+
+        """
+        until_s = self._clock() + _LONGEST_S
+        due = [record for record in self._wanted() if self._is_changed(record)]
+        while due and self._clock() < until_s:
+            batch, due = due[:_AT_ONCE], due[_AT_ONCE:]
+            for record, curve in zip(batch, read_all(batch, self._read), strict=True):
+                self._curves[record.number] = curve
+                self._versions[record.number] = _version(record)
+        kept = {record.number for record in self._wanted()}
+        self._curves = {number: curve for number, curve in self._curves.items() if number in kept}
+
+    def trials(self) -> list[SeenTrial]:
+        """Return the trials, by number."""
+        return [self._seen(self._records[number]) for number in sorted(self._records)]
+
+    def by_score(self) -> list[SeenTrial]:
+        """Return the trials, the best first; those without a value last, the newest of them first."""
+        sign = 1 if self.mode == "min" else -1
+        return sorted(self.trials(), key=lambda it: (it.value is None, -it.number if it.value is None else sign * it.value))
+
+    def best(self) -> SeenTrial | None:
+        """Return the best trial, of equal ones the first; None while none has a value."""
+        return next((trial for trial in self.by_score() if trial.value is not None), None)
+
+    def _wanted(self) -> Sequence[TrialRecord]:
+        """Return the trials whose curves are shown: all, or those that run, the best and the newest ones."""
+        newest = sorted(self._records.values(), key=lambda it: (it.state != "running", -it.number))
+        if len(newest) <= MAX_CURVES:
+            return newest
+        best = sorted(newest, key=self._order)[: MAX_CURVES // 2]
+        return list({it.number: it for it in (*newest[: MAX_CURVES // 2], *best)}.values())
+
+    def _order(self, record: TrialRecord) -> float:
+        score = score_in(record.metrics, record.state, self.metric, self.mode)
+        return math.inf if score is None else score
+
+    def _is_changed(self, record: TrialRecord) -> bool:
+        return record.state == "running" or self._versions.get(record.number) != _version(record)
+
+    def _read(self, record: TrialRecord) -> TrialCurve:
+        curve = read_curve(Run.open(self.run.storage, record.run), self.metric)
+        before = self._versions.get(record.number)
+        has_moved = before is not None and before[0] != record.run  # it goes on from another trial's checkpoint
+        return curve.after(self._curves.get(record.number, TrialCurve())) if has_moved else curve
+
+    def _seen(self, record: TrialRecord) -> SeenTrial:
+        curve = self._curves.get(record.number, TrialCurve())
+        metrics = curve.metrics if record.state == "running" and curve.metrics else record.metrics or curve.metrics
+        score = None if record.state == "failed" else find_score(metrics, self.metric)
+        return SeenTrial(
+            record.number,
+            record.run,
+            record.state,
+            record.reason,
+            parameters_of(record.config),
+            metrics,
+            None if score is None or math.isnan(score) else float(score),
+            tuple(report.time for report in record.reports),
+            curve,
+        )
+
+
+def _version(record: TrialRecord) -> _Version:
+    return record.run, record.state, len(record.reports)
+
+
+def count_states(trials: Sequence[SeenTrial]) -> Iterator[tuple[TrialState, int]]:
+    """Yield each state that trials have, with their number."""
+    states: tuple[TrialState, ...] = ("running", "completed", "paused", "stopped", "failed")
+    for state in states:
+        count = sum(trial.state == state for trial in trials)
+        if count:
+            yield state, count

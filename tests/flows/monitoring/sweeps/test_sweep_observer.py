@@ -1,0 +1,96 @@
+"""The observer of a sweep: its page on a real server, its table at a terminal, and what it does when these fail."""
+
+import io
+import re
+from uuid import UUID
+
+import pytest
+from memory_storage import MemoryStorage
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.runtime import flow_run
+from prefect_torch.ckpt import StorageError
+from prefect_torch.flows.monitoring.sweeps.observer import SweepObserver
+from prefect_torch.flows.monitoring.sweeps.page import SweepContext
+from prefect_torch.flows.monitoring.sweeps.trial_table import TrialTable
+from prefect_torch.flows.monitoring.sweeps.view import SweepView
+from prefect_torch.flows.sweeps.history import history_of
+from rich.console import Console
+from stored_sweeps import events_of_a_sweep, store_sweep
+
+CONTEXT = SweepContext("./checkpoints", 5, has_rungs=True)
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture
+def view():
+    return SweepView(*store_sweep(MemoryStorage()))
+
+
+def trials():
+    return history_of(events_of_a_sweep())
+
+
+def lead(view, body=lambda: None) -> UUID:
+    """Observe a sweep in a flow run; return the id of that."""
+    led = []
+
+    @flow(name="observed")
+    def observed() -> None:
+        led.append(UUID(flow_run.id))
+        with SweepObserver(view, trials, CONTEXT, led[0]):
+            body()
+
+    observed()
+    return led[0]
+
+
+def pages_of(flow_run_id):
+    with get_client(sync_client=True) as client:
+        return client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id])))
+
+
+def test_the_last_page_shows_how_the_sweep_has_ended(view):
+    (page,) = pages_of(lead(view))
+    assert re.fullmatch(r"digits-[0-9a-f]{6}-sweep", page.key)
+    assert "**completed** · 5 of 5 trials" in page.data
+    assert "loss 0.5" in page.data
+
+
+@pytest.mark.parametrize(("error", "state"), [(ValueError("no"), "failed"), (KeyboardInterrupt(), "interrupted")])
+def test_a_sweep_that_does_not_complete_says_so(view, error, state):
+    flow_runs = []
+
+    def fail():
+        flow_runs.append(UUID(flow_run.id))
+        raise error
+
+    with pytest.raises(type(error)):
+        lead(view, fail)
+    (page,) = pages_of(flow_runs[0])
+    assert f"**{state}**" in page.data
+
+
+def test_a_storage_that_does_not_answer_costs_the_page_and_not_the_sweep(view, monkeypatch, caplog):
+    def refuse(self):
+        raise StorageError("gone")
+
+    monkeypatch.setattr(SweepView, "read", refuse)
+    assert pages_of(lead(view)) == []
+    assert caplog.text.count("the page of the sweep is not up to date: StorageError('gone')") == 1
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_the_terminal_and_has_the_running_and_the_best_trials(view, width):
+    output = io.StringIO()
+    table = TrialTable(Console(file=output, force_terminal=True, width=width), 5, has_rungs=True)
+    view.record(trials())
+    view.read()
+    table.show(view)
+    table.close()
+    lines = [line.rstrip() for line in ESCAPE.sub("", output.getvalue().rpartition("digits  ")[2]).splitlines()]
+    assert lines[0].startswith("5 of 5 trials: 1 running, 2 completed, 1 paused, 1 failed")
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines[2:7]] == ["3", "4", "0", "1", "2"]
+    assert lines[2].split()[:5] == ["3", "completed", "0.5", "2", "1"]

@@ -1,0 +1,204 @@
+"""The page of a sweep, and what it is made from: its view, its curves, the importance of its parameters."""
+
+import base64
+import math
+import random
+import re
+from dataclasses import replace
+from xml.etree import ElementTree as ET
+
+import pytest
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.monitoring.sweeps import view as views
+from prefect_torch.flows.monitoring.sweeps.page import SweepContext, write_sweep
+from prefect_torch.flows.monitoring.sweeps.parameters import at_equal_steps, importances, parameters_of, varied
+from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
+from prefect_torch.flows.monitoring.sweeps.trial_chart import draw_best
+from prefect_torch.flows.monitoring.sweeps.view import SweepView, count_states
+from prefect_torch.flows.monitoring.text import page_url
+from prefect_torch.flows.sweeps.history import TrialRecord, TrialReported, apply, history_of
+from stored_sweeps import FLOW_RUN, events_of_a_sweep, store_sweep, store_trial, trial_run
+
+CONTEXT = SweepContext("./checkpoints", 5, has_rungs=True)
+URL = page_url("flow-run", FLOW_RUN)
+
+
+@pytest.fixture
+def view():
+    run, definition = store_sweep(MemoryStorage())
+    made = SweepView(run, definition)
+    made.record(history_of(events_of_a_sweep()))
+    made.read()
+    return made
+
+
+def pictures(page) -> dict[str, ET.Element]:
+    found = re.findall(r"!\[([^\]]*)\]\(data:image/svg\+xml;base64,([^)]*)\)", page)
+    return {name: ET.fromstring(base64.b64decode(data)) for name, data in found}
+
+
+def test_the_table_has_every_trial_the_best_first_with_its_state_rung_config_and_reason(view):
+    page = write_sweep(view, CONTEXT, now_s=0.0)
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert rows[0] == "| trial | state | loss | step | rung | lr | net/width | why |"
+    assert rows[2:] == [
+        f"| [3]({URL}) | completed | 0.5 | 2 | 1 (at 1) | 0.0001 | 64 |  |",
+        f"| [4]({URL}) | running | 0.9 | 1 |  | 1e-05 | 80 |  |",
+        f"| [0]({URL}) | completed | 1 | 2 |  | 0.1 | 16 |  |",
+        rf"| [1]({URL}) | paused | 2 | 1 | 1 (at 1) | 0.01 | 32 | rung 1: 1 of 3 trials go on |",
+        rf"| [2]({URL}) | failed |  | 0 |  | 0.001 | 48 | ValueError: the loss \| is NaN |",
+    ]
+
+
+def test_the_head_counts_the_trials_and_the_best_is_shown_with_the_line_that_loads_it(view):
+    page = write_sweep(view, CONTEXT, now_s=0.0)
+    assert "**running** · 5 of 5 trials · 1 running · 2 completed · 1 paused · 1 failed" in page
+    assert f"[Trial 3]({URL}): **loss 0.5** at step 2, completed, with" in page
+    assert "SweepResult.from_storage('./checkpoints', 'digits').best.checkpoint" in page
+
+
+def test_every_trial_is_a_curve_the_stopped_ones_pale_and_the_best_on_top(view):
+    curves = pictures(write_sweep(view, CONTEXT, now_s=0.0))["Curves of all trials"]
+    lines = curves.findall(".//{*}polyline")
+    assert len(lines) == 4  # a single point is a dot
+    assert lines[-1].get("stroke-width") == "2.6"
+    assert sorted(line.get("stroke-opacity") for line in lines) == ["0.4", "0.75", "0.9", "1"]
+
+
+def test_the_best_value_falls_over_the_time_of_all_trials(view):
+    picture = ET.fromstring(draw_best(view.trials(), "min"))
+    (stairs,) = picture.findall(".//{*}polyline")
+    places = [tuple(map(float, pair.split(","))) for pair in stairs.get("points").split()]
+    assert [x for x, _ in places] == sorted(x for x, _ in places)
+    assert [y for _, y in places] == sorted(y for _, y in places)  # down the page: a loss only falls
+    assert len(picture.findall(".//{*}circle")) == 5  # 3, 2 and 1 of the first trial, 0.7 and 0.5 of the best
+
+
+def test_parallel_coordinates_have_an_axis_per_parameter_and_a_line_per_scored_trial(view):
+    picture = pictures(write_sweep(view, CONTEXT, now_s=0.0))["Parallel coordinates"]
+    names = [it.text for it in picture.findall(".//{*}text") if it.get("font-weight") == "600" and it.get("y") == "13.0"]
+    assert names == ["lr", "net/width", "loss"]
+    assert len(picture.findall(".//{*}polyline")) == 4
+
+
+def test_few_trials_tell_no_importance_and_the_page_says_how_many_it_takes(view):
+    page = write_sweep(view, CONTEXT, now_s=0.0)
+    assert "It takes eight trials that have ended" in page
+    assert "Importance of the parameters" not in pictures(page)
+
+
+def test_a_sweep_without_a_report_or_a_trial_has_a_page():
+    run, definition = store_sweep(MemoryStorage())
+    empty = SweepView(run, definition)
+    assert "0 of 5 trials" in write_sweep(empty, CONTEXT, now_s=0.0)
+    assert write_sweep(empty, replace(CONTEXT, num_trials=None, state="completed"), now_s=0.0).count("0 trials") == 1
+
+
+def test_only_runs_that_changed_are_read_again(view, monkeypatch):
+    read = []
+    real = views.read_curve
+    monkeypatch.setattr(views, "read_curve", lambda run, metric: read.append(run.name) or real(run, metric))
+    view.read()
+    assert read == [trial_run(4)]  # it runs
+
+
+def test_a_slow_storage_ends_a_look_and_the_next_one_goes_on():
+    run, definition = store_sweep(MemoryStorage())
+    times = iter([0.0, 0.0, 11.0, 20.0, 20.0, 20.0, 20.0])
+    slow = SweepView(run, definition, clock=lambda: next(times))
+    records = history_of(events_of_a_sweep())
+    slow.record({**records, **{number: TrialRecord(number, trial_run(0), {}, number) for number in range(5, 12)}})
+    slow.read()
+    assert sum(bool(trial.curve.points) for trial in slow.trials()) == 8
+    slow.read()
+    assert all(trial.curve.points for trial in slow.trials())
+
+
+def test_of_very_many_trials_the_best_the_newest_and_the_running_have_curves(view, monkeypatch):
+    monkeypatch.setattr(views, "MAX_CURVES", 4)
+    view.record({it.number: replace(it, state="running" if it.number == 1 else it.state) for it in view._records.values()})
+    view.read()
+    assert [trial.number for trial in view.trials() if trial.curve.points] == [0, 1, 3, 4]
+
+
+def test_a_trial_that_goes_on_in_another_run_keeps_its_curve_up_to_there():
+    run, definition = store_sweep(MemoryStorage())
+    view, records = SweepView(run, definition), history_of(events_of_a_sweep())
+    view.record(records)
+    view.read()
+    store_trial_from(run, trial_run(9), [(2, 0.3), (3, 0.2)])
+    view.record({**records, 0: replace(records[0], run=trial_run(9), is_cloned=True)})
+    view.read()
+    assert view.trials()[0].curve.points == ((0, 3.0), (1, 2.0), (2, 0.3), (3, 0.2))
+
+
+def store_trial_from(sweep, name, points):
+    run = Run.open(sweep.storage, name)
+    attempt = claim_attempt(run, Owner.current(), world_size=1)
+    history = HistoryWriter(run, attempt.number)
+    for step, loss in points:
+        history.append(MetricRecord(attempt.number, step, {"loss": loss}, None, "2026-01-02T00:00:00+00:00"))
+    history.flush()
+
+
+def test_a_nan_and_a_failed_trial_have_no_value(view):
+    records = history_of(events_of_a_sweep())
+    reported = TrialReported(1, 2, math.nan, None, {"loss": math.nan}, "stopped", reason="worse than the median")
+    apply(records, reported)
+    view.record(records)
+    assert {trial.number: trial.value for trial in view.trials()} == {0: 1.0, 1: None, 2: None, 3: 0.5, 4: 0.9}
+    assert dict(count_states(view.trials()))["stopped"] == 1
+
+
+def test_the_state_of_the_flow_run_says_the_best_value_and_its_trial():
+    _, definition = store_sweep(MemoryStorage())
+    assert summarize_sweep(definition, history_of(events_of_a_sweep())) == "5 trials, loss 0.5 (best of trial 3), 1 failed"
+    assert summarize_sweep(definition, {}) == "0 trials"
+
+
+def test_a_parameter_that_decides_is_important_and_one_that_does_not_matter_is_not():
+    draw = random.Random(0)
+    configs = [
+        {"lr": 10 ** draw.uniform(-4, -1), "width": draw.choice([16, 32]), "name": draw.choice("ab")} for _ in range(200)
+    ]
+    decided = [abs(math.log10(config["lr"]) + 1) + draw.gauss(0, 0.05) for config in configs]
+    found = importances(configs, decided)
+    assert next(iter(found)) == "lr"
+    assert found["lr"] > 0.8
+    assert max(found["width"], found["name"]) < 0.05
+    by_name = importances(configs, [config["name"] == "a" for config in configs])
+    assert by_name["name"] == pytest.approx(1)
+
+
+def test_parameters_that_cannot_explain_anything_have_no_importance():
+    assert importances([{"a": 1}] * 8, range(8)) == {}
+    assert importances([{"a": number} for number in range(7)], range(7)) == {}  # too few
+    assert importances([{"a": number} for number in range(8)], [1.0] * 8) == {"a": 0.0}
+    assert importances([{"a": str(number)} for number in range(8)], range(8)) == {"a": 0.0}  # each its own group
+
+
+def test_a_conditional_parameter_is_grouped_with_its_absence():
+    configs = [{"opt": "sgd", "momentum": number / 20} if number % 2 else {"opt": "adam"} for number in range(40)]
+    found = importances(configs, [float(number % 2) for number in range(40)])
+    assert found["momentum"] == pytest.approx(found["opt"], abs=0.1)
+
+
+def test_trials_are_compared_at_the_last_step_that_all_have_reached():
+    assert at_equal_steps([[(0, 5.0), (4, 1.0)], [(0, 4.0), (3, 2.0)]]) == (3, [5.0, 2.0])
+    assert at_equal_steps([[(0, 5.0)], []]) is None
+    assert at_equal_steps([]) is None
+
+
+def test_parameters_are_flat_and_only_those_that_differ_are_shown():
+    assert parameters_of({"a": {"b": 1, "c": [1, 2]}, "d": None}) == {"a/b": 1, "a/c": "[1, 2]", "d": None}
+    assert varied([{"a": 1, "b": 1}, {"a": 1, "b": True}, {"a": 1, "b": 1, "c": 2}]) == ["b", "c"]
+
+
+def test_the_curve_of_a_trial_that_was_trained_again_has_each_step_once(view):
+    store_trial(view.run, 4)  # another attempt of it reports the same steps
+    view.read()
+    assert [step for step, _ in view.trials()[4].curve.points] == [0, 1]
+    assert view.trials()[4].curve.attempts == 2
