@@ -15,7 +15,7 @@ from prefect_torch.deployments.command_line.arguments import (
 )
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .selection import best_first, open_run, resolve_score
+from .selection import best_first, is_sweep, open_run, resolve_score
 
 
 @click.command
@@ -24,11 +24,11 @@ from .selection import best_first, open_run, resolve_score
 @metric_option
 @order_option
 @click.option(
-    "-k", "count", type=click.IntRange(min=1), default=1, show_default=True, help="The number of checkpoints to show."
+    "-k", "count", type=click.IntRange(min=1), default=1, show_default=True, help="The number of checkpoints or trials to show."
 )
 @json_option
 def best(storage: str, run: str, metric: str | None, order: Any, count: int, as_json: bool) -> None:
-    """Show the best checkpoints, best first.
+    """Show the best checkpoints of a run, or the best trials of a sweep, best first.
 
     Without --metric and --order, the score is the training's own. A checkpoint without the metric comes last, after NaN; of
     equal values the newer comes first. Costs a small read for each checkpoint.
@@ -36,8 +36,17 @@ def best(storage: str, run: str, metric: str | None, order: Any, count: int, as_
     \b
     --json: a list of
       id, step, value (of the metric, or null), metric, order, metrics, bytes
+    of a sweep: a list of trials as `ls --json` has it, with the key
+      checkpoint (the id of the latest, or null)
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run)
+    if is_sweep(store):
+        from prefect_torch.deployments.command_line.sweeps.printing import show_best_trials  # noqa: PLC0415 - imports prefect
+
+        if metric is not None or order is not None:
+            raise click.UsageError("a sweep has its own metric: give neither --metric nor --order")
+        show_best_trials(store, count, as_json=as_json)
+        return
     score = resolve_score(store, metric, order)
     chosen = [(it, find_metric(it.metrics, score.metric)) for it in best_first(store.list(), score)[:count]]
     if as_json:

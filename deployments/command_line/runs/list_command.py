@@ -13,8 +13,8 @@ from prefect_torch.ckpt.text import show_age, show_bytes
 from prefect_torch.deployments.command_line.arguments import json_option, open_existing_storage, storage_argument
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .run_summaries import STATE_STYLES, summarize_runs
-from .selection import open_run, policy_of
+from .run_summaries import STATE_STYLES, RunSummary, summarize_runs
+from .selection import is_sweep, open_run, policy_of
 
 _SHOWN_METRICS = 4
 
@@ -24,25 +24,38 @@ _SHOWN_METRICS = 4
 @click.argument("run", metavar="[RUN]", required=False)
 @json_option
 def ls(storage: str, run: str | None, as_json: bool) -> None:
-    """List runs, or the checkpoints of one.
+    """List runs, the checkpoints of one, or the trials of a sweep.
 
     The runs in STORAGE are sorted by name, the checkpoints of RUN from the oldest to the newest. Each run costs a listing, a
     request per thousand objects, and four small requests. Checkpoints cost a listing and a small read each, 32 in parallel.
 
     "kept because" is the reason why the training's own retention policy keeps a checkpoint, or "nothing" if it would delete it.
 
+    The trials of a sweep are not among the runs: RUN may be a trial, as `best` and --json name it. Trials cost the sweep's
+    journal, and some requests each.
+
     \b
     --json of runs: a list of
       name, attempts, latest_step (or null), checkpoints, bytes,
+      trials (of a sweep, else null),
       state: completed, failed, preempted, cancelled, running,
         lost (its process is gone), unknown (it is on another machine)
     --json of checkpoints: a list of
       id, step, attempt, metrics, bytes, created_at, pinned, kept_because
+    --json of trials: a list of
+      number, run, state, reason (or null), config, metrics, metric, mode,
+      value (of the metric, or null), step (or null), attempts
     """  # noqa: D301 - click's mark for lines that it must not fill
     if run is None:
         _list_runs(storage, as_json)
+        return
+    store = open_run(storage, run)
+    if is_sweep(store):
+        from prefect_torch.deployments.command_line.sweeps.printing import list_trials  # noqa: PLC0415 - imports prefect
+
+        list_trials(store, as_json=as_json)
     else:
-        _list_checkpoints(open_run(storage, run), as_json)
+        _list_checkpoints(store, as_json)
 
 
 def _list_runs(storage: str, as_json: bool) -> None:
@@ -53,21 +66,21 @@ def _list_runs(storage: str, as_json: bool) -> None:
     elif not summaries:
         note(f"no runs in {opened.url}")
     else:
-        print_table(
-            ["run", "attempts", "latest step", "checkpoints", "size", "state"],
-            (
-                (
-                    it.name,
-                    it.attempts,
-                    it.latest_step,
-                    it.checkpoints,
-                    show_bytes(it.bytes),
-                    (it.state, STATE_STYLES.get(it.state, "")),
-                )
-                for it in summaries
-            ),
-            right={"attempts", "latest step", "checkpoints", "size"},
-        )
+        has_sweeps = any(it.trials is not None for it in summaries)
+        columns = ["run", *(["trials"] if has_sweeps else []), "attempts", "latest step", "checkpoints", "size", "state"]
+        right = {"trials", "attempts", "latest step", "checkpoints", "size"}
+        print_table(columns, (_run_row(it, has_sweeps=has_sweeps) for it in summaries), right=right)
+
+
+def _run_row(summary: RunSummary, *, has_sweeps: bool) -> Iterator[object]:
+    yield summary.name
+    if has_sweeps:
+        yield summary.trials
+    yield summary.attempts
+    yield summary.latest_step
+    yield summary.checkpoints
+    yield show_bytes(summary.bytes)
+    yield summary.state, STATE_STYLES.get(summary.state, "")
 
 
 def _list_checkpoints(store: CheckpointStore, as_json: bool) -> None:

@@ -1,5 +1,6 @@
 """Summaries of the runs in a storage, made from listings: no manifest is read."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,6 +13,9 @@ from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.standing import Standing, State, standing_of
 from prefect_torch.deployments.command_line.terminal import note
 
+from .selection import SWEEP_RECORD
+
+_TRIAL = re.compile(r"trial-[0-9]{4,9}-[0-9a-f]{8}/")
 STATE_STYLES = {"completed": "green", "failed": "red", "lost": "red", "preempted": "yellow", "cancelled": "yellow"}
 
 
@@ -25,6 +29,7 @@ class RunSummary:
         latest_step: The step of the newest checkpoint, or None.
         checkpoints: The number of committed checkpoints.
         bytes: The size of all checkpoint data, committed or not.
+        trials: The number of a sweep's trials, whose checkpoints and bytes are counted here; None for a training.
         state: The recorded ending of the newest attempt; else "running", "lost" (its process is gone) or "unknown" (its
             process is on another machine).
 
@@ -36,6 +41,7 @@ class RunSummary:
     checkpoints: int
     bytes: int
     state: State
+    trials: int | None = None
 
 
 def summarize_runs(storage: Storage) -> Iterator[RunSummary]:
@@ -58,10 +64,16 @@ class _Seen:
     checkpoints: set[str] = field(default_factory=set)
     attempts: set[str] = field(default_factory=set)
     outcomes: set[str] = field(default_factory=set)
+    trials: set[str] = field(default_factory=set)
+    trial_checkpoints: set[tuple[str, str]] = field(default_factory=set)
+    is_sweep: bool = False
 
     def add(self, info: ObjectInfo) -> None:
         """Add an object of the listing; the order is arbitrary, and an object may be listed twice."""
-        if info.key.startswith(self.layout.checkpoints):
+        self.is_sweep = self.is_sweep or info.key == f"{self.layout.run}/{SWEEP_RECORD}"
+        if (trial := _TRIAL.match(info.key, len(self.layout.run) + 1)) is not None:
+            self._add_of_trial(info, Layout(info.key[: trial.end() - 1]))
+        elif info.key.startswith(self.layout.checkpoints):
             self.data[info.key] = info.bytes
         elif info.key.startswith(self.layout.manifests):
             if (checkpoint_id := manifest_id(self.layout, info.key)) is not None:
@@ -72,6 +84,13 @@ class _Seen:
         elif info.key.startswith(self.layout.outcomes):
             self.outcomes.add(stem(info.key))
 
+    def _add_of_trial(self, info: ObjectInfo, trial: Layout) -> None:
+        self.trials.add(trial.run)
+        if info.key.startswith(trial.checkpoints):
+            self.data[info.key] = info.bytes
+        elif info.key.startswith(trial.manifests) and (checkpoint_id := manifest_id(trial, info.key)) is not None:
+            self.trial_checkpoints.add((trial.run, checkpoint_id))
+
     @property
     def is_run(self) -> bool:
         return bool(self.attempts or self.checkpoints)
@@ -81,9 +100,10 @@ class _Seen:
             name=store.run,
             attempts=max(map(attempt_number, self.attempts), default=0),
             latest_step=step_of(max(self.checkpoints)) if self.checkpoints else None,
-            checkpoints=len(self.checkpoints),
+            checkpoints=len(self.checkpoints) + len(self.trial_checkpoints),
             bytes=sum(self.data.values()),
             state=self._state(store),
+            trials=len(self.trials) if self.is_sweep else None,
         )
 
     def _state(self, store: CheckpointStore) -> State:

@@ -11,6 +11,8 @@ from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_sc
 from prefect_torch.ckpt.text import show_some
 from prefect_torch.deployments.command_line.arguments import open_existing_storage
 
+SWEEP_RECORD = "sweep.json"
+
 
 def open_run(storage: str, run: str) -> CheckpointStore:
     """Open an existing run; a command reads each of its manifests once.
@@ -24,6 +26,15 @@ def open_run(storage: str, run: str) -> CheckpointStore:
     if not any(next(store.storage.list(prefix), None) for prefix in (layout.attempts, layout.manifests)):
         raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; prefect-torch ls {storage} lists the runs")
     return store
+
+
+def is_sweep(store: CheckpointStore) -> bool:
+    """Return whether a run is a sweep, whose trials are runs of their own; one request."""
+    try:
+        store.storage.size(f"{store.run}/{SWEEP_RECORD}")
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None, order: Order | None = None) -> Manifest:

@@ -24,7 +24,7 @@ from prefect_torch.deployments.command_line.arguments import (
 from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_count, show_number
 
 from .run_summaries import STATE_STYLES
-from .selection import find_checkpoint, open_run
+from .selection import find_checkpoint, is_sweep, open_run
 
 
 @click.command
@@ -35,10 +35,11 @@ from .selection import find_checkpoint, open_run
 @order_option
 @json_option
 def show(storage: str, run: str, checkpoint: str | None, metric: str | None, order: Any, as_json: bool) -> None:
-    """Show the details of a run or of a checkpoint.
+    """Show the details of a run, of a sweep or of a checkpoint.
 
-    For RUN its attempts and metrics, for ID its manifest, files and metadata. A run costs reading its whole history of metrics,
-    and a small read for each attempt and checkpoint.
+    For RUN its attempts and metrics, for a sweep its trials, the best first; for ID its manifest, files and metadata. A run
+    costs reading its whole history of metrics, and a small read for each attempt and checkpoint; a sweep its journal, and some
+    requests for each trial.
 
     \b
     --json of a run: name, path, reports, first_report_at, last_report_at,
@@ -47,12 +48,20 @@ def show(storage: str, run: str, checkpoint: str | None, metric: str | None, ord
         resumed_from, settings
       metrics: a list of name, reports, first, last, min, max
       quarantined: a list of id, reason
+    --json of a sweep: name, path, state, function, space, config, metrics,
+      modes, search, created_at, best (the number of a trial, or null),
+      trials: a list as `ls --json` has it
     --json of a checkpoint: id, path, step, attempt, metrics, world_size,
       parent, created_at, bytes, pinned, timings, metadata,
       evaluations: the keys of metrics that evaluations attached,
       files: a list of path, bytes, digest, rank
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run)
+    if checkpoint is None and is_sweep(store):
+        from prefect_torch.deployments.command_line.sweeps.printing import show_sweep  # noqa: PLC0415 - imports prefect
+
+        show_sweep(store, as_json=as_json)
+        return
     if checkpoint is None:
         described = _describe_run(store)
     else:

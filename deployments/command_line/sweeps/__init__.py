@@ -1,0 +1,1 @@
+"""Commands on a sweep: its trials, instead of the checkpoints of a run."""

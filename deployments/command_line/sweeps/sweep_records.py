@@ -1,0 +1,97 @@
+"""A sweep as commands read it from its storage."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.deployments.command_line.terminal import show_number
+from prefect_torch.flows.monitoring.sweeps.page import show_rung
+from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
+from prefect_torch.flows.sweeps.definition import Definition, read_definition
+from prefect_torch.flows.sweeps.stored_trials import read_trials
+
+RUNG_SCHEDULERS = ("asha", "hyperband", "pbt")
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRecords:
+    """A sweep as its storage has it.
+
+    Attributes:
+        definition: What it searches.
+        view: Its trials and their curves.
+
+    """
+
+    definition: Definition
+    view: SweepView
+
+    @classmethod
+    def read(cls, store: CheckpointStore) -> "SweepRecords":
+        """Read the sweep; costs its journal, and some requests for each of up to 200 trials.
+
+        Raises:
+            FileNotFoundError: If it has no definition.
+            JournalDamagedError: If its journal is damaged.
+
+        """
+        run = Run(store.storage, store.layout, store.spec)
+        definition = read_definition(run)
+        if definition is None:
+            raise FileNotFoundError(f"there is no sweep {run.name!r} in {run.storage.url}")
+        view = SweepView(run, definition)
+        view.record(read_trials(run))
+        view.read()
+        return cls(definition, view)
+
+    @property
+    def has_rungs(self) -> bool:
+        """Whether its scheduler decides at rungs."""
+        return self.definition.search.get("scheduler") in RUNG_SCHEDULERS
+
+    def headline(self) -> str:
+        """Return how many trials there are, in which states, and the best one."""
+        trials, best, metric = self.view.trials(), self.view.best(), self.view.metric
+        wanted = self.definition.search.get("num_trials")
+        of = f" of {wanted}" if wanted is not None and wanted > len(trials) else ""
+        states = ", ".join(f"{count} {state}" for state, count in count_states(trials))
+        found = "" if best is None else f"; best {metric} {show_number(best.value)} in trial {best.number}"
+        return (
+            f"{len(trials)}{of} trial{'' if len(trials) == 1 and not of else 's'}" + (f": {states}" if states else "") + found
+        )
+
+    def columns(self) -> list[str]:
+        """Return the names of a table's columns."""
+        return ["trial", "config", "state", self.view.metric, "step", *(["rung"] if self.has_rungs else [])]
+
+    def row(self, trial: SeenTrial) -> Iterator[object]:
+        """Yield the cells of a trial."""
+        yield trial.number
+        yield ", ".join(f"{name}={show_number(value)}" for name, value in trial.parameters.items())
+        yield trial.state
+        yield None if trial.value is None else show_number(trial.value)
+        yield trial.step
+        if self.has_rungs:
+            yield show_rung(trial) or None
+
+
+def describe_trials(records: SweepRecords, trials: Sequence[SeenTrial]) -> list[dict[str, Any]]:
+    """Return trials as JSON: see the help of `ls`."""
+    return [
+        {
+            "number": trial.number,
+            "run": trial.run,
+            "state": trial.state,
+            "reason": trial.reason,
+            "config": dict(trial.parameters),
+            "metrics": trial.metrics,
+            "value": trial.value,
+            "metric": records.view.metric,
+            "mode": records.view.mode,
+            "step": trial.step,
+            "attempts": trial.curve.attempts,
+        }
+        for trial in trials
+    ]

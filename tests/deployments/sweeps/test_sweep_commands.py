@@ -1,0 +1,75 @@
+"""`ls`, `show` and `best` know sweeps, whose trials are runs of their own."""
+
+import pytest
+from prefect_torch.ckpt import CheckpointStore
+from ranks import Attempt, folder
+from stored_sweeps import store_sweep, trial_run
+
+
+@pytest.fixture
+def swept(local, tmp_path):
+    """Store a sweep, the best trial of which has a checkpoint, beside a training."""
+    store_sweep(local, ending="completed")
+    for name in (trial_run(3), "alone"):
+        files = folder(tmp_path / name.replace("/", "-"), model=b"x" * 2048)
+        store = CheckpointStore.open(local, name)
+        assert Attempt(store).run(lambda session, rank, files=files: session.report({"loss": 0.5}, files)) == [None]
+    return local
+
+
+def test_a_sweep_is_one_line_among_the_runs_with_its_trials_and_all_their_bytes(swept, command, as_json):
+    code, out, err = command("ls", swept)
+    assert (code, err) == (0, "")
+    header, alone, digits = [line.split() for line in out.splitlines()]
+    assert header == ["run", "trials", "attempts", "latest", "step", "checkpoints", "size", "state"]
+    assert digits == ["digits", "5", "1", "-", "1", "2.0", "KiB", "completed"]
+    assert alone[:3] == ["alone", "-", "1"]
+    assert [(it["name"], it["trials"], it["bytes"]) for it in as_json("ls", swept)] == [
+        ("alone", None, 2048),
+        ("digits", 5, 2048),
+    ]
+
+
+def test_runs_without_a_sweep_are_listed_as_ever(local, tmp_path, command):
+    store = CheckpointStore.open(local, "alone")
+    files = folder(tmp_path / "alone", model=b"x")
+    assert Attempt(store).run(lambda session, rank: session.report({"loss": 0.5}, files)) == [None]
+    assert "trials" not in command("ls", local)[1]
+
+
+def test_the_trials_of_a_sweep_are_listed_with_config_score_and_rung(swept, command, as_json):
+    header, *rows = command("ls", swept, "digits")[1].splitlines()
+    assert header.split() == ["trial", "config", "state", "loss", "step", "rung"]
+    assert rows[1].split() == ["1", "lr=0.01,", "net/width=32", "paused", "2", "1", "1", "(at", "1)"]
+    assert [row.split()[3] for row in rows] == ["completed", "paused", "failed", "completed", "running"]
+    third = as_json("ls", swept, "digits")[3]
+    assert third["run"] == trial_run(3)
+    assert (third["config"], third["value"], third["metric"], third["mode"]) == (
+        {"lr": 0.0001, "net/width": 64},
+        0.5,
+        "loss",
+        "min",
+    )
+
+
+def test_a_sweep_is_shown_with_its_best_trial_first_and_the_reasons_of_failures(swept, command, as_json):
+    lines = command("show", swept, "digits")[1].splitlines()
+    assert lines[0].endswith("/digits")
+    assert lines[1] == "sweep of train_digits:train_fn, completed"
+    assert lines[2] == "5 trials: 1 running, 2 completed, 1 paused, 1 failed; best loss 0.5 in trial 3"
+    assert [line.split()[0] for line in lines[5:10]] == ["3", "4", "0", "1", "2"]
+    assert "trial 2 failed: ValueError: the loss | is NaN" in lines
+    assert lines[-1] == f"best run: {trial_run(3)}"
+    shown = as_json("show", swept, "digits")
+    assert (shown["best"], shown["state"], len(shown["trials"])) == (3, "completed", 5)
+
+
+def test_the_best_trials_come_with_their_checkpoints_and_a_trial_is_a_run(swept, command, as_json):
+    first, second = as_json("best", swept, "digits", "-k", "2")
+    assert (first["number"], second["number"], second["checkpoint"]) == (3, 4, None)
+    newest = CheckpointStore.open(swept, trial_run(3)).latest().id
+    assert first["checkpoint"] == newest
+    assert command("best", swept, "digits")[1].splitlines()[1].split() == ["3", trial_run(3), "0.5", "2", newest]
+    assert newest in command("ls", swept, trial_run(3))[1]
+    code, _, err = command("best", swept, "digits", "--metric", "loss")
+    assert (code, "give neither --metric nor --order" in err) == (2, True)
