@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.deployments.command_line.terminal import show_number
 from prefect_torch.flows.monitoring.sweeps.page import show_rung
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
@@ -37,12 +36,11 @@ class SweepRecords:
             JournalDamagedError: If its journal is damaged.
 
         """
-        run = Run(store.storage, store.layout, store.spec)
-        definition = read_definition(run)
+        definition = read_definition(store)
         if definition is None:
-            raise FileNotFoundError(f"there is no sweep {run.name!r} in {run.storage.url}")
-        view = SweepView(run, definition)
-        view.record(read_trials(run))
+            raise FileNotFoundError(f"there is no sweep {store.run!r} in {store.storage.url}")
+        view = SweepView(store, definition)
+        view.record(read_trials(store))
         view.read()
         return cls(definition, view)
 

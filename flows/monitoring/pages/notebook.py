@@ -29,7 +29,11 @@ def result_html(path: str, outcome: str, history: Sequence[MetricRecord], best: 
     storage, _, run = path.rpartition("/")
     parts = [f"<p><b>{escape(run)}</b> in <code>{escape(storage)}</code>: {escape(outcome)}</p>", curves_svg(history) or ""]
     if best:
-        parts += [_checkpoints(best), "<p>The first of them:</p>", f"<pre>{escape(_how_to_load(storage, run))}</pre>"]
+        parts += [
+            _checkpoints(best),
+            "<p>The first of them:</p>",
+            f'<pre style="font-family:monospace">{escape(_how_to_load(storage, run))}</pre>',
+        ]
     return f'<div class="prefect-torch">{"".join(parts)}</div>'
 
 
@@ -75,9 +79,10 @@ def _checkpoints(best: Sequence[tuple[str, Metrics]]) -> str:
 
 
 def _how_to_load(storage: str, run: str) -> str:
-    return (
+    lines = (
         f"checkpoint, metrics = Result.from_storage({storage!r}, {run!r}).best_checkpoints[0]\n"
         "checkpoint.load_state(state)                 # of a training that reports state=\n"
         "with checkpoint.as_directory() as directory:  # of any training\n"
         "    ..."
     )
+    return f'<pre style="font-family:monospace">{escape(lines)}</pre>'

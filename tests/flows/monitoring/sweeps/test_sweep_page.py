@@ -23,7 +23,6 @@ from prefect_torch.flows.sweeps.history import TrialRecord, TrialReported, apply
 from stored_sweeps import FLOW_RUN, events_of_a_sweep, store_sweep, store_trial, trial_run
 
 CONTEXT = SweepContext("./checkpoints", 5, has_rungs=True)
-URL = page_url("flow-run", FLOW_RUN)
 
 
 @pytest.fixture
@@ -41,22 +40,24 @@ def pictures(page) -> dict[str, ET.Element]:
 
 
 def test_the_table_has_every_trial_the_best_first_with_its_state_rung_config_and_reason(view):
+    url = page_url("flow-run", FLOW_RUN)
     page = write_sweep(view, CONTEXT, now_s=0.0)
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert rows[0] == "| trial | state | loss | step | rung | lr | net/width | why |"
     assert rows[2:] == [
-        f"| [3]({URL}) | completed | 0.5 | 2 | 1 (at 1) | 0.0001 | 64 |  |",
-        f"| [4]({URL}) | running | 0.9 | 1 |  | 1e-05 | 80 |  |",
-        f"| [0]({URL}) | completed | 1 | 2 |  | 0.1 | 16 |  |",
-        rf"| [1]({URL}) | paused | 2 | 1 | 1 (at 1) | 0.01 | 32 | rung 1: 1 of 3 trials go on |",
-        rf"| [2]({URL}) | failed |  | 0 |  | 0.001 | 48 | ValueError: the loss \| is NaN |",
+        f"| [3]({url}) | completed | 0.5 | 2 | 1 (at 1) | 0.0001 | 64 |  |",
+        f"| [4]({url}) | running | 0.9 | 1 |  | 1e-05 | 80 |  |",
+        f"| [0]({url}) | completed | 1 | 2 |  | 0.1 | 16 |  |",
+        rf"| [1]({url}) | paused | 2 | 1 | 1 (at 1) | 0.01 | 32 | rung 1: 1 of 3 trials go on |",
+        rf"| [2]({url}) | failed |  | 0 |  | 0.001 | 48 | ValueError: the loss \| is NaN |",
     ]
 
 
 def test_the_head_counts_the_trials_and_the_best_is_shown_with_the_line_that_loads_it(view):
     page = write_sweep(view, CONTEXT, now_s=0.0)
     assert "**running** · 5 of 5 trials · 1 running · 2 completed · 1 paused · 1 failed" in page
-    assert f"[Trial 3]({URL}): **loss 0.5** at step 2, completed, with" in page
+    url = page_url("flow-run", FLOW_RUN)
+    assert f"[Trial 3]({url}): **loss 0.5** at step 2, completed, with" in page
     assert "SweepResult.from_storage('./checkpoints', 'digits').best.checkpoint" in page
 
 
