@@ -112,6 +112,7 @@ def test_runs_are_listed(storage, command, as_json):
         "checkpoints": 5,
         "bytes": 1_500_020,
         "state": "completed",
+        "trials": None,
     }
     assert listed[1]["bytes"] == store.latest().total_bytes
 

@@ -7,6 +7,7 @@ from typing import Any
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.deployments.command_line.terminal import show_number
 from prefect_torch.flows.monitoring.sweeps.page import show_rung
+from prefect_torch.flows.monitoring.sweeps.trial_table import STATE_STYLES
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
 from prefect_torch.flows.sweeps.definition import Definition, read_definition
 from prefect_torch.flows.sweeps.stored_trials import read_trials
@@ -68,7 +69,7 @@ class SweepRecords:
         """Yield the cells of a trial."""
         yield trial.number
         yield ", ".join(f"{name}={show_number(value)}" for name, value in trial.parameters.items())
-        yield trial.state
+        yield trial.state, STATE_STYLES[trial.state]
         yield None if trial.value is None else show_number(trial.value)
         yield trial.step
         if self.has_rungs:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .page import show_rung
-from .parameters import varied
+from .parameters import Value, varied
 from .view import SeenTrial, SweepView, count_states
 
 STATE_STYLES = {"running": "cyan", "completed": "green", "failed": "red", "paused": "yellow", "stopped": "yellow"}
@@ -88,8 +88,12 @@ def _cells(trial: SeenTrial, names: Sequence[str], *, has_rungs: bool, style: st
     yield Text("-" if trial.step is None else str(trial.step))
     if has_rungs:
         yield Text(show_rung(trial))
-    yield Text("  ".join(f"{name}={show_number(trial.parameters[name])}" for name in names if name in trial.parameters))
+    yield Text(" ".join(f"{name}={_short(trial.parameters[name])}" for name in names if name in trial.parameters))
     yield Text(" ".join((trial.reason or "").split()), "bright_black")
+
+
+def _short(value: Value) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _rows(trials: Sequence[SeenTrial]) -> list[SeenTrial]:
