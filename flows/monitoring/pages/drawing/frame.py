@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from prefect_torch.flows.monitoring.text import show_compact
 
 from .axis import Axis
-from .curves import Point
 from .svg import dot, polyline, stroke, text
+
+Place: TypeAlias = tuple[float, float]  # a step, or another value across, and a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,13 @@ def draw_grid(frame: Frame) -> Iterable[str]:
         yield text(x, frame.bottom + 16, show_compact(tick), text_anchor="middle")
 
 
-def draw_line(frame: Frame, points: Sequence[Point], colour: str, opacity: str = "1", width: str = "1.8") -> str:
+def draw_line(frame: Frame, points: Sequence[Place], colour: str, opacity: str = "1", width: str = "1.8") -> str:
     """Draw a line through points; a single one is a dot."""
     if len(points) == 1:
         return draw_dot(frame, points[0], colour, opacity)
     return polyline([(frame.x(step), frame.y(value)) for step, value in points], colour, width, opacity)
 
 
-def draw_dot(frame: Frame, point: Point, colour: str, opacity: str = "1") -> str:
+def draw_dot(frame: Frame, point: Place, colour: str, opacity: str = "1") -> str:
     """Draw a point."""
     return dot(frame.x(point[0]), frame.y(point[1]), colour, opacity)
