@@ -23,6 +23,7 @@ _VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in
 _LEVELS = (
     ("train_rank", "Cancelled", logging.INFO),
     ("train_workers", "Crashed", logging.INFO),
+    ("train_workers", "Completed", logging.DEBUG),  # the flow run says the same, and what came of it
     ("prune_checkpoints", "Completed", logging.DEBUG),
 )
 _TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
