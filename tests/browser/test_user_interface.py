@@ -164,7 +164,7 @@ def submit_form(stack: Stack, page: Page, function: str, run: str, shoot=None, *
     page.get_by_role("textbox", name="Run name (Optional)").fill(run)
     page.get_by_role("tabpanel", name="Path or URL").get_by_role("textbox").fill(str(stack.storage))
     page.get_by_role("spinbutton", name="Keep best (Optional)").fill("2")
-    page.get_by_role("textbox", name="Score (Optional)").fill("val_loss")
+    page.get_by_role("textbox", name="Score (Optional)").fill("val_accuracy")
     if shoot is not None:
         shoot("run-form")
     page.get_by_role("button", name="Submit").click()
