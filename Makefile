@@ -39,9 +39,10 @@ docs: install
 ray-pages: install
 	$(BIN)/python docs/extensions/ray_pages.py
 
-# The pictures of the documentation, from Chromium's visit to a real server.
+# The pictures of the documentation, from Chromium's visit to a real server; apt install chromium pngquant.
 screenshots: install
 	PREFECT_TORCH_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/browser
+	pngquant --force --skip-if-larger --ext .png 64 docs/images/*.png
 
 # About an hour on two idle cores; each program prints its table and writes it to tests/benchmarks/results.
 bench: install

@@ -50,6 +50,12 @@ INSTANCES = {
 }
 
 
+def test_pictures_are_shown_and_small():
+    pictures = list((ROOT / "docs/images").iterdir())
+    assert sum(picture.stat().st_size for picture in pictures) < 600_000
+    assert [picture.name for picture in pictures if not any(f"images/{picture.name}" in text for text in PAGES.values())] == []
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Build the pages with every warning an error: a link that leads nowhere is one."""
