@@ -17,6 +17,7 @@ from prefect_torch.tasks import (
     RunConfig,
     ScalingConfig,
     SlurmCluster,
+    SyncConfig,
 )
 
 from .async_training import atrain
@@ -47,6 +48,7 @@ __all__ = [
     "SlurmCluster",
     "SweepFailedError",
     "SweepResult",
+    "SyncConfig",
     "TrainingFailedError",
     "TrainingPlan",
     "Trial",

@@ -11,6 +11,7 @@ from prefect_torch.ckpt import CheckpointNotFoundError, RunBusyError, StorageErr
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt, claim_unless_led, write_outcome
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import standing_of
+from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.flows.sweeps.definition import define, settle_definition
 from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, history_of
 from prefect_torch.flows.sweeps.journal import Journal, read_journal
@@ -115,7 +116,7 @@ def sweep(
     run_config = run_config or RunConfig()
     check_sampler(search, parsed)
     seat_for(scaling)
-    storage = configured_storage(run_config.storage, run_config.storage_deadline_s)
+    storage = configured_storage(run_config.storage, run_config.storage_deadline_s, run_config.sync)
     function = pack_function(train_fn, {}).name
     training = Training(
         lambda whole: pack_function(train_fn, whole),
@@ -127,6 +128,7 @@ def sweep(
         failure,
     )
     led = Run.open(storage, run_config.name or name_of_flow_run())
+    download_run(storage, led.name)
     claimed = _claim(led, run_config)
     is_fresh = run_config.resume == "never"
     definition = settle_definition(
@@ -171,7 +173,7 @@ def sweep(
 
 def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: SearchConfig, termination: Termination) -> None:
     """Run trials until the search has no more."""
-    waiting, has_news = _recovered(search, storage, config.time_attr), True
+    waiting, has_news = _recovered(search, storage), True
     try:
         while True:
             termination.raise_if_requested()
@@ -197,14 +199,15 @@ def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: Searc
     search.raise_if_all_failed()
 
 
-def _recovered(search: Search, storage: StorageSpec, time_attr: str) -> list[TrialRecord]:
+def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
     """Return the trials that ran when the sweep's process was killed, and must go on.
 
     What they committed and the journal does not have is decided first, as it would have been.
     """
     for trial in search.running():
         run = Run.open(storage, trial.run)
-        for request in undecided(run, trial, time_attr):
+        request = undecided(run, trial, search.points(trial.number, lambda: 0))
+        if request is not None:
             search.decide(trial.number, request)
         if search.trials[trial.number].state == "running":
             end = read_end(run, None)

@@ -167,7 +167,7 @@ def _job(
     failure: FailureConfig,
     resume_from: str | Checkpoint | None,
 ) -> TrainJob:
-    storage = configured_storage(run.storage, run.storage_deadline_s)
+    storage = configured_storage(run.storage, run.storage_deadline_s, run.sync)
     return TrainJob(
         function=pack_function(train_fn, config),
         storage=storage,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from prefect_torch.tasks.gang.gpus import GpusBusyError
     from prefect_torch.tasks.gang.rank_task import train_rank
     from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from prefect_torch.tasks.options.sync import SyncConfig
     from prefect_torch.tasks.prepare.data_loader import prepare_data_loader
     from prefect_torch.tasks.prepare.device import get_device
     from prefect_torch.tasks.prepare.model import prepare_model
@@ -37,6 +38,7 @@ _MODULES = {
     "RunConfig": "options.config",
     "ScalingConfig": "options.config",
     "SlurmCluster": "gang.engines.slurm_cluster",
+    "SyncConfig": "options.sync",
     "evaluate_checkpoint": "evaluation_task",
     "get_device": "prepare.device",
     "prepare_data_loader": "prepare.data_loader",
@@ -59,6 +61,7 @@ __all__ = [
     "RunConfig",
     "ScalingConfig",
     "SlurmCluster",
+    "SyncConfig",
     "evaluate_checkpoint",
     "get_device",
     "prepare_data_loader",

@@ -23,6 +23,8 @@ def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
     match = URL.match(spec.url)
     from .retry import RetryingStorage  # noqa: PLC0415 - each backend loads only what it needs
 
+    if match is None and "upload" in spec.options:
+        return _open_synced(spec)
     if match is None:
         from .local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
@@ -36,6 +38,16 @@ def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
     from .fsspec_backend import FsspecStorage  # noqa: PLC0415 - each backend loads only what it needs
 
     return RetryingStorage(lambda: FsspecStorage(spec.url, next(options)), spec.retry)
+
+
+def _open_synced(spec: StorageSpec) -> Storage:
+    from .retry import RetryingStorage  # noqa: PLC0415 - each backend loads only what it needs
+    from .synced.storage import SyncedStorage  # noqa: PLC0415
+    from .synced.transport import Transport  # noqa: PLC0415
+
+    transport = Transport.of(spec.options)
+    assert transport is not None
+    return RetryingStorage(lambda: SyncedStorage(Path(spec.url), transport), spec.retry)  # pyright: ignore[reportArgumentType]
 
 
 def _options(spec: StorageSpec, renew: Renew | None) -> Iterator[Mapping[str, str]]:

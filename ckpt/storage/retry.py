@@ -192,6 +192,10 @@ class RetryingStorage:
         """Return the local path at which `key` can be read in place, or None."""
         return self._retry("reading", key, lambda storage: storage.local_path(key))
 
+    def do(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
+        """Do what only one backend can, with the retries of every verb; `doing` and `key` are for messages."""
+        return self._retry(doing, key, call)
+
     def _retry(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
         started_s = time.monotonic()
         used = self._storage

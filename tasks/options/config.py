@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from .ranks import Ranks
 from .run_form import FormModel as _Config
 from .storage import StorageChoice
+from .sync import SyncConfig
 
 Budget = Annotated[int, Field(ge=-1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -127,6 +128,11 @@ class RunConfig(_Config):
         title="Log level",
         description="Only lines of at least this level go to Prefect's log: lines that begin with one, as loggers write them; "
         "others count as INFO, and tracebacks as ERROR. All lines when empty.",
+    )
+    sync: SyncConfig | None = Field(
+        default=None,
+        title="Sync",
+        description="How a command copies each node's directory to a storage that only a tool reaches. Not at all when empty.",
     )
 
     @field_validator("name")

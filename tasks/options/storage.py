@@ -11,12 +11,13 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.blocks import StorageBlock
 from prefect_torch.ckpt.storage.blocks import KINDS_OF_BLOCKS
 from prefect_torch.ckpt.storage.cloud_blocks import is_cloud_block
-from prefect_torch.ckpt.storage.location import URL_WITH_LOGIN, is_block_slug, refuse_password
+from prefect_torch.ckpt.storage.location import URL, URL_WITH_LOGIN, is_block_slug, refuse_password
 from prefect_torch.ckpt.storage.opening import StorageLike, parse_storage
 from pydantic import BeforeValidator, Field, InstanceOf, SerializerFunctionWrapHandler, WrapSerializer
 from pydantic.json_schema import SkipJsonSchema
 
 from .settings import TorchSettings
+from .sync import SyncConfig
 
 _FIELDS_OF_BLOCKS = {"location", "file_system", "basepath", "bucket_name"}
 _SECRET = re.compile(r"pass|secret|token|credential|auth|(^|_)key$", re.IGNORECASE)
@@ -74,15 +75,24 @@ _CloudBlock = SkipJsonSchema[InstanceOf[Block]]
 StorageChoice = Annotated[_Text | StorageBlock | _CloudBlock, BeforeValidator(check_choice), WrapSerializer(_mask_settings)]
 
 
-def configured_storage(storage: StorageLike, deadline_s: float | None = None) -> StorageSpec:
+def configured_storage(storage: StorageLike, deadline_s: float | None = None, sync: SyncConfig | None = None) -> StorageSpec:
     """Return what every process needs to open `storage`, with the retry policy of the settings.
 
     Args:
         storage: A path, a URL, "block-type-slug/block-name", or a block; a spec keeps its retry policy.
         deadline_s: Replaces the setting.
+        sync: How the path is copied to where other machines reach it; None if it need not be.
+
+    Raises:
+        ValueError: If `sync` is given and the storage is no path.
 
     """
     if isinstance(storage, StorageSpec):
         return storage
     policy = TorchSettings().retry_policy()
-    return replace(parse_storage(storage), retry=policy if deadline_s is None else replace(policy, deadline_s=deadline_s))
+    spec = replace(parse_storage(storage), retry=policy if deadline_s is None else replace(policy, deadline_s=deadline_s))
+    if sync is None:
+        return spec
+    if URL.match(spec.url):
+        raise ValueError(f"sync copies a directory of each node, and the storage is {spec.url}: give a local path")
+    return replace(spec, options=sync.transport().options())

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
+from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
+from prefect_torch.ckpt.storage.synced.first_download import download_missing
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others, take_device
 from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
@@ -107,12 +109,23 @@ def _prepare(spec: RankSpec) -> None:
 
 def _open_run(spec: RankSpec) -> CheckpointStore:
     store = CheckpointStore.open(spec.storage, spec.run)
+    _download(spec, store)
     if next(store.storage.list(store.layout.attempts), None) is None:
         raise RuntimeError(
             f"rank {spec.rank} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process has written: "
             "every rank needs the same storage (a shared directory or a URL; memory:// lives in one process only)"
         )
     return store
+
+
+def _download(spec: RankSpec, store: CheckpointStore) -> None:
+    """Bring what this rank restores from where another machine has uploaded it; nothing where all machines see one storage."""
+    download_missing(spec.storage, spec.run, [store.layout.run_info])
+    if (ref := spec.restored) is not None:
+        checkpoint = ref.open() if ref.manifest is not None else None
+        layout = Layout(ref.run)
+        files = [] if checkpoint is None else [layout.data(ref.checkpoint_id, it.path) for it in checkpoint.manifest.files]
+        download_missing(ref.storage, ref.run, [layout.manifest(ref.checkpoint_id), *files])
 
 
 def _session(spec: RankSpec, store: CheckpointStore, key_value: TcpKeyValue) -> RankSession:

@@ -10,6 +10,7 @@ from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, claim_unles
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.runs.standing import standing_of
+from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.tasks.liveness import has_ended
 from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -41,6 +42,7 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
 
 def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
     owner = restarts.owner
+    download_run(job.storage, job.run)
     restarts.refuse_if_used_up(store)
 
     def claim_after(previous: Attempt | None) -> Attempt:
@@ -123,6 +125,7 @@ def _choose(
     if manifest is not None:
         return CheckpointRef(job.storage, job.run, manifest.id).with_manifest(manifest)
     if job.initial_checkpoint is not None:
+        download_run(job.initial_checkpoint.storage, job.initial_checkpoint.run)
         initial = job.initial_checkpoint.open()
         assert initial.store is not None
         node_copy.verify(initial.store, initial.manifest, job.run_config.verify)

@@ -1,0 +1,1 @@
+"""Directories of this machine that a command copies to where other machines reach them."""

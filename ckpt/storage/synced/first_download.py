@@ -1,0 +1,43 @@
+"""What a machine downloads before it reads a run in a synced directory; nothing for any other storage."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from prefect_torch.ckpt.storage.backends import open_spec
+from prefect_torch.ckpt.storage.protocol import Storage, StorageSpec
+from prefect_torch.ckpt.storage.retry import RetryingStorage
+
+from .storage import FOLDER, SyncedStorage
+from .transport import Transport
+
+
+def download_run(spec: StorageSpec, run: str) -> None:
+    """Copy all of a run to this machine, with the storage's retries.
+
+    Raises:
+        StorageError: If that failed: what this machine has may be older, and a start without it would be from the beginning.
+
+    """
+    if Transport.of(spec.options) is None:
+        return
+    storage = open_spec(spec)
+    assert isinstance(storage, RetryingStorage)
+    storage.do("downloading", run, lambda opened: _download(opened, run))
+
+
+def download_missing(spec: StorageSpec, run: str, keys: Iterable[str]) -> None:
+    """Copy all of a run to this machine unless it has the objects `keys`; one process of a machine does so for all."""
+    if Transport.of(spec.options) is None:
+        return
+    from filelock import FileLock  # noqa: PLC0415 - for synced directories only
+
+    root, wanted = Path(spec.url), tuple(keys)
+    (root / FOLDER).mkdir(parents=True, exist_ok=True)
+    with FileLock(root / FOLDER / "download.lock"):
+        if not all((root / key).exists() for key in wanted):
+            download_run(spec, run)
+
+
+def _download(storage: Storage, run: str) -> None:
+    assert isinstance(storage, SyncedStorage)
+    storage.download(run)

@@ -1,0 +1,127 @@
+"""A directory of this machine as a storage, each put of which a command copies to where other machines reach it."""
+
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from prefect_torch.ckpt.storage.keys import check_key
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Transfer
+
+from .late_uploads import LateUploads
+from .transport import Transport
+
+FOLDER = ".sync"  # below the root, so that a link to a file costs nothing; no run has such a name
+_MARKER = "synced.json"
+_late: dict[tuple[str, Transport], LateUploads] = {}  # of this process, whoever opens the storage
+_late_lock = threading.Lock()
+
+
+class SyncedStorage(LocalStorage):
+    """A local directory whose objects are copied elsewhere before a put returns; all is read from the directory.
+
+    A put uploads a directory that holds the new objects alone, as links, under their keys: the tool merges it into the target.
+    A small object appears in the directory only after its upload, so that a manifest is seen by readers on this machine once
+    it is elsewhere. What is deleted stays at the target.
+
+    Args:
+        root: The directory.
+        transport: How it is copied.
+
+    """
+
+    def __init__(self, root: Path, transport: Transport) -> None:
+        super().__init__(root)
+        self._transport = transport
+        with _late_lock:
+            known = _late.get((self.url, transport))
+            self._late = known or LateUploads(float(transport.period_s), lambda: self._upload(()))
+            _late[self.url, transport] = self._late
+
+    def put_file(self, key: str, path: Path) -> Transfer:
+        """Copy the file at `path`, and upload it."""
+        done = super().put_file(key, path)
+        self._upload([key])
+        return done
+
+    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+        """Copy or move files, and upload them together."""
+        done = super().put_files(files, owned=owned)
+        self._upload(files)
+        return done
+
+    def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
+        """Write `parts`, and upload them."""
+        done = super().put_buffers(key, parts)
+        self._upload([key])
+        return done
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Upload a small object, then write it; one that may come late waits for others."""
+        if self._transport.is_late(key):
+            super().put_bytes(key, data)
+            self._late.add([key])
+            return
+        self._upload((), {key: data})
+        super().put_bytes(key, data)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Yield the names of the directories directly below `prefix`, without that of uploads."""
+        yield from (name for name in super().folders(prefix) if prefix or name != FOLDER)
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        """Yield the files below `prefix`, without those of uploads that are under way."""
+        yield from (info for info in super().list(prefix, after=after) if not info.key.startswith(f"{FOLDER}/"))
+
+    def reopened(self) -> "SyncedStorage":
+        """Return this directory, read from the disk."""
+        other = SyncedStorage(Path(self.url), self._transport)
+        other._rereads = True
+        return other
+
+    def download(self, run: str) -> None:
+        """Copy all of a run here from where it was uploaded; objects that are only here stay.
+
+        A marker is uploaded first: so the directory exists, and an error of the download is none of a run that is new.
+
+        Raises:
+            StorageError: If the upload or the download failed.
+
+        """
+        self._upload((), {f"{run}/{_MARKER}": b"{}"})
+        here = Path(self.url) / check_key(run)
+        here.mkdir(parents=True, exist_ok=True)
+        self._transport.run_download(run, f"{here}/")
+
+    def _upload(self, keys: Iterable[str], small: Mapping[str, bytes] | None = None) -> None:
+        """Upload objects of this directory, what waits, and small objects that are not in it yet."""
+        late = self._late.take()
+        staged = Path(self.url) / FOLDER / f"{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            for key in {*keys, *late}:
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    _link(self._path(key), staged / key)
+            for key, data in (small or {}).items():
+                (staged / check_key(key)).parent.mkdir(parents=True, exist_ok=True)
+                (staged / key).write_bytes(data)
+            if staged.exists():
+                self._transport.run_upload(f"{staged}/")
+        except BaseException:
+            self._late.add(late)
+            raise
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def _link(path: Path, link: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(path, link)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a filesystem without hard links
+        shutil.copyfile(path, link)

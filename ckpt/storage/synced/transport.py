@@ -1,0 +1,153 @@
+"""The command or function that copies a directory to another place: bounded in time, with its output in the log."""
+
+import base64
+import importlib
+import logging
+import os
+import pickle
+import re
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+
+from prefect_torch.ckpt.errors import StorageError
+
+Copy = Callable[[str, str], object]
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+PLACEHOLDERS = ("{source}", "{target}")
+_PICKLED = "pickle:"
+_LONGEST_OUTPUT = 4000
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How a directory of this machine is synced, as the options of a StorageSpec hold it.
+
+    Attributes:
+        upload: Copies the directory {source} to {target}: a command template, "module:function", or a function that
+            `pickled_function` has encoded.
+        download: The same, from {source} elsewhere to {target} here.
+        target: The place elsewhere.
+        period_s: How long small objects that may come late wait for others.
+        timeout_s: How long one call may take; then it is killed.
+        late: Beginnings of names, separated by spaces: objects below or beside such a name may come late.
+
+    """
+
+    upload: str
+    download: str
+    target: str
+    period_s: str
+    timeout_s: str
+    late: str = ""
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> "Transport | None":
+        """Return the transport in the options of a storage; None if it has none."""
+        if "upload" not in options:
+            return None
+        return cls(**{field.name: options[field.name] for field in fields(cls)})
+
+    def options(self) -> dict[str, str]:
+        """Return it as options of a storage."""
+        return asdict(self)
+
+    def is_late(self, key: str) -> bool:
+        """Return whether an object may be uploaded with others."""
+        return any(f"/{name}" in f"/{key}" for name in self.late.split())
+
+    def run_upload(self, source: str) -> None:
+        """Copy what is in a directory here to the target.
+
+        Raises:
+            StorageError: If that failed, or took too long.
+            ValueError: If the command or function does not exist.
+
+        """
+        _copy(self.upload, source, self.target, float(self.timeout_s))
+
+    def run_download(self, path: str, target: str) -> None:
+        """Copy what is in the target's directory `path` to a directory here; raises as `run_upload`."""
+        _copy(self.download, f"{self.target}/{path}/", target, float(self.timeout_s))
+
+
+def pickled_function(payload: bytes) -> str:
+    """Return a pickled function as text."""
+    return _PICKLED + base64.b64encode(payload).decode()
+
+
+def _copy(how: str, source: str, target: str, timeout_s: float) -> None:
+    if how.startswith(_PICKLED):
+        copy: Copy = pickle.loads(base64.b64decode(how.removeprefix(_PICKLED)))  # noqa: S301 - from the process that started this
+        _call(copy, source, target, timeout_s)
+    elif FUNCTION.fullmatch(how):
+        _call(_imported(how), source, target, timeout_s)
+    else:
+        _run([word.replace("{source}", source).replace("{target}", target) for word in shlex.split(how)], timeout_s)
+
+
+def _imported(name: str) -> Copy:
+    place, _, function = name.partition(":")
+    try:
+        found: Copy = getattr(importlib.import_module(place), function)
+    except (ImportError, AttributeError) as exc:
+        raise ValueError(f"the function {name!r} that syncs a directory cannot be imported: {exc}") from exc
+    return found
+
+
+def _call(copy: Copy, source: str, target: str, timeout_s: float) -> None:
+    """Call a function in a thread, since no other way bounds it; one that hangs is left behind."""
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            copy(source, target)
+        except BaseException as exc:  # noqa: BLE001 - raised below
+            errors.append(exc)
+
+    thread = threading.Thread(target=call, name="sync", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    name = getattr(copy, "__qualname__", repr(copy))
+    if thread.is_alive():
+        raise StorageError(f"{name}({source!r}, {target!r}) has not returned after {timeout_s:g} s")
+    if errors:
+        raise StorageError(f"{name}({source!r}, {target!r}) raised {errors[0]!r}") from errors[0]
+
+
+def _run(command: list[str], timeout_s: float) -> None:
+    started_s, shown = time.monotonic(), shlex.join(command)
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that all of its processes can be killed
+        )
+    except OSError as exc:
+        raise ValueError(f"the command {shown} that syncs a directory cannot be started: {exc}; every node needs it") from exc
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        output = _kill(process)
+    if process.returncode == 0:
+        return
+    ended = f"exited with {process.returncode}" if process.returncode > 0 else f"was killed by signal {-process.returncode}"
+    text = output.decode(errors="replace").strip()[-_LONGEST_OUTPUT:]
+    # Each try that failed, since what the storage raises after the last one has that one's error alone.
+    _logger.warning("%s %s after %.1f s; its output:\n%s", shown, ended, time.monotonic() - started_s, text)
+    raise StorageError(f"{command[0]} {ended} after {time.monotonic() - started_s:.1f} s: {text.rpartition(chr(10))[2]}")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> bytes:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    return output

@@ -1,0 +1,194 @@
+"""Directories that a command copies to where other machines reach them."""
+
+import logging
+import shutil
+import sys
+import threading
+from datetime import datetime, timezone
+from pathlib import Path
+from types import ModuleType
+
+import cloudpickle
+import pytest
+from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
+from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.synced.first_download import download_missing, download_run
+from prefect_torch.ckpt.storage.synced.storage import FOLDER, SyncedStorage
+from prefect_torch.ckpt.storage.synced.transport import Transport, pickled_function
+from prefect_torch.tasks import SyncConfig
+from storage_contract import StorageContract
+
+COPY = "cp -a --no-target-directory {source} {target}"
+ONE_TRY = RetryPolicy(deadline_s=0, first_wait_s=0, longest_wait_s=0)
+
+
+def transport(target: object, **changes) -> Transport:
+    given = {"upload": COPY, "download": COPY, "period_s": "3600", "timeout_s": "30", "late": "metrics/ latest.json"}
+    return Transport(**{**given, **changes}, target=str(target))
+
+
+def spec(root: Path, target: Path, **changes) -> StorageSpec:
+    return StorageSpec(str(root), transport(target, **changes).options(), ONE_TRY)
+
+
+def keys_below(root: Path) -> set[str]:
+    return {str(it.relative_to(root)) for it in root.rglob("*") if it.is_file() and FOLDER not in it.relative_to(root).parts}
+
+
+class TestSyncedStorage(StorageContract):
+    @pytest.fixture
+    def storage(self, tmp_path):
+        return SyncedStorage(tmp_path / "here", transport(tmp_path / "there"))
+
+    @pytest.fixture
+    def raw_keys(self, tmp_path):
+        return lambda: keys_below(tmp_path / "here")
+
+
+def commit(storage, run: str, step: int) -> Manifest:
+    """Store a checkpoint as ranks do, in that order."""
+    store = CheckpointStore.open(storage, run)
+    manifest_id = new_id(1, step)
+    data = store.layout.data(manifest_id, "model.pt")
+    moved = store.storage.put_buffers(data, [memoryview(b"weights %d" % step)])
+    files = (FileEntry("model.pt", moved.bytes, moved.digest, 0),)
+    manifest = Manifest(manifest_id, step, 1, {"loss": 1.0}, files, 1, None, datetime.now(timezone.utc))
+    store.storage.put_bytes(store.layout.manifest(manifest_id), manifest.encode())
+    return manifest
+
+
+def test_another_machine_reads_what_was_committed_after_a_download(tmp_path):
+    one, other = (spec(tmp_path / name, tmp_path / "there") for name in ("one", "other"))
+    for run in ("run", "sweep/trial-0001-0123abcd"):
+        download_run(one, run)  # new: there is nothing to download, and that is no error
+        manifest = commit(one, run, 3)
+        assert CheckpointStore.open(other, run).latest() is None
+        download_run(other, run)
+        store = CheckpointStore.open(other, run)
+        assert store.latest() == manifest
+        store.verify(manifest)
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+def test_rsync_reaches_a_directory_on_an_ssh_server(sshd, tmp_path):
+    login = f"-l {sshd.options()['username']} -p {sshd.port} -i {sshd.key}"
+    ssh = f"ssh {login} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
+    ways = dict.fromkeys(("upload", "download"), f"rsync -a -e '{ssh}' {{source}} {{target}}")
+    there = f"127.0.0.1:{tmp_path}/there"
+    one, other = (StorageSpec(str(tmp_path / name), transport(there, **ways).options(), ONE_TRY) for name in ("one", "other"))
+    open_storage(one).put_files({"run/a/x": _file(tmp_path, b"1"), "run/b/y": _file(tmp_path, b"2")})
+    download_run(other, "run")
+    assert open_storage(other).get_bytes("run/b/y") == b"2"
+
+
+def _file(folder: Path, data: bytes) -> Path:
+    path = folder / data.decode()
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture
+def importable(monkeypatch):
+    """Return a function that gives another one a name by which it is imported: pickled, its lists would be copies."""
+
+    def named(function) -> str:
+        module = ModuleType("uploads_of_this_test")
+        module.upload = function
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return f"{module.__name__}:upload"
+
+    return named
+
+
+def test_every_node_uploads_its_own_files_and_the_manifest_comes_last(tmp_path, importable):
+    uploads = []
+
+    def record(source: str, target: str) -> None:
+        uploads.append(sorted(keys_below(Path(source))))
+        shutil.copytree(source, target, dirs_exist_ok=True)
+
+    nodes = [spec(tmp_path / name, tmp_path / "there", upload=importable(record)) for name in ("one", "two")]
+    storages = [open_storage(node) for node in nodes]
+    for number, storage in enumerate(storages):
+        storage.put_bytes("run/metrics/1.jsonl", b"{}")
+        storage.put_buffers(f"run/checkpoints/x/{number}", [memoryview(b"shard")])
+    storages[0].put_bytes("run/manifests/x.json", b"{}")
+    assert uploads == [
+        ["run/checkpoints/x/0", "run/metrics/1.jsonl"],  # what may come late goes along
+        ["run/checkpoints/x/1", "run/metrics/1.jsonl"],
+        ["run/manifests/x.json"],
+    ]
+    download_missing(nodes[1], "run", ["run/checkpoints/x/0"])
+    assert storages[1].get_bytes("run/checkpoints/x/0") == b"shard"
+
+
+def test_a_failed_upload_leaves_the_previous_checkpoint_the_latest_and_its_output_in_the_log(tmp_path, caplog):
+    good = spec(tmp_path / "here", tmp_path / "there")
+    previous = commit(good, "run", 1)
+    program = "import sys; print('disk quota exceeded'); sys.exit(3)"
+    bad = spec(tmp_path / "here", tmp_path / "there", upload=f'{sys.executable} -c "{program}" {{source}} {{target}}')
+    key = f"run/manifests/{new_id(1, 2)}.json"
+    with caplog.at_level(logging.WARNING), pytest.raises(StorageError, match=r"failed 2 times .* exited with 3 .*disk quota"):
+        open_storage(bad).put_bytes(key, b"{}")
+    logged = [record.getMessage() for record in caplog.records]
+    assert [text.endswith("its output:\ndisk quota exceeded") for text in logged] == [True, True]
+    assert not (tmp_path / "here" / key).exists()
+    assert CheckpointStore.open(good, "run").latest() == previous
+    assert not list((tmp_path / "here" / FOLDER).iterdir())
+    with pytest.raises(StorageError, match="exited with 3"):  # what it cannot get might be newer than what it has
+        download_run(bad, "run")
+
+
+def test_a_command_that_fails_once_is_tried_again(tmp_path):
+    tried = tmp_path / "tried"
+    flaky = f"sh -c 'test -e {tried} && exec {COPY}; touch {tried}; exit 1'"
+    open_storage(spec(tmp_path / "here", tmp_path / "there", upload=flaky)).put_bytes("run/x", b"1")
+    assert (tmp_path / "there/run/x").read_bytes() == b"1"
+
+
+def test_a_hanging_command_is_killed_with_its_processes(tmp_path):
+    hanging = "sh -c 'sleep 1000 & echo {source} {target}; wait'"  # the sleeping one holds the pipe of the output
+    storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload=hanging, timeout_s="0.5"))
+    with pytest.raises(StorageError, match=r"killed by signal 9 after 0\.\d s: .*/there"):
+        storage.put_bytes("run/x", b"1")
+    assert not (tmp_path / "here/run/x").exists()
+
+
+def test_a_hanging_or_failing_function_ends_the_put(tmp_path):
+    hanging, failing = (pickled_function(cloudpickle.dumps(it)) for it in (hang, fail))
+    for way, problem in ((hanging, "has not returned after 0.1 s"), (failing, "raised OSError")):
+        storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload=way, timeout_s="0.1"))
+        with pytest.raises(StorageError, match=problem):
+            storage.put_bytes("run/x", b"1")
+
+
+def hang(source, target):
+    threading.Event().wait(5)
+
+
+def fail(source, target):
+    raise OSError(f"no {target}")
+
+
+def test_a_command_that_is_not_installed_is_said_at_once(tmp_path):
+    storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload="no-such-tool {source} {target}"))
+    with pytest.raises(ValueError, match=r"no-such-tool .* cannot be started.*every node needs it"):
+        storage.put_bytes("run/x", b"1")
+
+
+def test_metrics_are_uploaded_after_the_period_at_the_latest(tmp_path, importable):
+    uploaded = threading.Event()
+    way = importable(lambda *_: uploaded.set())
+    storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload=way, period_s="0.01"))
+    storage.put_bytes("run/metrics/1.jsonl", b"{}")
+    assert uploaded.wait(30)
+
+
+@pytest.mark.parametrize("template", ["rsync -a {source} host:", "rsync -a . {target}", "rsync", "", "aws s3 sync {target}"])
+@pytest.mark.parametrize("field", ["upload", "download"])
+def test_a_template_without_source_and_target_is_refused_at_once(template, field):
+    ways = {"upload": "rsync -a {source} {target}", "download": "rsync -a {source} {target}", field: template}
+    with pytest.raises(ValueError, match=r"the command has no \{(source|target)\}"):
+        SyncConfig(**ways, target="host:/checkpoints")
