@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Storage
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.history import newest_metrics, read_history
+from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
@@ -263,24 +264,39 @@ def read_end(run: Run, error: BaseException | None) -> TrialEnd | None:
 def count_reports(run: Run) -> int:
     """Return how often a trial has reported up to its latest checkpoint; a step that was trained again counts once."""
     newest = run.find_newest(run.read_or_leave_out)
-    if newest is None:
-        return 0
-    return len({record.step for record in read_history(run) if record.step <= newest.step and not record.is_logged})
+    return 0 if newest is None else len(_reported_steps(run, [newest], newest.step))
 
 
-def undecided(run: Run, trial: TrialRecord, time_attr: str) -> list[DecisionRequest]:
-    """Return the committed reports of a trial that asked for a decision which was not recorded, because of a kill.
+def _reported_steps(run: Run, manifests: Sequence[Manifest], last: int) -> set[int]:
+    """Return the steps of a trial's reports up to `last`; a kill may have lost records of reports that have a checkpoint."""
+    steps = {record.step for record in read_history(run) if not record.is_logged}
+    return {step for step in steps | {manifest.step for manifest in manifests} if step <= last}
 
-    Only those whose time their own checkpoint tells: "training_iteration" counts reports that have none.
+
+def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> DecisionRequest | None:
+    """Return the committed report of a trial that asks for a decision which was not recorded, because of a kill.
+
+    There is one at most, since the ranks wait for the decision on it.
+
+    Args:
+        run: The run of the trial.
+        trial: The trial.
+        points: The reports that ask.
+
     """
-    if trial.milestone is None or time_attr == "training_iteration":
-        return []
+    if points is None:
+        return None
+    manifests = CheckpointStore(run.storage, run.layout, run.spec).list()
+    decided = {report.checkpoint for report in trial.reports}
     last = trial.reports[-1].time if trial.reports else -math.inf
-    for manifest in CheckpointStore(run.storage, run.layout, run.spec).list():
-        at = time_of(time_attr, manifest.step, 0, manifest.reported)
-        if at is not None and at > last and at >= trial.milestone:
-            return [DecisionRequest(0, manifest.step, 0, manifest.reported, manifest.id)]
-    return []
+    for manifest in manifests:
+        count = trial.reports_before + len(_reported_steps(run, manifests, manifest.step))
+        at = time_of(points.time_attr, manifest.step, count, manifest.reported)
+        if manifest.id in decided or (at is not None and at <= last):
+            continue
+        if points.ask(manifest.step, count, manifest.reported, has_checkpoint=True):
+            return DecisionRequest(0, manifest.step, count, manifest.reported, manifest.id)
+    return None
 
 
 def pin_source(storage: StorageSpec, source: TrialRecord, token: str) -> str | None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score
 
@@ -33,6 +33,25 @@ class DecisionPoints:
     asks_always: bool = False
     stop: dict[str, float] = field(default_factory=dict)
     reports_before: int = 0
+
+    def ask(self, step: int, num_reports: int, metrics: Metrics, *, has_checkpoint: bool) -> bool:
+        """Return whether a report asks.
+
+        Args:
+            step: Its step.
+            num_reports: The number of reports up to it.
+            metrics: Its metrics.
+            has_checkpoint: Whether it stores a checkpoint.
+
+        """
+        for name, limit in self.stop.items():
+            value = time_of(name, step, num_reports, metrics)
+            if value is not None and value >= limit:
+                return True
+        time = time_of(self.time_attr, step, num_reports, metrics)
+        if self.milestone is None or time is None or time < self.milestone:
+            return False
+        return has_checkpoint or self.asks_always
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +92,6 @@ class Decisions:
         self._peers = peers
         self._events = events
         self._points = points
-        self._milestone = points.milestone
         self._num_asked = 0
         self._stopped = False
 
@@ -87,18 +105,10 @@ class Decisions:
             has_checkpoint: Whether it stores a checkpoint.
 
         """
-        points = self._points
         if self._peers.rank != 0:
             return False
-        count = points.reports_before + num_reports
-        for name, limit in points.stop.items():
-            value = time_of(name, step, count, metrics)
-            if value is not None and value >= limit:
-                return True
-        time = time_of(points.time_attr, step, count, metrics)
-        if self._milestone is None or time is None or time < self._milestone:
-            return False
-        return has_checkpoint or points.asks_always
+        count = self._points.reports_before + num_reports
+        return self._points.ask(step, count, metrics, has_checkpoint=has_checkpoint)
 
     def follow(self, step: int, num_reports: int, metrics: Metrics, checkpoint: str | None) -> None:
         """Ask the leader, and return if the training goes on; every rank calls it for the same reports.
@@ -113,7 +123,7 @@ class Decisions:
             self._events.send(DecisionRequest(number, step, count, metrics, checkpoint))
         verdict = Verdict(**json.loads(self._peers.decision(_topic(number))))
         self._peers.forget_decision(_topic(number - 1))  # every rank has read it, since all have taken part in a later report
-        self._milestone = verdict.milestone
+        self._points = replace(self._points, milestone=verdict.milestone)
         if not verdict.goes_on:
             self._stopped = True
             self.raise_if_stopped()

@@ -108,12 +108,14 @@ class Cloned:
         run: The name of the new run.
         config: The config that it goes on with.
         source: The checkpoint that it begins from.
+        reports_before: The number of reports up to that checkpoint, where times count reports.
 
     """
 
     run: str
     config: dict[str, Any]
     source: Source
+    reports_before: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,7 @@ class TrialRecord:
         is_cloned: Whether its config is no longer the one that was suggested for it.
         earlier_runs: The names of its runs before it went on from other trials' checkpoints.
         deleted_runs: The names of those of its runs whose checkpoints have been deleted.
+        reports_before: The number of reports before its present run, where times count reports.
 
     """
 
@@ -209,6 +212,7 @@ class TrialRecord:
     is_cloned: bool = False
     earlier_runs: tuple[str, ...] = ()
     deleted_runs: tuple[str, ...] = ()
+    reports_before: int = 0
 
 
 History: TypeAlias = Mapping[int, TrialRecord]
@@ -274,6 +278,7 @@ def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
         source=cloned.source,
         is_cloned=True,
         earlier_runs=(*trial.earlier_runs, trial.run),
+        reports_before=cloned.reports_before,
     )
 
 

@@ -148,13 +148,13 @@ class Search:
 
         Args:
             number: The trial.
-            count_reports: Returns how often it has reported up to the checkpoint that it begins from.
+            count_reports: Returns how often its present run has reported up to the checkpoint that it begins from.
 
         """
         trial, stop, time_attr = self.trials[number], self._limits, self._search.time_attr
         if trial.milestone is None and not stop:
             return None
-        before = count_reports() if _ITERATION in (time_attr, *stop) else 0
+        before = trial.reports_before + count_reports() if _ITERATION in (time_attr, *stop) else 0
         return DecisionPoints(time_attr, trial.milestone, self._scheduler.asks_always, stop, before)
 
     def give_up(self, error: Exception) -> None:
@@ -213,7 +213,9 @@ class Search:
         checkpoint = self._pin(source, run)
         if checkpoint is None:
             return None
-        return Cloned(run, dict(clone.config), Source(source.number, source.run, checkpoint))
+        counts = self._search.time_attr == _ITERATION and source.reports
+        before = int(source.reports[-1].time) if counts else 0
+        return Cloned(run, dict(clone.config), Source(source.number, source.run, checkpoint), before)
 
     def _tell(self, trial: TrialRecord, state: str, metrics: Metrics) -> None:
         """Tell the study of a trial that has paused or ended."""

@@ -21,6 +21,7 @@ class Simulation:
         advance: Returns the state of a trial after one more step, and the value that it reports; of a new trial it is None.
         epochs: After how many steps a trial is over.
         most_steps: The total number of steps of all trials; None for no limit.
+        seed: The seed of all choices.
 
     """
 
@@ -29,6 +30,7 @@ class Simulation:
     advance: Callable[[Any, dict[str, Any], int], tuple[Any, float]]
     epochs: int
     most_steps: int | None = None
+    seed: int = 0
     entries: list[dict[str, Any]] = field(default_factory=list)
     states: dict[tuple[str, int], Any] = field(default_factory=dict)  # checkpoints: by run and step
     steps: dict[str, int] = field(default_factory=dict)  # the newest checkpoint of each run
@@ -39,7 +41,7 @@ class Simulation:
     def lead(self, stop_after: int | None = None) -> Search:
         """Run until the search has no more, or is killed after so many steps; started again it goes on."""
         events = [event for entry in self.entries if (event := decode_event(entry, "test")) is not None]
-        search = Search(self.config, parse_space(self.space), 0, events, self.entries.append, "sweep", self._pin)
+        search = Search(self.config, parse_space(self.space), self.seed, events, self.entries.append, "sweep", self._pin)
         running = [trial.number for trial in search.running()]
         while stop_after is None or self.total < stop_after:
             while len(running) < self.config.max_concurrent and not self._is_spent:

@@ -2,11 +2,18 @@
 
 import re
 import sys
+from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt import CheckpointStore, Manifest
+from prefect_torch.ckpt.reporting.decisions import DecisionPoints
+from prefect_torch.ckpt.runs.manifest import new_id
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import RunConfig, SearchConfig, SweepResult, grid, sweep, uniform
+from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
+from prefect_torch.flows.trial_runs import undecided
 from told_trainings import events_about
 
 
@@ -112,3 +119,29 @@ def test_a_missing_optuna_names_the_extra(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"pip install 'prefect-torch\[sweep\]'"):
         sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, search=search(), run=run)
+
+
+@pytest.mark.parametrize("time_attr", ["step", "training_iteration", "epoch"])
+def test_a_report_whose_decision_was_not_recorded_is_decided_by_what_it_committed(tmp_path, time_attr):
+    """A kill may also have lost the record of that report, or of the one before it, in the history."""
+    run = Run.open(tmp_path, "sweep/trial-0000-0123abcd")
+    for step in (0, 1, 2):
+        job_commit(run, step)
+    points = DecisionPoints(time_attr, 2, stop={"loss": 9})
+    trial = TrialRecord(0, run.name, {}, 0, milestone=2)
+    request = undecided(run, trial, points)
+    first = 1 if time_attr == "training_iteration" else 2
+    assert (request.step, request.num_reports, request.metrics["epoch"]) == (first, first + 1, first)
+    decided = replace(trial, reports=(RungReport(2, 1.0, request.checkpoint),))
+    assert undecided(run, decided, replace(points, milestone=4)) is None
+    cloned = replace(trial, reports=(RungReport(2, 1.0),), reports_before=2)  # its run begins from another one's checkpoint
+    assert undecided(run, cloned, DecisionPoints("training_iteration", 5)).step == 2
+    assert undecided(run, trial, DecisionPoints(stop={"epoch": 1})).step == 1
+    assert undecided(run, trial, None) is None
+
+
+def job_commit(run: Run, step: int) -> None:
+    checkpoint_id = new_id(1, step)
+    metrics = {"loss": 1.0, "epoch": step}
+    manifest = Manifest(checkpoint_id, step, 1, metrics, (), 1, None, datetime.now(timezone.utc))
+    run.storage.put_bytes(run.layout.manifest(checkpoint_id), manifest.encode())
