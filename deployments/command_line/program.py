@@ -15,8 +15,8 @@ NAME = "prefect-torch"
 _MODULES = {
     "ls": "runs.list_command",
     "show": "runs.show_command",
-    "watch": "runs.watch_command",
-    "metrics": "runs.metrics_command",
+    "watch": "reports.watch_command",
+    "metrics": "reports.metrics_command",
     "logs": "runs.logs_command",
     "best": "runs.best_command",
     "diff": "runs.diff_command",

@@ -9,10 +9,10 @@ import click
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 from prefect_torch.deployments.command_line.arguments import json_option, run_argument, storage_argument
+from prefect_torch.deployments.command_line.runs.selection import open_run
+from prefect_torch.deployments.command_line.runs.show_command import summarize_metrics
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
-from .selection import open_run
-from .show_command import summarize_metrics
 from .sparkline import sparkline
 
 _CURVE_WIDTH = 20

@@ -14,14 +14,14 @@ from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.runs.standing import Standing, read_standing
 from prefect_torch.ckpt.text import show_age
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
+from prefect_torch.deployments.command_line.runs.run_summaries import STATE_STYLES
+from prefect_torch.deployments.command_line.runs.selection import open_run
 from prefect_torch.deployments.command_line.terminal import console, plain, say, show_count, show_number
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from .metrics_command import as_number
-from .run_summaries import STATE_STYLES
-from .selection import open_run
 from .sparkline import sparkline
 
 _SHOWN_METRICS, _SHOWN_CHECKPOINTS, _CURVE_WIDTH = 8, 5, 30

@@ -7,9 +7,9 @@ import math
 import pytest
 from prefect_torch.ckpt.runs.attempts import Outcome, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
-from prefect_torch.deployments.command_line.runs import watch_command
-from prefect_torch.deployments.command_line.runs.sparkline import sparkline
-from prefect_torch.deployments.command_line.runs.watch_command import Watcher, news, steps_per_s
+from prefect_torch.deployments.command_line.reports import watch_command
+from prefect_torch.deployments.command_line.reports.sparkline import sparkline
+from prefect_torch.deployments.command_line.reports.watch_command import Watcher, news, steps_per_s
 from rich.console import Console
 from stored_runs import store_run
 
