@@ -5,6 +5,7 @@ import importlib
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -163,7 +164,7 @@ def _resolve(node, names):
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("prefect-torch ")])
 def test_commands_exist_with_their_options(command):
-    _, name, *arguments = command.split()
+    _, name, *arguments = shlex.split(command)
     found = command_line.get_command(None, name)
     assert found is not None
     found.make_context(name, arguments)
