@@ -50,6 +50,7 @@ bench: install
 	$(BIN)/python tests/benchmarks/integrations.py
 	$(BIN)/python tests/benchmarks/scaling.py
 	$(BIN)/python tests/benchmarks/agreement.py
+	$(BIN)/python tests/benchmarks/idle_leader.py
 	$(BIN)/python tests/benchmarks/leader_memory.py
 	$(BIN)/python tests/benchmarks/directories.py
 	TORCH='$(TORCH)' $(BIN)/python tests/benchmarks/peers/install.py

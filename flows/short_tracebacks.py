@@ -22,6 +22,7 @@ _VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in
 # What is no event for the person who looks at a training; Prefect itself logs all states but Completed as errors.
 _LEVELS = (
     ("train_rank", "Cancelled", logging.INFO),
+    ("train_node", "Cancelled", logging.INFO),
     ("train_workers", "Crashed", logging.INFO),
     ("train_workers", "Completed", logging.DEBUG),  # the flow run says the same, and what came of it
     ("prune_checkpoints", "Completed", logging.DEBUG),

@@ -114,7 +114,7 @@ def _run_ranks(
         try:
             return gang.run(key_value, None, termination)
         finally:
-            gang.stop(key_value, "the evaluation is over")
+            gang.stop("the evaluation is over")
 
 
 def _is_pruned(store: CheckpointStore, checkpoint_id: str) -> bool:

@@ -274,6 +274,12 @@ def has_failure(key_value: KeyValue) -> bool:
     return key_value.add(_NUM_FAILURES, 0) > 0
 
 
+def has_announced_failure(key_value: KeyValue, rank: int) -> bool:
+    """Return whether a rank has announced that it failed or died."""
+    key = _end_key(rank)
+    return key_value.check(key) and _decode_end(key_value.get([key], _POLL_S)[0]).ending != "returned"
+
+
 def read_exits(key_value: KeyValue) -> list[RankExit]:
     """Return the exits of the ranks that left, by rank; costs one request while none has, and some for each that has."""
     keys = [_left_key(number + 1) for number in range(key_value.add(_NUM_ENDS, 0))]

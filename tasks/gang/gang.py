@@ -21,8 +21,6 @@ from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import cause_first
 from prefect_torch.tasks.rank.rendezvous import (
     CUT_SHORT_KEY,
-    STACK_TRACES_KEY,
-    STOP_KEY,
     TERMINATION_KEY,
     Address,
     Rendezvous,
@@ -30,8 +28,11 @@ from prefect_torch.tasks.rank.rendezvous import (
 )
 from prefect_torch.tasks.rank.spec import RankSpec
 
+from .node_task import train_node
+from .rank_groups import RankGroup, group_ranks
 from .rank_logs import RankLogs
 from .rank_task import train_rank
+from .stop_order import StopOrder
 from .termination import Termination
 from .watch import HEARTBEAT_S, RankWatch
 
@@ -59,7 +60,7 @@ class Recorder(Protocol):
 
 
 class Gang:
-    """Starts one task run per rank; the first to fail stops all.
+    """Starts one task run per rank, or, for many ranks, per machine; the first rank to fail stops all.
 
     Args:
         specs: The ranks.
@@ -85,15 +86,17 @@ class Gang:
         self._machines = machines
         self._regrowth = regrowth
         self._is_regrowing = False
-        self._watch = RankWatch(len(specs), hang_timeout_s)
+        self._stop = StopOrder()
+        self._groups = group_ranks(specs)
+        self._watch = RankWatch([group.ranks[0] for group in self._groups], hang_timeout_s)
         self._heartbeats_due_s = 0.0
         self._receiver: EventReceiver | None = None
         # Asking a running future for its state costs an API request, so a callback collects those that are done.
         self._finished: set[int] = set()
         self._stop_deadline_s: float | None = None  # from the first `stop` on
-        self._futures = [_submit(spec, machines, logs) for spec in specs]
-        for rank, future in enumerate(self._futures):
-            future.add_done_callback(partial(self._record_finished, rank))
+        self._futures = [_submit(group, machines, logs, self._stop) for group in self._groups]
+        for number, future in enumerate(self._futures):
+            future.add_done_callback(partial(self._record_finished, number))
 
     def run(self, key_value: KeyValue, recorder: Recorder | None, termination: Termination) -> Any:
         """Return rank 0's return value once every rank has returned.
@@ -120,31 +123,33 @@ class Gang:
             time.sleep(_POLL_S)
             problem = self._find_problem(key_value)
         if problem is not None:
-            key_value.set(STACK_TRACES_KEY, b"")
-            self.stop(key_value, str(problem))
+            self._stop.give(str(problem), wants_stack_traces=True)
+            self.stop(str(problem))
         elif not self._all_finished():
             _wait_until(lambda: self._advance(recorder), _SETTLE_S)
-            self.stop(key_value, "another rank failed, so every rank of the attempt is stopped")
+            self.stop("another rank failed, so every rank of the attempt is stopped")
         self._advance(recorder)
-        outcomes = {rank: self._futures[rank].result(raise_on_failure=False) for rank in tuple(self._finished)}
+        outcomes = {number: self._futures[number].result(raise_on_failure=False) for number in tuple(self._finished)}
         failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
         if failures:
             raise cause_first(failures)[0]
+        if stopped := [str(self._groups[number]) for number in outcomes if not self._futures[number].state.is_completed()]:
+            raise RankFailedError(f"rank {show_some(stopped)} was stopped, and no rank has said why", None, "infrastructure")
         self.is_cut_short = self._is_regrowing and key_value.check(CUT_SHORT_KEY)
         return outcomes[0]
 
-    def stop(self, key_value: KeyValue, reason: str) -> None:
+    def stop(self, reason: str) -> None:
         """Stop every rank that still runs, and return when all have exited: the next attempt needs the machine for itself.
 
         Raises:
             RankFailedError: Final, if ranks are still there after ten minutes of SIGKILL; every 30 s, a warning names them.
 
         """
-        key_value.set(STOP_KEY, reason.encode())
+        self._stop.give(reason)
         if self._stop_deadline_s is None:
             self._stop_deadline_s = time.monotonic() + _LONGEST_STOP_S
         while not _wait_until(self._all_finished, min(_STOP_WARNING_S, self._stop_deadline_s - time.monotonic())):
-            alive = show_some([str(rank) for rank in self._running()])
+            alive = show_some([str(group) for group in self._running()])
             if time.monotonic() >= self._stop_deadline_s:
                 raise RankFailedError(
                     f"rank {alive} could not be stopped within {_LONGEST_STOP_S:g} s, so no attempt may start beside it: look "
@@ -175,7 +180,7 @@ class Gang:
         key_value.set(TERMINATION_KEY, b"")
         _wait_until(lambda: self._advance(recorder) or termination.is_requested, termination.grace_left_s)
         termination.raise_if_requested()
-        self.stop(key_value, message)
+        self.stop(message)
         self._advance(recorder)
         raise RankFailedError(message, None, "preemption")
 
@@ -199,7 +204,7 @@ class Gang:
         return finished
 
     def _find_problem(self, key_value: KeyValue) -> RankFailedError | None:
-        running = self._running()
+        running = [group.ranks[0] for group in self._running()]
         if time.monotonic() >= self._heartbeats_due_s:
             self._heartbeats_due_s = time.monotonic() + HEARTBEAT_S
             self._watch.record_heartbeats({rank: key_value.add(heartbeat_key(rank), 0) for rank in running})
@@ -208,24 +213,28 @@ class Gang:
     def _has_failed(self, key_value: KeyValue) -> bool:
         if has_failure(key_value):
             return True
-        for future in [self._futures[rank] for rank in tuple(self._finished)]:
+        for future in [self._futures[number] for number in tuple(self._finished)]:
             future.wait()  # returns immediately, and keeps the state here
             if not future.state.is_completed():
                 return True
         return False
 
-    def _running(self) -> list[int]:
-        return [rank for rank in range(len(self._futures)) if rank not in self._finished]
+    def _running(self) -> list[RankGroup]:
+        return [group for number, group in enumerate(self._groups) if number not in self._finished]
 
     def _all_finished(self) -> bool:
         return len(self._finished) == len(self._futures)
 
-    def _record_finished(self, rank: int, _: PrefectFuture[Any]) -> None:
-        self._finished.add(rank)
+    def _record_finished(self, number: int, _: PrefectFuture[Any]) -> None:
+        self._finished.add(number)
 
 
-def _submit(spec: RankSpec, machines: Sequence[RemoteMachine], logs: RankLogs | None) -> PrefectFuture[Any]:
-    return train_rank.submit(spec, machines[spec.node_rank] if machines else None, None if logs is None else logs.of(spec))
+def _submit(group: RankGroup, machines: Sequence[RemoteMachine], logs: RankLogs | None, stop: StopOrder) -> PrefectFuture[Any]:
+    machine = machines[group.node] if machines else None
+    if len(group.specs) > 1:
+        return train_node.submit(group, machine, logs, stop)
+    first = group.specs[0]
+    return train_rank.submit(first, machine, None if logs is None else logs.of(first), stop)
 
 
 def meet(

@@ -46,6 +46,9 @@ class LocalRank:
         """Yield the lines written since the last yield, at least every `poll_s`, until the process exits."""
         return self._process.lines(poll_s)
 
+    def wake(self) -> None:
+        """Do nothing: `lines` always yields every `poll_s`."""
+
     def terminate(self) -> None:
         """Send SIGTERM to the process."""
         self._process.terminate()

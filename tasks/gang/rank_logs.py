@@ -27,22 +27,25 @@ class RankLog:
         rank: Its number.
         level: The lowest level of the lines that go to Prefect.
         files: Where all lines are stored; None for nowhere.
+        prefix: What its lines begin with in Prefect.
 
     """
 
-    def __init__(self, rank: int, level: int = logging.NOTSET, files: LogFiles | None = None) -> None:
-        self._rank, self._level, self._files = rank, level, files
+    def __init__(self, rank: int, level: int = logging.NOTSET, files: LogFiles | None = None, prefix: str = "") -> None:
+        self._rank, self._level, self._files, self._prefix = rank, level, files, prefix
         self._levels = LineLevels()
         self._withheld: deque[str] = deque(maxlen=_LAST_LINES)
 
     def write(self, lines: Sequence[str]) -> None:
         """Log the lines in Prefect that belong there, in the current task run, and keep all for the files."""
-        if self._files is not None and lines:
+        if not lines:
+            return
+        if self._files is not None:
             self._files.append(self._rank, lines)
         logger = get_run_logger()
         for line in lines:
             if self._level == logging.NOTSET or self._levels.level_of(line) >= self._level:
-                logger.info("%s", line)
+                logger.info("%s%s", self._prefix, line)
             else:
                 self._withheld.append(line)
 
@@ -51,7 +54,7 @@ class RankLog:
         withheld, self._level = list(self._withheld), logging.NOTSET
         self._withheld.clear()
         for line in withheld:
-            get_run_logger().info("%s", line)
+            get_run_logger().info("%s%s", self._prefix, line)
 
 
 class RankLogs:
@@ -66,11 +69,11 @@ class RankLogs:
     def __init__(self, config: RunConfig, files: LogFiles | None) -> None:
         self._config, self._files = config, files
 
-    def of(self, spec: RankSpec) -> RankLog:
-        """Return the log of a rank."""
+    def of(self, spec: RankSpec, prefix: str = "") -> RankLog:
+        """Return the log of a rank, whose lines begin with `prefix` in Prefect."""
         is_shown = {"all": True, "rank0": spec.rank == 0, "local0": spec.local_rank == 0}[self._config.log_ranks]
         level = logging.NOTSET if self._config.log_level is None else LEVELS[self._config.log_level]
-        return RankLog(spec.rank, level if is_shown else logging.CRITICAL + 1, self._files)
+        return RankLog(spec.rank, level if is_shown else logging.CRITICAL + 1, self._files, prefix)
 
 
 @contextmanager

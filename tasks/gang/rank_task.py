@@ -3,7 +3,8 @@
 import math
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, Protocol
 
 from prefect import get_run_logger, task
@@ -11,14 +12,15 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Failed
 from prefect_torch.ckpt.reporting.key_value import KeyValue
-from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit
+from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit, has_announced_failure
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import CONSEQUENCES
-from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, connect, heartbeat_key
+from prefect_torch.tasks.rank.rendezvous import connect, heartbeat_key
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
 from .local_rank import LocalRank
 from .rank_logs import RankLog
+from .stop_order import StopOrder
 from .watch import HEARTBEAT_S
 
 _POLL_S = 0.1
@@ -31,7 +33,14 @@ class StartedRank(Protocol):
     """A rank that runs, on this machine or another."""
 
     def lines(self, poll_s: float) -> Iterator[list[str]]:
-        """Yield the lines written since the last yield, at least every `poll_s`, until the process exits or is lost."""
+        """Yield the lines written since the last yield, until the process exits or is lost.
+
+        Yields at least every few seconds, and every `poll_s` once `wake` was called.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Let `lines` yield now, and every `poll_s` from now on."""
         ...
 
     def terminate(self) -> None:
@@ -68,7 +77,9 @@ class Machine(Protocol):
     retries=1,
     retry_condition_fn=lambda *_: False,
 )
-def train_rank(spec: RankSpec, machine: Machine | None = None, log: RankLog | None = None) -> Any:
+def train_rank(
+    spec: RankSpec, machine: Machine | None = None, log: RankLog | None = None, stop: StopOrder | None = None
+) -> Any:
     """Run one rank to its end and return what its function returned (rank 0; None on the others).
 
     The process's output becomes this task run's log, line by line. The process cannot outlive this one. When the attempt
@@ -78,17 +89,54 @@ def train_rank(spec: RankSpec, machine: Machine | None = None, log: RankLog | No
         spec: The rank.
         machine: Its machine; None for this one.
         log: Where its lines go; None for all to Prefect.
+        stop: Whether it is to be stopped; None for never.
 
     Raises:
         RankFailedError: With the rank's traceback, exit code or signal; the failed state has the same message. If another rank
             caused the failure, the state is Cancelled.
 
     """
-    log = log or RankLog(spec.rank)
+    connected = cache(partial(connect, spec.rendezvous))
+    return run_rank(spec, machine, stop or StopOrder(), Heartbeat(connected, spec.rank), log or RankLog(spec.rank))
+
+
+class Heartbeat:
+    """The heartbeats of a task run, at most one every few seconds however often it is called.
+
+    Args:
+        connected: Returns the store that the ranks share.
+        rank: The first of its ranks.
+
+    """
+
+    def __init__(self, connected: Callable[[], KeyValue], rank: int) -> None:
+        self.connected = connected
+        self._key = heartbeat_key(rank)
+        self._due_s = 0.0
+
+    def __call__(self) -> None:
+        """Beat, if it is time."""
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + HEARTBEAT_S
+            self.connected().add(self._key, 1)
+
+
+def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, beat: Heartbeat, log: RankLog) -> Any:
+    """Run one rank to its end, and return what its function returned, or the state of a rank that failed or was stopped.
+
+    Args:
+        spec: The rank.
+        machine: Its machine; None for this one.
+        stop: Whether it is to be stopped.
+        beat: The heartbeat of this task run.
+        log: Where its lines go.
+
+    """
     rank = LocalRank(spec) if machine is None else machine.start(spec)
     try:
-        key_value = connect(spec.rendezvous)
-        stopped = _supervise(rank, key_value, spec.rank, log)
+        stop.follow(rank.wake)
+        stopped = _supervise(rank, stop, beat, lambda: has_announced_failure(beat.connected(), spec.rank), log)
     finally:
         rank.kill()
         result = rank.finish()
@@ -98,7 +146,7 @@ def train_rank(spec: RankSpec, machine: Machine | None = None, log: RankLog | No
         if result.kind not in CONSEQUENCES:
             log.write_all()
         # The rank may have announced it; if its process died, it has not.
-        announce_exit(key_value, RankExit(spec.rank, None, "died", result.error))
+        announce_exit(beat.connected(), RankExit(spec.rank, None, "died", result.error))
         return _failed(spec, result)
     return None if result.return_value is None else _load_value(result.return_value)
 
@@ -111,20 +159,24 @@ def _load_value(pickled: bytes) -> Any:
         return None
 
 
-def _supervise(started: StartedRank, key_value: KeyValue, rank: int, log: RankLog) -> str | None:
-    """Log lines until the process has exited; return why it was stopped, or None if it exited by itself."""
+def _supervise(
+    started: StartedRank, stop: StopOrder, beat: Callable[[], None], has_failed: Callable[[], bool], log: RankLog
+) -> str | None:
+    """Log lines until the process has exited; return why it was stopped, or None if it exited by itself.
+
+    A rank that had announced its failure before, and is still on its way out, has exited by itself: it may be the cause.
+    """
     reason: str | None = None
-    heartbeat_at_s, terminate_at_s, kill_at_s = 0.0, math.inf, math.inf
+    is_stopping = False
+    terminate_at_s, kill_at_s = math.inf, math.inf
     for lines in started.lines(_POLL_S):
         log.write(lines)
+        beat()
         now_s = time.monotonic()
-        if now_s >= heartbeat_at_s:
-            key_value.add(heartbeat_key(rank), 1)
-            heartbeat_at_s = now_s + HEARTBEAT_S
-        if reason is None and key_value.check(STOP_KEY):
-            reason = key_value.get([STOP_KEY], 0.0)[0].decode()
-            terminate_at_s = now_s
-            if key_value.check(STACK_TRACES_KEY):
+        if not is_stopping and stop.reason is not None:
+            is_stopping, terminate_at_s = True, now_s
+            reason = None if has_failed() else stop.reason
+            if stop.wants_stack_traces:
                 log.write_all()
                 terminate_at_s += _RECORD_S if started.write_stack_traces() else _STACK_TRACES_S
         if now_s >= terminate_at_s:

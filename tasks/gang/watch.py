@@ -1,7 +1,7 @@
 """Detecting lost and hanging ranks, by their heartbeats, their reports and the clock of this process."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from prefect_torch.tasks.rank.errors import RankFailedError
 
@@ -14,18 +14,20 @@ class RankWatch:
     """Detects when the heartbeats of a rank's supervisor stop, and when the reports of all ranks do.
 
     Args:
-        ranks: The number of ranks.
+        ranks: The first rank of each supervisor.
         hang_timeout_s: The longest time without a report; None for unlimited.
         clock: Returns seconds of a monotonic clock.
 
     """
 
-    def __init__(self, ranks: int, hang_timeout_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ranks: Collection[int], hang_timeout_s: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
         self._hang_timeout_s = hang_timeout_s
         self._looked_s = self._reported_s = clock()
-        self._heartbeats = dict.fromkeys(range(ranks), 0)
-        self._heard_s = dict.fromkeys(range(ranks), self._looked_s)
+        self._heartbeats = dict.fromkeys(ranks, 0)
+        self._heard_s = dict.fromkeys(ranks, self._looked_s)
 
     def record_report(self) -> None:
         """Record that the ranks have reported."""

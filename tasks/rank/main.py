@@ -7,6 +7,7 @@ prefect.
 import faulthandler
 import os
 import pickle
+import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -108,12 +109,14 @@ def _prepare(spec: RankSpec) -> None:
 
 
 def _open_run(spec: RankSpec) -> CheckpointStore:
+    """Return the run; the first rank of each machine makes sure that the machine sees it."""
     store = CheckpointStore.open(spec.storage, spec.run)
     _download(spec, store)
-    if next(store.storage.list(store.layout.attempts), None) is None:
+    if spec.local_rank == 0 and next(store.storage.list(store.layout.attempts), None) is None:
         raise RuntimeError(
-            f"rank {spec.rank} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process has written: "
-            "every rank needs the same storage (a shared directory or a URL; memory:// lives in one process only)"
+            f"rank {spec.rank} cannot see run {spec.run!r} in {store.storage.url} on {socket.gethostname()}, which the flow's "
+            "process has written: every rank needs the same storage (a shared directory or a URL; memory:// lives in one "
+            "process only)"
         )
     return store
 

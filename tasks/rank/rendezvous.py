@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-STOP_KEY = "stop"  # the attempt is over: every rank is stopped
-STACK_TRACES_KEY = "stack traces"  # set before STOP_KEY: every rank prints its stack traces first
 TERMINATION_KEY = "termination requested"  # ranks have the grace for a last checkpoint
 CUT_SHORT_KEY = "cut short"  # rank 0's function was told to end, or was ended by its report, for the sake of TERMINATION_KEY
 _CONNECT_TIMEOUT = timedelta(seconds=60)

@@ -16,6 +16,7 @@ from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
 from .job import TrainJob
+from .left_task_runs import end_left_task_runs
 from .observers import CheckpointQuarantined, Observers
 from .restarts import Restarts
 
@@ -45,7 +46,11 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
     download_run(job.storage, job.run)
     restarts.refuse_if_used_up(store)
 
+    before: Attempt | None = None
+
     def claim_after(previous: Attempt | None) -> Attempt:
+        nonlocal before
+        before = previous
         return claim_attempt(
             store,
             owner,
@@ -56,7 +61,10 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
 
     if job.run_config.takeover:
         return claim_after(newest_attempt(store))
-    return claim_unless_led(store, lambda attempt: refuse_if_alive(store, attempt, owner.flow_run_id), claim_after)
+    claimed = claim_unless_led(store, lambda attempt: refuse_if_alive(store, attempt, owner.flow_run_id), claim_after)
+    if before is not None:
+        end_left_task_runs(before, owner)
+    return claimed
 
 
 @dataclass(frozen=True, slots=True)

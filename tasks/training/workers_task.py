@@ -172,7 +172,7 @@ class _Leader:
                 return value
             finally:
                 try:
-                    gang.stop(key_value, "the attempt is over")
+                    gang.stop("the attempt is over")
                 finally:
                     if termination.is_requested:
                         termination.end_retries()

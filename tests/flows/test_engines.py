@@ -14,7 +14,7 @@ from engine_servers import (
     slurm_cluster,
 )
 from prefect_dask import DaskTaskRunner
-from prefect_servers import wait_until
+from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import (
     FailureConfig,
@@ -61,6 +61,7 @@ def train_and_lose_a_machine(training, scaling, run, lose, *, then):
     assert result.return_value["begun"] >= 1
     by_attempt = {manifest.attempt: manifest.world_size for manifest in store.list()}
     assert by_attempt == {1: 2, 2: then}
+    assert_task_runs_of_ranks_are_final(run.storage)
 
 
 def test_a_training_on_ray_goes_on_without_a_lost_machine(short_folder, run):

@@ -18,7 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
-from prefect_servers import prepared_home
+from prefect_servers import assert_task_runs_of_ranks_are_final, prepared_home
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import Outcome, newest_attempt, read_outcomes
 from prefect_torch.flows import Result
@@ -115,6 +115,7 @@ def test_a_killed_leader_takes_its_ranks_along_and_the_next_start_continues(stor
         "returned": {"begun": last.step + 1, "attempt": 2},
         "resumed_from": f"{storage}/run/checkpoints/{last.id}",
     }
+    assert_task_runs_of_ranks_are_final(storage)
 
 
 def test_no_report_of_a_checkpoint_is_missing_after_a_kill_though_retention_was_quick(storage):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from network_hosts import NO_HOSTS, can_make_hosts, network
 from prefect.settings import PREFECT_API_URL
+from prefect_servers import assert_task_runs_of_ranks_are_final
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
 from prefect_torch.flows import FailureConfig, Hosts, NotEnoughMachinesError, RunConfig, ScalingConfig, train
@@ -139,6 +142,7 @@ def test_a_cable_that_is_cut_costs_the_training_nothing_but_time(hosts, run, tol
         lines = [it.getMessage() for it in caplog.records if it.getMessage().startswith("waiting for go, line ")]
         assert {f"waiting for go, line {number}" for number in range(len(lines) // 2)} == set(lines)
         wait_for(lambda: not hosts.processes(cut[0]), cut_s[0] + 35 - time.time())
+        assert_task_runs_of_ranks_are_final(run.storage)
     finally:
         hosts.mend(cut[0])
 
@@ -167,19 +171,43 @@ def test_machines_that_are_taken_away_leave_a_smaller_training(hosts, run, told,
     assert [attempt.world_size for attempt in list_attempts(store)] == [3, 2, 1]
     outcomes = [(it.ending, it.kind) for it in read_outcomes(store)]
     assert outcomes == [("failed", "preemption"), ("failed", "infrastructure"), ("completed", None)]
+    assert_task_runs_of_ranks_are_final(run.storage)
     assert [(it.attempt, it.step) for it in store.list()] == [
         *((1, step) for step in range(3)),
         *((3, step) for step in (3, 4, 5)),
     ]
 
 
-def test_a_flow_that_is_killed_leaves_nothing_on_any_host(hosts, run, told):
-    config = {"epochs": 6, "told": str(told), "waits": {"1-1": "never"}}
+def start_flow(hosts, run, told, waits_for, **options):
+    """Train on hosts a and b in a process of its own, which waits in its second epoch."""
+    config = {"epochs": 6, "told": str(told), "waits": {"1-1": waits_for}}
     scaling = {"num_workers": 2, "use_gpu": False, "cluster": cluster(hosts, "a", "b").model_dump(mode="json")}
     arguments = [run.storage, "machine_trainings:train_exactly", *map(json.dumps, (config, scaling, {}))]
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "PREFECT_API_URL": PREFECT_API_URL.value()}
-    with subprocess.Popen([sys.executable, SUPPORT / "run_on_gpus.py", *arguments], env=environment) as flow:
-        wait_for(lambda: (told / "1-1").exists() or flow.poll() is not None)
+    flow = subprocess.Popen([sys.executable, SUPPORT / "run_on_gpus.py", *arguments], env=environment, **options)
+    wait_for(lambda: (told / "1-1").exists() or flow.poll() is not None)
+    return flow
+
+
+def test_a_leader_that_is_stopped_for_15_s_loses_no_machine_and_no_line(hosts, run, told, undisturbed, tmp_path):
+    with (tmp_path / "output").open("wb") as output, start_flow(hosts, run, told, "go", stdout=output, stderr=output) as flow:
+        flow.send_signal(signal.SIGSTOP)
+        time.sleep(15)
+        flow.send_signal(signal.SIGCONT)
+        (told / "go").touch()
+        assert flow.wait(60) == 0
+    printed = (tmp_path / "output").read_text()
+    result = json.loads(printed.strip().rpartition("\n")[2])
+    assert result == {"begun": 0, "attempt": 1, "world size": 2, "weights": undisturbed}
+    for rank in range(2):
+        numbers = [int(number) for number in re.findall(rf"'rank-{rank}' - waiting for go, line (\d+)", printed)]
+        assert numbers == list(range(len(numbers)))
+        assert numbers
+    assert_task_runs_of_ranks_are_final(run.storage)
+
+
+def test_a_flow_that_is_killed_leaves_nothing_on_any_host(hosts, run, told):
+    with start_flow(hosts, run, told, "never") as flow:
         assert all(len(hosts.find(host, "rank.main")) == 2 for host in ("a", "b"))  # with its guard
         flow.kill()
     wait_for(lambda: not any(map(hosts.processes, hosts.names)), 10)

@@ -1,6 +1,8 @@
 """Whole trainings: a real Prefect server, real processes, real process groups."""
 
 import math
+import re
+import socket
 import threading
 import time
 from pathlib import Path
@@ -33,6 +35,7 @@ from prefect_torch.flows import (
     train,
 )
 from prefect_torch.flows.monitoring.text import page_url
+from prefect_torch.tasks.gang import rank_groups
 from prefect_torch.tasks.training import start
 
 TWO = ScalingConfig(num_workers=2)
@@ -220,9 +223,13 @@ def test_the_output_of_a_rank_is_in_its_own_task_runs_log(run):
     wait_for_logs(state.state_details.flow_run_id, rank_0="hello from rank 0", rank_1="hello from rank 1")
 
 
-def test_a_failed_ranks_error_is_its_states_message(run):
+@pytest.mark.parametrize(("num_workers", "name"), [(2, "rank-1"), (3, "node-0: ranks 1-2")])
+def test_a_failed_ranks_error_is_its_states_message(run, monkeypatch, num_workers, name):
+    """Also where the ranks of a machine share a task run. Every task run of ranks is final in the end."""
+    monkeypatch.setattr(rank_groups, "MOST_ALONE", 2)
+    scaling = ScalingConfig(num_workers=num_workers)
     state = train(
-        "trainings:train_epochs", epochs(1, how="raise", rank=1, at=0), TWO, run, failure=NO_RESTARTS, return_state=True
+        "trainings:train_epochs", epochs(1, how="raise", rank=1, at=0), scaling, run, failure=NO_RESTARTS, return_state=True
     )
     assert state.is_failed()
     deadline = time.monotonic() + 20
@@ -232,12 +239,14 @@ def test_a_failed_ranks_error_is_its_states_message(run):
                 flow_run_filter=FlowRunFilter(id={"any_": [state.state_details.flow_run_id]}), limit=100
             )
             states = {task_run.name: task_run.state for task_run in task_runs if task_run.state is not None}
-            if "rank-1" in states and states["rank-1"].is_failed():
+            of_ranks = {each: state for each, state in states.items() if "rank" in each}
+            if of_ranks.keys() == {"rank-0", name} and all(state.is_final() for state in of_ranks.values()):
                 break
             assert time.monotonic() < deadline, states
             time.sleep(0.2)
-    assert "boom from the training" in states["rank-1"].message
-    assert "\n" not in states["rank-1"].message
+    assert states[name].is_failed()
+    assert "boom from the training" in states[name].message
+    assert "\n" not in states[name].message
 
 
 def test_metrics_without_checkpoints_are_kept_and_cost_milliseconds(run):
@@ -432,7 +441,9 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(run, tmp_path):
 
 
 def test_a_storage_that_ranks_cannot_see_is_told(tmp_path):
-    with pytest.raises(RuntimeError, match=r"rank \d cannot see run 'run' in memory://"):
+    with pytest.raises(
+        RuntimeError, match=rf"rank 0 cannot see run 'run' in memory://\S+ on {re.escape(socket.gethostname())}, "
+    ):
         train(
             "trainings:train_epochs", epochs(1), run=RunConfig(name="run", storage=f"memory://{tmp_path}"), failure=NO_RESTARTS
         )

@@ -23,9 +23,13 @@ import prefect
 from filelock import FileLock
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
+from prefect.settings import PREFECT_API_URL
 from prefect.testing import utilities
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.attempts import list_attempts
 from servers import free_port
 
+_FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 _PATIENCE_S = 120  # for what takes seconds on an idle machine
 _PREFECT = str(Path(sys.executable).parent / "prefect")
 
@@ -233,3 +237,20 @@ class Proxy:
                 target.sendall(chunk)
             target.shutdown(socket.SHUT_RDWR)
         self._open.discard(source)
+
+
+def assert_task_runs_of_ranks_are_final(storage: str) -> None:
+    """Wait until the API shows each rank of each attempt of the run "run" once, in a final state."""
+    attempts = list(list_attempts(CheckpointStore.open(storage, "run")))
+    flow_runs = sorted({attempt.owner.flow_run_id for attempt in attempts})
+    expected = sorted(f"rank-{rank}" for attempt in attempts for rank in range(attempt.world_size))
+
+    def states() -> list[tuple[str, str]]:
+        found = rows(PREFECT_API_URL.value(), "task_runs", flow_runs={"id": {"any_": flow_runs}})
+        return sorted((it["name"], it["state_type"]) for it in found if it["name"].startswith("rank-"))
+
+    def are_final() -> bool:
+        found = states()
+        return [name for name, _ in found] == expected and {state for _, state in found} <= _FINAL
+
+    wait_until(are_final, states, 30)

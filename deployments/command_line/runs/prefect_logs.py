@@ -33,22 +33,27 @@ def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:
         with get_client(sync_client=True) as client:
             client.read_flow_run(UUID(flow_run_id))
             names = _task_run_names(client, flow_run_id)
-            yield from _lines(client, flow_run_id, names, None if rank is None else f"rank-{rank}")
+            yield from _lines(client, flow_run_id, names, rank)
     except ObjectNotFound as exc:
         raise FileNotFoundError(f"{api} knows no flow run {flow_run_id}: set PREFECT_API_URL to the API that ran it") from exc
     except (httpx.HTTPError, RuntimeError) as exc:
         raise StorageError(f"{api} does not answer: {exc or type(exc).__name__}") from exc
 
 
-def _lines(client: SyncPrefectClient, flow_run_id: str, names: dict[UUID, str], only: str | None) -> Iterator[str]:
+def _lines(client: SyncPrefectClient, flow_run_id: str, names: dict[UUID, str], rank: int | None) -> Iterator[str]:
     wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[UUID(flow_run_id)]))
     offset = 0
     while page := client.read_logs(wanted, limit=_PAGE, offset=offset, sort=LogSort.TIMESTAMP_ASC):
         offset += len(page)
         for line in page:
             name = names.get(line.task_run_id, "") if line.task_run_id is not None else ""
-            if only in (None, name):
+            if rank is None or _is_of(rank, name, line.message):
                 yield f"{line.timestamp:%H:%M:%S} {name or 'flow'}: {line.message}"
+
+
+def _is_of(rank: int, task_run: str, message: str) -> bool:
+    """Return whether a line is of a rank: in its own task run, or in that of its machine, where lines begin with their rank."""
+    return task_run == f"rank-{rank}" or (task_run.startswith("node-") and message.startswith(f"rank {rank}: "))
 
 
 def _task_run_names(client: SyncPrefectClient, flow_run_id: str) -> dict[UUID, str]:

@@ -1,5 +1,6 @@
 """Links to the logs of ranks: the pages of their task runs in Prefect's UI."""
 
+import re
 from collections.abc import Mapping, Sequence
 from uuid import UUID
 
@@ -17,7 +18,8 @@ from prefect_torch.flows.monitoring.text import page_url
 from .attempt_log import AttemptLog
 
 _LIMIT = 200  # the most that Prefect's server returns per request
-_NAME = "rank-"
+_NAME = "rank"
+_OF_RANKS = re.compile(r"rank-(\d+)|node-\d+: ranks (\d+)-(\d+)")
 
 
 class RankLogs:
@@ -64,11 +66,19 @@ def ranks_by_attempt(task_runs: Sequence[TaskRun], claims: Mapping[int, float]) 
     """
     found: dict[int, dict[int, str]] = {}
     for task_run in task_runs:
-        rank = task_run.name.removeprefix(_NAME)
-        submitted = task_run.expected_start_time
-        if submitted is None or not rank.isdecimal():
+        submitted, ranks = task_run.expected_start_time, _ranks_of(task_run.name)
+        if submitted is None or not ranks:
             continue
         before = [number for number, claimed_s in claims.items() if claimed_s <= submitted.timestamp()]
         if before:
-            found.setdefault(max(before), {})[int(rank)] = page_url("task-run", task_run.id)
+            found.setdefault(max(before), {}).update(dict.fromkeys(ranks, page_url("task-run", task_run.id)))
     return {number: dict(sorted(ranks.items())) for number, ranks in sorted(found.items())}
+
+
+def _ranks_of(name: str) -> range:
+    """Return the ranks of a task run of this name."""
+    found = _OF_RANKS.fullmatch(name)
+    if found is None:
+        return range(0)
+    one, first, last = found.groups()
+    return range(int(one), int(one) + 1) if one is not None else range(int(first), int(last) + 1)

@@ -9,6 +9,7 @@ from prefect_torch.tasks.gang.rank_exit import result_of_exit
 from prefect_torch.tasks.rank.plain_result import decode_result
 from prefect_torch.tasks.rank.spec import RankResult
 
+_IDLE_S = 5.0
 _WAKE: tuple[Mapping[str, Any], bytes] = ({"type": "wake"}, b"")
 
 
@@ -29,20 +30,26 @@ class RemoteRank:
         self._messages: queue.SimpleQueue[tuple[Mapping[str, Any], bytes]] = queue.SimpleQueue()
         self._exit: Mapping[str, Any] = {}
         self._result = b""
+        self._is_awake = False
 
     def record(self, message: Mapping[str, Any], body: bytes = b"") -> None:
         """Record what the agent says of this rank, or that its machine is lost; called from the thread of the machine."""
         self._messages.put((message, body))
 
     def wake(self) -> None:
-        """Let `lines` yield now."""
+        """Let `lines` yield now, and every `poll_s` from now on."""
+        self._is_awake = True
         self._messages.put(_WAKE)
 
     def lines(self, poll_s: float) -> Iterator[list[str]]:
-        """Yield the lines written since the last yield, at least every `poll_s`, until the process exits or is lost."""
+        """Yield the lines written since the last yield, until the process exits or is lost.
+
+        Yields at least every five seconds, and every `poll_s` once `wake` was called: a thousand ranks that do nothing must not
+        occupy the leader.
+        """
         while True:
             try:
-                message, body = self._messages.get(timeout=poll_s)
+                message, body = self._messages.get(timeout=poll_s if self._is_awake else _IDLE_S)
             except queue.Empty:
                 yield []
                 continue

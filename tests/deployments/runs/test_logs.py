@@ -37,6 +37,10 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
     def train_rank(rank):
         return str(task_run_id())
 
+    @task(task_run_name="node-0: ranks 4-6")
+    def train_node():
+        return str(task_run_id())
+
     def task_run_id():
         from prefect.context import TaskRunContext  # noqa: PLC0415
 
@@ -47,11 +51,12 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
         get_run_logger()
         from prefect.context import FlowRunContext  # noqa: PLC0415
 
-        return str(FlowRunContext.get().flow_run.id), [train_rank(rank) for rank in range(2)]
+        return str(FlowRunContext.get().flow_run.id), [*map(train_rank, range(2)), train_node()]
 
     flow_run_id, ranks = training()
     store_run(local, tmp_path / "scratch", flow_run_id=flow_run_id)
     lines = [(None, "begins"), (ranks[0], "zero"), (ranks[1], "one"), *((ranks[1], f"line {number}") for number in range(250))]
+    lines.insert(1, (ranks[2], "rank 4: four"))
     with get_client(sync_client=True) as client:
         client.create_logs([
             LogCreate(
@@ -66,9 +71,11 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
         ])  # fmt: skip
     code, out, err = command("logs", local, "run")
     assert (code, err) == (0, "")
-    assert "01:00:00 flow: begins\n01:00:01 rank-0: zero\n01:00:02 rank-1: one\n" in out
-    assert out.endswith("01:04:12 rank-1: line 249\n")
-    assert command("logs", local, "run", "--rank", "0")[1].splitlines()[-1] == "01:00:01 rank-0: zero"
+    node = "01:00:01 node-0: ranks 4-6: rank 4: four"
+    assert f"01:00:00 flow: begins\n{node}\n01:00:02 rank-0: zero\n01:00:03 rank-1: one\n" in out
+    assert out.endswith("01:04:13 rank-1: line 249\n")
+    assert command("logs", local, "run", "--rank", "0")[1].splitlines()[-1] == "01:00:02 rank-0: zero"
+    assert command("logs", local, "run", "--rank", "4")[1].splitlines()[-1] == node
     code, _, err = command("logs", local, "run", "--rank", "5")
     assert (code, err) == (
         1,

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
 from prefect_torch.tasks.gang import local_rank, rank_task
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
 from prefect_torch.tasks.gang.local_rank import LocalRank
 from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.gang.rank_logs import RankLog
+from prefect_torch.tasks.gang.stop_order import StopOrder
 from prefect_torch.tasks.rank.function import pack_function
-from prefect_torch.tasks.rank.rendezvous import STACK_TRACES_KEY, STOP_KEY, Address
+from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec
 
 SPEC = RankSpec(
@@ -87,12 +88,10 @@ def test_a_rank_that_hangs_has_the_time_to_write_before_it_is_terminated(is_reco
         def terminate(self):
             self.terminated_s = self.now_s
 
-    rank, key_value = Rank(), MemoryKeyValue()
+    rank, stop = Rank(), StopOrder()
     monkeypatch.setattr(rank_task, "time", rank)
-    monkeypatch.setattr(rank_task, "get_run_logger", lambda: logging.getLogger("rank"))
-    key_value.set(STACK_TRACES_KEY, b"")
-    key_value.set(STOP_KEY, b"it hangs")
-    assert rank_task._supervise(rank, key_value, 0) == "it hangs"
+    stop.give("it hangs", wants_stack_traces=True)
+    assert rank_task._supervise(rank, stop, lambda: None, lambda: False, RankLog(0)) == "it hangs"
     assert rank.terminated_s - rank.asked_s == waits_s
 
 

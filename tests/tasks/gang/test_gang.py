@@ -3,11 +3,9 @@
 import logging
 
 import pytest
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
 from prefect_torch.tasks.gang import gang
 from prefect_torch.tasks.gang.gang import Gang
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.rendezvous import STOP_KEY
 
 
 class Supervisor:
@@ -16,7 +14,8 @@ class Supervisor:
     def __init__(self):
         self.done = []
 
-    def submit(self, spec, machine, log):
+    def submit(self, spec, machine, log, stop):
+        self.stop = stop
         return self
 
     def add_done_callback(self, done):
@@ -35,13 +34,13 @@ def supervisor(monkeypatch):
 
 def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(supervisor, monkeypatch, caplog):
     monkeypatch.setattr(gang, "_LONGEST_STOP_S", 0.1)
-    key_value, ranks = MemoryKeyValue(), Gang([None, None], None)
+    ranks = Gang([None, None], None)
     supervisor.done[0](None)
     for _ in range(2):  # the second time, it does not wait as long again
         with pytest.raises(RankFailedError, match=r"rank 1 could not be stopped within 0\.1 s") as caught:
-            ranks.stop(key_value, "over")
+            ranks.stop("over")
         assert caught.value.kind == "final"
-    assert key_value.check(STOP_KEY)
+    assert supervisor.stop.reason == "over"
     assert 2 <= caplog.text.count("rank 1 was killed and has not exited yet") <= 10
 
 
@@ -54,5 +53,5 @@ def test_stopping_waits_for_a_rank_that_takes_longer_than_the_first_warning(supe
 
     ranks = Gang([None], None)
     monkeypatch.setattr(logging.getLogger("gang"), "filters", [EndAtTheSecondWarning()])
-    ranks.stop(MemoryKeyValue(), "over")
+    ranks.stop("over")
     assert caplog.text.count("rank 0 was killed and has not exited yet") == 2

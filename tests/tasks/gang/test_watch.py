@@ -12,7 +12,7 @@ class Clock:
 def watch_for(seconds, *, hang_timeout_s=None, beating=(), reporting=False, look_every_s=1.0):
     """Return what two watched ranks' problem is after `seconds`."""
     clock = Clock()
-    watch = RankWatch(2, hang_timeout_s, clock)
+    watch = RankWatch(range(2), hang_timeout_s, clock)
     problem = None
     while problem is None and clock.now_s < 100 + seconds:
         clock.now_s += look_every_s
@@ -52,6 +52,6 @@ def test_a_leader_that_was_stopped_does_not_blame_its_ranks():
 
 def test_a_rank_that_has_ended_is_not_watched():
     clock = Clock()
-    watch = RankWatch(1, 1, clock)
+    watch = RankWatch([0], 1, clock)
     clock.now_s += 5
     assert watch.problem([]) is None

@@ -1,0 +1,72 @@
+"""The Prefect task of the ranks of one machine, where there are too many ranks for a task run each."""
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit
+from prefect_torch.tasks.rank.failures import cause_first
+from prefect_torch.tasks.rank.rendezvous import connect
+from prefect_torch.tasks.rank.spec import RankSpec
+
+from .rank_groups import RankGroup
+from .rank_logs import RankLog, RankLogs
+from .rank_task import Heartbeat, Machine, run_rank
+from .stop_order import StopOrder
+
+if TYPE_CHECKING:
+    from prefect_torch.ckpt.reporting.key_value import KeyValue
+
+
+@task(
+    name="train_node",
+    task_run_name="node-{group.node}: ranks {group}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=1,  # as for `train_rank`
+    retry_condition_fn=lambda *_: False,
+)
+def train_node(group: RankGroup, machine: Machine | None, logs: RankLogs | None, stop: StopOrder) -> Any:
+    """Run several ranks of one machine to their ends, as `train_rank` runs one; each line in the log has its rank's number.
+
+    Args:
+        group: The ranks.
+        machine: The machine; None for this one.
+        logs: Where their lines go; None for all to Prefect.
+        stop: Whether they are to be stopped.
+
+    Raises:
+        RankFailedError: That of the rank which failed first, as far as is known.
+
+    """
+    connected: Future[KeyValue] = Future()
+    beat = Heartbeat(connected.result, group.ranks[0])
+    with ThreadPoolExecutor(len(group.specs), "ranks") as pool:
+
+        def run(spec: RankSpec) -> Any:
+            prefix = f"rank {spec.rank}: "
+            log = RankLog(spec.rank, prefix=prefix) if logs is None else logs.of(spec, prefix)
+            try:
+                return run_rank(spec, machine, stop, beat, log)
+            except BaseException as exc:  # the others of the machine would wait for this one, and nobody would know
+                announce_exit(connected.result(), RankExit(spec.rank, None, "died", repr(exc)))
+                raise
+
+        running = [pool.submit(copy_context().run, run, spec) for spec in group.specs]
+        try:
+            connected.set_result(connect(group.specs[0].rendezvous))
+        except BaseException as exc:
+            connected.set_exception(exc)
+            raise
+    return _combine(ended.result() for ended in running)
+
+
+def _combine(outcomes: Iterable[Any]) -> State[Any] | None:
+    """Return the state of the rank that failed first; that of one that was stopped if none did; None if all returned."""
+    states = [outcome for outcome in outcomes if isinstance(outcome, State)]
+    causes = cause_first(state.data for state in states if isinstance(state.data, BaseException))
+    return next((state for state in states if causes and state.data is causes[0]), next(iter(states), None))

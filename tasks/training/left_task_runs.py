@@ -1,0 +1,61 @@
+"""The task runs of ranks that a killed flow has left running in Prefect's API."""
+
+from uuid import UUID
+
+import httpx
+from prefect import get_run_logger
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    TaskRunFilter,
+    TaskRunFilterName,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Crashed
+from prefect_torch.ckpt.runs.attempts import Attempt, Owner
+
+_QUICKLY_S = 5.0
+_PAGE = 200
+_OPEN = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
+
+
+def end_left_task_runs(previous: Attempt, owner: Owner) -> None:
+    """End the task runs of ranks that the killed leader of an attempt could not end; no effect while the API is away.
+
+    Args:
+        previous: The attempt, whose leader is known to be gone, unless it is this process.
+        owner: This process.
+
+    """
+    left = previous.owner
+    if left.flow_run_id is None or (left.host, left.pid, left.started) == (owner.host, owner.pid, owner.started):
+        return
+    try:
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(httpx_settings={"timeout": _QUICKLY_S}, sync_client=True) as client,
+        ):
+            _end(client, UUID(left.flow_run_id), f"the process {left.pid} on {left.machine} that led attempt {previous.number}")
+    except (httpx.HTTPError, PrefectHTTPStatusError) as exc:
+        get_run_logger().warning("task runs that flow run %s has left running could not be ended: %s", left.flow_run_id, exc)
+
+
+def _end(client: SyncPrefectClient, flow_run_id: UUID, leader: str) -> None:
+    left: list[UUID] = []
+    while page := client.read_task_runs(
+        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
+        task_run_filter=TaskRunFilter(
+            name=TaskRunFilterName(like_="rank"),
+            state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN)),
+        ),
+        limit=_PAGE,
+        offset=len(left),
+    ):
+        left += [task_run.id for task_run in page]
+    for task_run_id in left:
+        client.set_task_run_state(task_run_id, Crashed(message=f"{leader} was killed, and its ranks with it"), force=True)
