@@ -18,6 +18,7 @@ from prefect_torch.tasks import (
     ScalingConfig,
     SlurmCluster,
     SyncConfig,
+    TorchCluster,
 )
 
 from .async_training import atrain
@@ -49,6 +50,7 @@ __all__ = [
     "SweepFailedError",
     "SweepResult",
     "SyncConfig",
+    "TorchCluster",
     "TrainingFailedError",
     "TrainingPlan",
     "Trial",

@@ -14,6 +14,7 @@ from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.tasks import ScalingConfig
+from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.options.storage import configured_storage
@@ -42,7 +43,7 @@ def machines_for(scaling: ScalingConfig) -> Machines | None:
     if scaling.cluster is None:
         return None
     return Machines(
-        scaling.cluster,
+        load_cluster(scaling.cluster),
         scaling.fewest_workers,
         scaling.most_workers,
         use_gpu=scaling.use_gpu,

@@ -24,6 +24,7 @@ from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, sho
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.training.job import TrainJob
+from prefect_torch.tasks.training.working_dir import pack_directory
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -168,6 +169,7 @@ def _job(
     resume_from: str | Checkpoint | None,
 ) -> TrainJob:
     storage = configured_storage(run.storage, run.storage_deadline_s, run.sync)
+    working_dir = None if run.working_dir is None else pack_directory(run.working_dir, storage.url)
     return TrainJob(
         function=pack_function(train_fn, config),
         storage=storage,
@@ -177,6 +179,7 @@ def _job(
         run_config=run,
         checkpoint=checkpoint,
         failure=failure,
+        working_dir=working_dir,
     )
 
 

@@ -27,6 +27,7 @@ from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import DecisionMaker, TrainJob
+from prefect_torch.tasks.training.working_dir import pack_directory
 
 from .arguments import machines_for, seat_for
 from .leading import lead_training, set_terminated_state
@@ -63,7 +64,7 @@ class Training:
 
     def job_of(self, trial: TrialRecord, decisions: DecisionMaker | None) -> TrainJob:
         """Return the training of a trial."""
-        source = trial.source
+        source, directory = trial.source, self.run_config.working_dir
         return TrainJob(
             function=self.pack(self.config_of(trial)),
             storage=self.storage,
@@ -75,6 +76,7 @@ class Training:
             checkpoint=self.checkpoint,
             failure=self.failure,
             decisions=decisions,
+            working_dir=None if directory is None else pack_directory(directory, self.storage.url),
         )
 
 

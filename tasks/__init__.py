@@ -7,6 +7,7 @@ uses.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from prefect_torch.tasks.gang.engines.cluster_block import TorchCluster
     from prefect_torch.tasks.gang.engines.dask_cluster import DaskCluster
     from prefect_torch.tasks.gang.engines.hosts import Hosts
     from prefect_torch.tasks.gang.engines.kubernetes_cluster import KubernetesCluster
@@ -39,6 +40,7 @@ _MODULES = {
     "ScalingConfig": "options.config",
     "SlurmCluster": "gang.engines.slurm_cluster",
     "SyncConfig": "options.sync",
+    "TorchCluster": "gang.engines.cluster_block",
     "evaluate_checkpoint": "evaluation_task",
     "get_device": "prepare.device",
     "prepare_data_loader": "prepare.data_loader",
@@ -62,6 +64,7 @@ __all__ = [
     "ScalingConfig",
     "SlurmCluster",
     "SyncConfig",
+    "TorchCluster",
     "evaluate_checkpoint",
     "get_device",
     "prepare_data_loader",

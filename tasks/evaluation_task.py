@@ -153,4 +153,5 @@ def _specs(
             master_host=None if lease is None else lease.machines[0].address,
         ),
         (job.scaling.most_workers,) if lease is None else lease.num_ranks,
+        () if lease is None else lease.names,
     )

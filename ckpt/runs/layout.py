@@ -11,6 +11,7 @@
 <run>/latest.json                    a hint; may be stale or missing without harm
 <run>/metrics/<attempt>-<last>-<count>.jsonl  metric history: `count` records that end with number `last`, written once
 <run>/logs/<attempt>/rank-<rank>.<part>.log  lines of a rank; the last part is written again while it grows
+<run>/code/<digest>.zip              the working directory of its ranks, named by the archive's digest
 <run>/pins/<id>.<token>.json         a pin; unique per call (version 0.1 wrote <id>.json)
 <run>/quarantine/<id>.json           a damaged checkpoint's manifest, and the reason; its data stay where they are
 <run>/deletions/<token>.json         the ids of a pending deletion; exists for a moment
@@ -112,6 +113,13 @@ class Layout:
 
     def metrics_chunk(self, attempt: int, last: int, count: int) -> str:
         return f"{self.metrics}{attempt:06d}-{last:09d}-{count:04d}.jsonl"
+
+    @property
+    def codes(self) -> str:
+        return f"{self.run}/code/"
+
+    def code(self, digest: str) -> str:
+        return f"{self.codes}{digest}.zip"
 
     def logs(self, attempt: int) -> str:
         return f"{self.run}/logs/{attempt:06d}/"

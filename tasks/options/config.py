@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
-from prefect_torch.tasks.gang.engines.choice import ClusterChoice
+from prefect_torch.tasks.gang.engines.cluster_block import ClusterChoice
 from pydantic import Field, field_validator, model_validator
 
 from .ranks import Ranks
@@ -117,6 +117,12 @@ class RunConfig(_Config):
         "exists in its full size. none: not at all.",
     )
 
+    working_dir: str | None = Field(
+        default=None,
+        title="Working directory",
+        description="A directory of the flow's machine that comes along to all machines, of up to 100 MiB: ranks run in a copy "
+        "of it, and import from it. When empty, ranks use the flow's own, where that exists.",
+    )
     log_ranks: Literal["all", "rank0", "local0"] = Field(
         default="all",
         title="Log ranks",

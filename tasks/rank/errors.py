@@ -38,5 +38,9 @@ class RestartsUsedUpError(RuntimeError):
     """A flow run was started again, and a budget of its `FailureConfig` was used up before."""
 
 
+class StorageNotSeenError(RuntimeError):
+    """A rank's machine sees another storage than the flow's process."""
+
+
 class NotEnoughMachinesError(RuntimeError):
     """A cluster has room for fewer ranks than an attempt needs; another attempt may find more."""

@@ -27,7 +27,7 @@ from prefect_torch.ckpt import (
 from prefect_torch.ckpt.errors import ReportWithdrawnError
 from prefect_torch.ckpt.runs.attempts import FailureKind
 
-from .errors import NotEnoughMachinesError, RankFailedError, RankFailureKind
+from .errors import NotEnoughMachinesError, RankFailedError, RankFailureKind, StorageNotSeenError
 
 # From the most probable cause to the surest consequence of another failure, each with the budget that it counts against.
 _BUDGETS: dict[RankFailureKind, FailureKind] = {
@@ -49,6 +49,7 @@ _MOST_SPECIFIC_FIRST: tuple[tuple[type[BaseException], RankFailureKind], ...] = 
     (ReportMismatchError, "final"),
     (StateMismatchError, "final"),
     (UnsupportedFormatError, "final"),
+    (StorageNotSeenError, "final"),
     (StorageFullError, "user"),  # a disk is as full a second later, so only restarts that a user asks for
     (CheckpointNotFoundError, "user"),
     (CheckpointError, "infrastructure"),

@@ -7,11 +7,10 @@ prefect.
 import faulthandler
 import os
 import pickle
-import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,9 +27,9 @@ from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
 from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL
 
 from .cpu_pickle import dump_on_cpu
-from .errors import RankFailureKind
+from .errors import RankFailureKind, StorageNotSeenError
 from .failures import of_exception
-from .function import TrainFunction, takes_config, unpack_function
+from .function import PackedFunction, TrainFunction, takes_config, unpack_function
 from .group_store import GroupStore
 from .machine_paths import enter_paths
 from .node_store import open_node
@@ -38,6 +37,7 @@ from .plain_result import encode_result
 from .rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
 from .spec import RankResult, RankSpec
 from .tracebacks import user_traceback
+from .working_dir import unpacked, within
 
 if TYPE_CHECKING:
     import torch
@@ -51,18 +51,20 @@ def main() -> None:
     os.set_inheritable(result_fd, False)
     spec: RankSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
     sys.argv = [spec.function.name]
-    result = _run(spec)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with os.fdopen(result_fd, "wb") as pipe:
-        pipe.write(pickle.dumps(result) if spec.master_host is None else encode_result(result))
+    with ExitStack() as held:
+        result = _run(spec, held)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with os.fdopen(result_fd, "wb") as pipe:
+            pipe.write(pickle.dumps(result) if spec.master_host is None else encode_result(result))
     # Not sys.exit: a failed collective or a thread of the user that hangs must not keep the process alive.
     os._exit(0 if result.kind is None else 1)
 
 
-def _run(spec: RankSpec) -> RankResult:
+def _run(spec: RankSpec, held: ExitStack) -> RankResult:
     _prepare(spec)
     try:
+        packed = _enter_paths(spec, held)
         # Before the function's module is imported, which may make a tensor on "cuda": that is the current device.
         device = take_device(spec.local_rank) if spec.use_gpu else None
     except Exception as exc:  # noqa: BLE001 - returned as the result
@@ -72,7 +74,7 @@ def _run(spec: RankSpec) -> RankResult:
     except Exception as exc:  # noqa: BLE001 - returned as the result
         return _failure(exc, of_exception(exc, in_function=False))
     try:
-        function, config = unpack_function(spec.function)
+        function, config = unpack_function(packed)
     except BaseException as exc:  # noqa: BLE001 - the import of a module may raise anything
         return _failure(exc, "final")
     try:
@@ -105,7 +107,21 @@ def _prepare(spec: RankSpec) -> None:
         os.environ.setdefault(name, value)
     if not spec.use_gpu:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator treats each rank as a separate training
-    enter_paths(spec.function, is_elsewhere=spec.master_host is not None)
+
+
+def _enter_paths(spec: RankSpec, held: ExitStack) -> PackedFunction:
+    """Take the working directory and the search path of the function, and return it as it is there."""
+    function, is_elsewhere = spec.function, spec.master_host is not None
+    if spec.working_dir is None:
+        enter_paths(function, is_elsewhere=is_elsewhere)
+        return function
+    layout = _open_run(spec).layout
+    download_missing(spec.storage, spec.run, [layout.code(spec.working_dir.digest)])
+    copy = held.enter_context(unpacked(spec.working_dir, spec.storage, spec.run))
+    function = within(function, spec.working_dir.root, copy)
+    enter_paths(function, is_elsewhere=is_elsewhere)
+    sys.path[:] = [str(copy), *(path for path in sys.path if path != str(copy))]
+    return function
 
 
 def _open_run(spec: RankSpec) -> CheckpointStore:
@@ -113,10 +129,10 @@ def _open_run(spec: RankSpec) -> CheckpointStore:
     store = CheckpointStore.open(spec.storage, spec.run)
     _download(spec, store)
     if spec.local_rank == 0 and next(store.storage.list(store.layout.attempts), None) is None:
-        raise RuntimeError(
-            f"rank {spec.rank} cannot see run {spec.run!r} in {store.storage.url} on {socket.gethostname()}, which the flow's "
-            "process has written: every rank needs the same storage (a shared directory or a URL; memory:// lives in one "
-            "process only)"
+        place = "" if spec.node_name is None else f" on machine {spec.node_name}"
+        raise StorageNotSeenError(
+            f"rank {spec.rank}{place} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process wrote: "
+            "every rank needs the same storage (a shared directory or a URL; memory:// lives in one process only)"
         )
     return store
 

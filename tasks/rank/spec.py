@@ -10,6 +10,7 @@ from .checkpoint_ref import CheckpointRef
 from .errors import RankFailureKind
 from .function import PackedFunction
 from .rendezvous import Address
+from .working_dir import StoredDirectory
 
 MOST_ALONE = 64  # ranks of which each speaks for itself; measured by tests/benchmarks/agreement.py
 
@@ -43,6 +44,8 @@ class RankSpec:
         has_node_store: Whether the ranks of a machine share a store, and speak to the others with one voice.
         master_host: The address of rank 0's machine, where rank 0 serves the store of the process groups; None on one machine,
             where that is the rendezvous.
+        node_name: The name of its machine in messages; None on one machine.
+        working_dir: The directory that it runs in a copy of; None for that of the flow's process.
 
     """
 
@@ -69,6 +72,8 @@ class RankSpec:
     num_nodes: int = 1
     master_host: str | None = None
     has_node_store: bool = False
+    node_name: str | None = None
+    working_dir: StoredDirectory | None = None
 
     @property
     def group(self) -> str:
@@ -123,7 +128,7 @@ class RankResult:
     exception: bytes | None = None
 
 
-def on_machines(first: RankSpec, num_ranks: Sequence[int]) -> list[RankSpec]:
+def on_machines(first: RankSpec, num_ranks: Sequence[int], names: Sequence[str] = ()) -> list[RankSpec]:
     """Return all ranks of the group whose rank 0 is `first`; neighbours share a machine.
 
     The ranks of a machine speak with one voice where that is quicker: among many ranks, of which some share a machine.
@@ -131,6 +136,7 @@ def on_machines(first: RankSpec, num_ranks: Sequence[int]) -> list[RankSpec]:
     Args:
         first: The first rank; the numbers that depend on the machines are set here.
         num_ranks: How many ranks each machine has.
+        names: The names of the machines; empty for this one.
 
     """
     places = [(node, local) for node, count in enumerate(num_ranks) for local in range(count)]
@@ -145,6 +151,7 @@ def on_machines(first: RankSpec, num_ranks: Sequence[int]) -> list[RankSpec]:
             local_world_size=num_ranks[node],
             num_nodes=len(num_ranks),
             has_node_store=has_node_store,
+            node_name=names[node] if names else None,
         )
         for rank, (node, local) in enumerate(places)
     ]

@@ -10,6 +10,8 @@ from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, 
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
 
+from .working_dir import WorkingDirectory
+
 
 class DecisionMaker(Protocol):
     """Decides at reports whether a training goes on."""
@@ -37,6 +39,7 @@ class TrainJob:
         checkpoint: Which checkpoints are kept, and how they are stored.
         failure: How often the training is restarted, and when it counts as failed.
         decisions: Decides at reports whether the training goes on; None if it always does.
+        working_dir: The directory whose copy the ranks run in; None for the flow's own.
 
     """
 
@@ -49,6 +52,7 @@ class TrainJob:
     checkpoint: CheckpointConfig
     failure: FailureConfig
     decisions: "DecisionMaker | None" = None
+    working_dir: WorkingDirectory | None = None
 
     @property
     def policy(self) -> RetentionPolicy:

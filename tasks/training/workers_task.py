@@ -116,6 +116,8 @@ class _Leader:
         try:
             self._seat.take(self._termination.raise_if_requested)
             with self._lend() as lease:
+                if self._job.working_dir is not None:
+                    self._job.working_dir.store(self._store)
                 claimed = claimed if lease is None else record_world_size(self._store, claimed, sum(lease.num_ranks))
                 value = self._train(claimed, lease)
         except Exception as exc:
@@ -257,8 +259,10 @@ def _specs(
             ),
             flush_s=_FLUSH_S,
             master_host=None if lease is None else lease.machines[0].address,
+            working_dir=None if job.working_dir is None else job.working_dir.stored,
         ),
         (scaling.most_workers,) if lease is None else lease.num_ranks,
+        () if lease is None else lease.names,
     )
 
 

@@ -12,7 +12,7 @@ from .kubernetes_cluster import KubernetesCluster
 from .ray_cluster import RayCluster
 from .slurm_cluster import SlurmCluster
 
-_KINDS: dict[str, type[Cluster]] = {
+KINDS: dict[str, type[Cluster]] = {
     "hosts": Hosts,
     "ray": RayCluster,
     "slurm": SlurmCluster,
@@ -26,13 +26,10 @@ def check_cluster(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     kind = value.get("kind", "hosts")
-    if kind not in _KINDS:
-        raise ValueError(f"there is no cluster of the kind {kind!r}: give one of {', '.join(_KINDS)}")
-    return _KINDS[kind](**value)
+    if kind not in KINDS:
+        raise ValueError(f"there is no cluster of the kind {kind!r}: give one of {', '.join(KINDS)}")
+    return KINDS[kind](**value)
 
 
-ClusterChoice = Annotated[
-    SerializeAsAny[Cluster],
-    BeforeValidator(check_cluster),
-    WithJsonSchema({"anyOf": [kind.model_json_schema() for kind in _KINDS.values()]}),
-]
+CLUSTER_SCHEMAS = [kind.model_json_schema() for kind in KINDS.values()]
+AnyCluster = Annotated[SerializeAsAny[Cluster], BeforeValidator(check_cluster), WithJsonSchema({"anyOf": CLUSTER_SCHEMAS})]

@@ -33,6 +33,11 @@ class Lease:
     machines: tuple[RemoteMachine, ...]
     num_ranks: tuple[int, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the machines."""
+        return tuple(machine.name for machine in self.machines)
+
 
 class Machines:
     """The machines that a cluster lends to a training, from one attempt to the next.

@@ -1,0 +1,101 @@
+"""The copy of the user's working directory that ranks run in: unpacked once per machine, shared by the ranks there."""
+
+import shutil
+import stat
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from filelock import FileLock
+from prefect_torch.ckpt import CheckpointCorruptError, StorageSpec
+from prefect_torch.ckpt.files.cache import downloaded
+from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.runs.run import Run
+
+from .function import PackedFunction
+
+_ARCHIVE = "code.zip"
+_PERMISSIONS = 0o777
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDirectory:
+    """A working directory as an archive in a run's storage.
+
+    Attributes:
+        root: The directory on the flow's machine.
+        bytes: The size of the archive.
+        digest: xxh3-128 of the archive, by which it is named.
+
+    """
+
+    root: str
+    bytes: int
+    digest: str
+
+
+@contextmanager
+def unpacked(directory: StoredDirectory, storage: StorageSpec, run: str) -> Iterator[Path]:
+    """Yield a directory with the files of the archive, which stays at least as long as a process of this machine is in here.
+
+    The first rank of a machine downloads and unpacks it, and the others wait for that.
+
+    Args:
+        directory: The archive.
+        storage: The run's storage.
+        run: The run's name.
+
+    Raises:
+        CheckpointCorruptError: If the stored archive is another one.
+
+    """
+    stored = Run.open(storage, run)
+    entry = FileEntry(_ARCHIVE, directory.bytes, directory.digest, 0)
+
+    def download(_: str, path: Path) -> None:
+        got = stored.storage.get_file(stored.layout.code(directory.digest), path)
+        if (got.bytes, got.digest) != (directory.bytes, directory.digest):
+            raise CheckpointCorruptError(f"the archive of working_dir in {stored.path} is not what was stored")
+
+    with downloaded(f"code {directory.digest}", {_ARCHIVE: entry}, download) as files:
+        target = files.parent / "unpacked"
+        with FileLock(files.parent / "unpacked.lock", thread_local=False):
+            if not target.exists():
+                _unpack(files / _ARCHIVE, files.parent / "unpacking")
+                (files.parent / "unpacking").rename(target)
+        yield target
+
+
+def within(function: PackedFunction, root: str, copy: Path) -> PackedFunction:
+    """Return `function` with its file, its search path and its working directory in the copy, as far as they are part of it.
+
+    Args:
+        function: The function.
+        root: The directory that was copied.
+        copy: The copy.
+
+    """
+
+    def moved(path: str) -> str:
+        relative = Path(path).relative_to(root) if Path(path).is_relative_to(root) else None
+        return str(copy / relative) if relative is not None and (copy / relative).exists() else path
+
+    cwd = moved(function.cwd)
+    place, _, name = (function.reference or "").rpartition(":")
+    return replace(
+        function,
+        reference=f"{moved(place)}:{name}" if place.endswith(".py") else function.reference,
+        sys_path=tuple(dict.fromkeys([str(copy), *map(moved, function.sys_path)])),
+        cwd=str(copy) if cwd == function.cwd else cwd,
+    )
+
+
+def _unpack(archive: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)  # of a process that was killed
+    with zipfile.ZipFile(archive) as packed:
+        for info in packed.infolist():
+            path = Path(packed.extract(info, target))
+            path.chmod(stat.S_IMODE(info.external_attr >> 16) & _PERMISSIONS)
+    target.mkdir(exist_ok=True)  # of an empty archive

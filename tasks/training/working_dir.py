@@ -1,0 +1,118 @@
+"""The user's working directory as an archive, which comes along to every machine."""
+
+import io
+import os
+import stat
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+from prefect.utilities.filesystem import filter_files
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.tasks.rank.working_dir import StoredDirectory
+
+_MOST_BYTES = 100 << 20
+_NUM_SHOWN = 3
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest of a zip file: equal files make equal archives
+_IGNORE_FILE = ".prefectignore"
+_LEFT_OUT = {
+    ".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv", "venv", ".tox", ".nox",
+    ".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingDirectory:
+    """A packed directory.
+
+    Attributes:
+        stored: What ranks need to know of it.
+        archive: The archive.
+
+    """
+
+    stored: StoredDirectory
+    archive: bytes = field(repr=False)
+
+    def store(self, run: Run) -> None:
+        """Store the archive beside the run, unless it is there, and delete those of former directories.
+
+        Raises:
+            StorageError, OSError: If the storage fails.
+
+        """
+        key = run.layout.code(self.stored.digest)
+        there = run.keys(run.layout.codes)
+        if key not in there:
+            run.storage.put_bytes(key, self.archive)
+        if former := set(there) - {key}:
+            run.storage.delete(former)  # the ranks of older attempts are fenced
+
+
+def pack_directory(directory: str, storage: str) -> WorkingDirectory:
+    """Return `directory` packed, without version control, virtual environments, caches and what `.prefectignore` names.
+
+    Args:
+        directory: Its path.
+        storage: The storage's location, which is left out where it lies within.
+
+    Raises:
+        ValueError: If there is no such directory, or its files have more than 100 MiB.
+
+    """
+    root = Path(directory).expanduser().resolve()
+    if not root.is_dir():
+        raise ValueError(f"working_dir={directory!r}: there is no directory {root}")
+    if str(root) not in sys.path:
+        sys.path.append(str(root))  # so that a function in one of its modules is found here, too
+    sizes = {path: path.stat().st_size for path in _files(root, storage)}
+    if sum(sizes.values()) > _MOST_BYTES:
+        raise ValueError(_explain_size(root, sizes))
+    archive = _pack(root, sorted(sizes))
+    stored = StoredDirectory(str(root), len(archive), xxhash.xxh3_128_hexdigest(archive))
+    return WorkingDirectory(stored, archive)
+
+
+def _files(root: Path, storage: str) -> Iterator[Path]:
+    ignore = root / _IGNORE_FILE
+    included = filter_files(str(root), ignore.read_text().splitlines(), include_dirs=False) if ignore.is_file() else None
+    for folder, names, files in os.walk(root):
+        here = Path(folder)
+        names[:] = [name for name in names if name not in _LEFT_OUT and not _is_left_out(here / name, storage)]
+        for path in (here / name for name in files):
+            relative = str(path.relative_to(root))
+            if path.is_file() and (included is None or relative in included):
+                yield path
+
+
+def _is_left_out(folder: Path, storage: str) -> bool:
+    return (folder / "pyvenv.cfg").exists() or str(folder) == storage
+
+
+def _pack(root: Path, files: list[Path]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for path in files:
+            info = zipfile.ZipInfo(path.relative_to(root).as_posix(), _EPOCH)
+            info.external_attr = stat.S_IMODE(path.stat().st_mode) << 16
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, path.read_bytes())
+    return packed.getvalue()
+
+
+def _explain_size(root: Path, sizes: dict[Path, int]) -> str:
+    entries: dict[str, int] = {}
+    for path, size in sizes.items():
+        first, *rest = path.relative_to(root).parts
+        name = f"{first}/" if rest else first
+        entries[name] = entries.get(name, 0) + size
+    largest = sorted(entries.items(), key=lambda entry: -entry[1])[:_NUM_SHOWN]
+    shown = ", ".join(f"{name} ({show_bytes(size)})" for name, size in largest)
+    return (
+        f"working_dir {root} has {show_bytes(sum(sizes.values()))} of files, more than {show_bytes(_MOST_BYTES)}: name what is "
+        f"not code in {root / _IGNORE_FILE}; the largest are {shown}"
+    )

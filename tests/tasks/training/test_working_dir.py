@@ -1,0 +1,118 @@
+"""The user's working directory: packed by the leader, unpacked by the ranks of a machine."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.tasks.rank.function import PackedFunction
+from prefect_torch.tasks.rank.working_dir import unpacked, within
+from prefect_torch.tasks.training import working_dir as packing
+from prefect_torch.tasks.training.working_dir import pack_directory
+
+
+@pytest.fixture(autouse=True)
+def own_cache_and_path(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def project(tmp_path):
+    root = tmp_path / "project"
+    files = [
+        "train.py",
+        "pkg/model.py",
+        "data/big.bin",
+        ".git/HEAD",
+        "env/pyvenv.cfg",
+        "env/lib/x.py",
+        "checkpoints/run/y.json",
+    ]
+    for name in [*files, "pkg/__pycache__/model.pyc"]:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "run.sh").write_text("#!/bin/sh\n")
+    (root / "run.sh").chmod(0o755)
+    os.mkfifo(root / "pipe")
+    return root
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return StorageSpec(str(tmp_path / "store"))
+
+
+def names_in(folder):
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+
+
+def test_the_copy_has_what_belongs_to_the_project(project, spec):
+    packed = pack_directory(str(project), str(project / "checkpoints"))
+    packed.store(Run.open(spec, "run"))
+    with unpacked(packed.stored, spec, "run") as copy:
+        assert names_in(copy) == ["data/big.bin", "pkg/model.py", "run.sh", "train.py"]
+        assert (copy / "pkg/model.py").read_text() == "pkg/model.py"
+        assert os.access(copy / "run.sh", os.X_OK)
+        assert not os.access(copy / "train.py", os.X_OK)
+    (project / ".prefectignore").write_text("data/\n*.sh\n")
+    packed = pack_directory(str(project), str(project / "checkpoints"))
+    packed.store(Run.open(spec, "run"))
+    with unpacked(packed.stored, spec, "run") as copy:
+        assert names_in(copy) == [".prefectignore", "pkg/model.py", "train.py"]
+
+
+def test_a_directory_is_stored_once_and_its_former_version_deleted(project, spec, monkeypatch):
+    run = Run.open(spec, "run")
+    put, put_bytes = [], LocalStorage.put_bytes
+    monkeypatch.setattr(LocalStorage, "put_bytes", lambda self, key, data: (put.append(key), put_bytes(self, key, data)))
+    first = pack_directory(str(project), spec.url)
+    first.store(run)
+    os.utime(project / "train.py", (1, 1))
+    again = pack_directory(str(project), spec.url)
+    again.store(run)
+    assert again.stored == first.stored
+    (project / "train.py").write_text("changed")
+    changed = pack_directory(str(project), spec.url)
+    changed.store(run)
+    assert put == [f"run/code/{version.stored.digest}.zip" for version in (first, changed)]
+    assert run.keys("run/code/") == [put[1]]
+
+
+def test_a_machine_unpacks_once_as_long_as_a_rank_is_there(project, spec, monkeypatch):
+    packed = pack_directory(str(project), spec.url)
+    packed.store(Run.open(spec, "run"))
+    got, get_file = [], LocalStorage.get_file
+    monkeypatch.setattr(LocalStorage, "get_file", lambda self, key, path: (got.append(key), get_file(self, key, path))[1])
+    with unpacked(packed.stored, spec, "run") as copy:
+        with unpacked(packed.stored, spec, "run") as other:
+            assert other == copy
+        assert (copy / "train.py").exists()
+    assert len(got) == 1
+    assert not copy.exists()
+
+
+def test_a_directory_that_is_too_large_is_refused_with_its_largest_entries(project, monkeypatch):
+    monkeypatch.setattr(packing, "_MOST_BYTES", 2000)
+    (project / "data/big.bin").write_bytes(bytes(5000))
+    with pytest.raises(ValueError, match=r"more than 2\.0 KiB: .*\.prefectignore; the largest are data/ \(4\.9 KiB\), "):
+        pack_directory(str(project), "/nowhere")
+    with pytest.raises(ValueError, match="there is no directory"):
+        pack_directory(str(project / "none"), "/nowhere")
+
+
+def test_paths_of_the_project_are_those_of_the_copy(project, tmp_path):
+    copy = tmp_path / "copy"
+    (copy / "pkg").mkdir(parents=True)
+    (copy / "train.py").touch()
+    path = (str(project), str(project / "pkg"), str(project / "env/lib"), "/usr/lib")
+    function = PackedFunction(f"{project}/train.py:main", b"", path, str(project / "pkg"), "main")
+    moved = within(function, str(project), copy)
+    assert moved.reference == f"{copy}/train.py:main"
+    assert moved.sys_path == (str(copy), str(copy / "pkg"), str(project / "env/lib"), "/usr/lib")
+    assert moved.cwd == str(copy / "pkg")
+    assert within(PackedFunction("train:main", b"", (), "/elsewhere", "main"), str(project), copy).cwd == str(copy)
