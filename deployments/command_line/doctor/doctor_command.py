@@ -11,6 +11,7 @@ from prefect_torch.deployments.command_line.arguments import json_option, open_n
 from prefect_torch.deployments.command_line.terminal import console, plain, print_json
 from rich.text import Text
 
+from .cluster_checks import check_cluster
 from .findings import Finding
 from .gpu_checks import check_collective, check_copies, check_gpus, check_locked_memory
 from .machine_checks import SHARED_MEMORY, check_backends, check_loopback, check_open_files, check_shared_memory, check_torch
@@ -27,19 +28,23 @@ _Check: TypeAlias = Callable[[], Iterable[Finding]]
 
 @click.command
 @click.argument("storage", metavar="[STORAGE]", required=False)
+@click.option("--cluster", metavar="CLUSTER", help="Look at its machines: torch-cluster/NAME, JSON, or a file with JSON.")
+@click.option("--ranks", type=click.IntRange(min=1), help="For how many ranks the cluster lends machines; one for each host.")
 @json_option
-def doctor(storage: str | None, as_json: bool) -> int:
-    """Check what trainings need on this machine.
+def doctor(storage: str | None, cluster: str | None, ranks: int | None, as_json: bool) -> int:
+    """Check what trainings need on this machine, and on those of a cluster.
 
-    With STORAGE, also write, read, list and delete small objects there. The status of each check is ok, warning (some trainings
-    are affected) or wrong (trainings fail), with advice; exits with 1 if something is wrong.
+    With STORAGE, also write, read, list and delete small objects there. With --cluster, agents are started as by a training,
+    and each machine says which versions and GPUs it has, how much shared memory is free, whether it reaches this machine and
+    sees the same STORAGE, and what its clock shows. The status of each check is ok, warning (some trainings are affected) or
+    wrong (trainings fail), with advice; exits with 1 if something is wrong.
 
     \b
     --json: a list of
       check, status (ok, warning, wrong), found, advice
     """  # noqa: D301 - click's mark for lines that it must not fill
     findings = []
-    for finding in _run(_checks(storage)):
+    for finding in _run(_checks(storage, cluster, ranks)):
         findings.append(finding)
         if not as_json:
             _print(finding)
@@ -48,7 +53,7 @@ def doctor(storage: str | None, as_json: bool) -> int:
     return int(any(finding.status == "wrong" for finding in findings))
 
 
-def _checks(storage: str | None) -> Iterator[tuple[str, _Check]]:
+def _checks(storage: str | None, cluster: str | None, ranks: int | None) -> Iterator[tuple[str, _Check]]:
     yield "python", check_python
     yield "prefect", check_prefect
     for library in (FASTAPI, SQLALCHEMY):
@@ -65,6 +70,8 @@ def _checks(storage: str | None) -> Iterator[tuple[str, _Check]]:
     yield "open files", check_open_files
     if storage is not None:
         yield "storage", partial(_check_storage, storage)
+    if cluster is not None:
+        yield "cluster", partial(check_cluster, cluster, ranks, storage)
 
 
 def _check_storage(text: str) -> Iterator[Finding]:

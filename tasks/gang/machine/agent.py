@@ -35,6 +35,7 @@ _CONNECT_S = 20.0
 _SILENT_S = 30.0
 _POLL_S = 1.0
 _END_S = 10.0
+_PROGRAM_OF_RANKS = "prefect_torch.tasks.rank.main"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -164,8 +165,9 @@ class _Rank:
         self._number = header["rank"]
         self._recorder = FlightRecorder(self._number) if header["records_collectives"] else None
         self._oom_kills = count_oom_kills()
+        program = header.get("program", _PROGRAM_OF_RANKS)
         recorded = {} if self._recorder is None else self._recorder.environment
-        self._process = RankProcess(python_command("prefect_torch.tasks.rank.main"), {**environment, **recorded}, spec, held)
+        self._process = RankProcess(python_command(program), {**environment, **recorded}, spec, held)
         self.thread = threading.Thread(target=self._supervise, daemon=True)
         self.thread.start()
 

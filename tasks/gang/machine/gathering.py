@@ -71,17 +71,25 @@ class Gathering:
         """Expect no agent on `name` any longer."""
         self._failed.setdefault(name, reason)
 
-    def wait(self, raise_if_requested: Callable[[], None]) -> tuple[RemoteMachine, ...]:
-        """Return the machines whose agents came, as expected, once there is room for all ranks, or no more will come."""
+    def wait(self, raise_if_requested: Callable[[], None], *, everyone: bool = False) -> tuple[RemoteMachine, ...]:
+        """Return the machines whose agents came, as expected, once there is room for all ranks, or no more will come.
+
+        Args:
+            raise_if_requested: Called again and again.
+            everyone: Wait for all machines that are expected by their names, also for those that are in reserve.
+
+        """
+        awaits_names = everyone and len(self._expected) > 1
         begun_s, enough_s = time.monotonic(), None
         longest_s = max(_START_S, self._cluster.wait_s)
         while (now_s := time.monotonic()) - begun_s < longest_s:
             raise_if_requested()
             room = sum(machine.slots for machine in self._alive())
-            if room >= self._most() or all(name in self._came or name in self._failed for name in self._expected):
+            has_all = all(name in self._came or name in self._failed for name in self._expected)
+            if has_all or (room >= self._most() and not awaits_names):
                 break
             enough_s = (enough_s or now_s) if room >= self._wanted.fewest else None
-            if enough_s is not None and now_s - enough_s > _MORE_S:
+            if enough_s is not None and not awaits_names and now_s - enough_s > _MORE_S:
                 break
             time.sleep(_POLL_S)
         else:
@@ -99,9 +107,13 @@ class Gathering:
 
     def missing(self) -> list[str]:
         """Return the machines that did not come, and why."""
+        return [f"{name}: {reason}" for name, reason in self.reasons().items()]
+
+    def reasons(self) -> dict[str, str]:
+        """Return why machines did not come, by their names."""
         reasons = {name: machine.lost for name, machine in self._came.items() if machine.lost is not None}
         reasons.update({name: reason for name, reason in self._failed.items() if name not in self._came})
-        return [f"{name}: {reason}" for name, reason in reasons.items()]
+        return reasons
 
     def release(self) -> None:
         """Let all machines go."""

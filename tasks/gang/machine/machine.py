@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
+from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.rank.spec import RankSpec
 
 from .link import BEAT_S, Link, LinkError
@@ -55,17 +56,12 @@ class RemoteMachine:
 
     def start(self, spec: RankSpec) -> RemoteRank:
         """Start a rank; if the machine is lost, the rank is lost as well."""
-        order = partial(self._order, spec.rank)
-        rank = RemoteRank(order, self.name, records_collectives=spec.records_collectives)
-        with self._losing:
-            self._ranks[spec.rank] = rank
-            if self.lost is not None:
-                rank.record({"type": "lost", "reason": self.lost})
+        rank = self._add(spec.rank, records_collectives=spec.records_collectives)
         self._send(
             {
                 "type": "start",
                 "rank": spec.rank,
-                "environment": {**_carried(spec), **self._environment, **spec.environment()},
+                "environment": {**_carried(spec.storage), **self._environment, **spec.environment()},
                 "not_for_ranks": self._not_for_ranks,
                 "local_rank": spec.local_rank,
                 "local_world_size": spec.local_world_size,
@@ -74,6 +70,30 @@ class RemoteMachine:
             cloudpickle.dumps(spec),
         )
         return rank
+
+    def run(self, program: str, order: object, storage: StorageSpec | None) -> RemoteRank:
+        """Start another program than that of a rank, on a machine without ranks.
+
+        Args:
+            program: Its module, which reads a pickled order from stdin and leaves a result as a rank does.
+            order: The order.
+            storage: The storage that it needs to reach; None for none.
+
+        """
+        started = self._add(0, records_collectives=False)
+        carried = {} if storage is None else _carried(storage)
+        header = {
+            "type": "start",
+            "rank": 0,
+            "program": program,
+            "environment": {**carried, **self._environment},
+            "not_for_ranks": self._not_for_ranks,
+            "local_rank": 0,
+            "local_world_size": 1,
+            "records_collectives": False,
+        }
+        self._send(header, cloudpickle.dumps(order))
+        return started
 
     def refuse(self, reason: str) -> None:
         """Tell the agent why its machine is not used, and close the link."""
@@ -99,6 +119,14 @@ class RemoteMachine:
                 self._link.beat()
             except LinkError as exc:
                 self._lose(str(exc))
+
+    def _add(self, number: int, *, records_collectives: bool) -> RemoteRank:
+        rank = RemoteRank(partial(self._order, number), self.name, records_collectives=records_collectives)
+        with self._losing:
+            self._ranks[number] = rank
+            if self.lost is not None:
+                rank.record({"type": "lost", "reason": self.lost})
+        return rank
 
     def _order(self, rank: int, order: str) -> None:
         self._send({"type": order, "rank": rank})
@@ -147,7 +175,7 @@ class Pulse:
                 machine.look(passed_s if passed_s > _ASLEEP_S else 0.0)
 
 
-def _carried(spec: RankSpec) -> dict[str, str]:
+def _carried(storage: StorageSpec) -> dict[str, str]:
     """Return the variables of this process that the storage needs on another machine."""
-    prefixes = (*_OF_STORAGES, "PREFECT_") if spec.storage.credential_source is not None else _OF_STORAGES
+    prefixes = (*_OF_STORAGES, "PREFECT_") if storage.credential_source is not None else _OF_STORAGES
     return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}

@@ -1,0 +1,90 @@
+"""Checks of the machines of a cluster, each a finding of its own."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect_torch.ckpt.text import show_bytes
+
+from .findings import Finding, Status
+
+if TYPE_CHECKING:
+    from prefect_torch.tasks.gang.engines.cluster import Cluster
+    from prefect_torch.tasks.gang.machine.inspection import InspectedMachine
+
+_LITTLE_SHARED_MEMORY = 64 * 2**20
+_MOST_AHEAD_S = 2.0
+
+
+def check_cluster(named: str, num_ranks: int | None, storage: str | None) -> Iterator[Finding]:
+    """Have the cluster lend its machines, and check each; one whose agent does not come is wrong, for the reason it gives.
+
+    Args:
+        named: "torch-cluster/NAME", JSON, or a file with JSON.
+        num_ranks: For how many ranks; None for one on each host.
+        storage: The storage of trainings, which each machine must see.
+
+    """
+    from prefect_torch.ckpt.storage.opening import parse_storage  # noqa: PLC0415 - for clusters only
+    from prefect_torch.tasks.gang.machine.inspection import inspect_machines  # noqa: PLC0415 - for clusters only
+    from prefect_torch.tasks.gang.machine.versions import versions  # noqa: PLC0415 - for clusters only
+
+    cluster = _cluster(named)
+    hosts = getattr(cluster, "hosts", [None])
+    found = inspect_machines(cluster, num_ranks or len(hosts), None if storage is None else parse_storage(storage))
+    if not found:
+        yield Finding("cluster", "wrong", "it lent no machine", "see whether it has room, and the leader's address")
+    shared = ", ".join(f"{name} {version}" for name, version in versions().items())
+    for machine in found:
+        yield _finding(machine, shared, storage)
+
+
+def _cluster(named: str) -> "Cluster":
+    from prefect_torch.tasks.gang.engines.choice import check_cluster as of_kind  # noqa: PLC0415 - imports prefect
+    from prefect_torch.tasks.gang.engines.cluster_block import load_cluster  # noqa: PLC0415 - imports prefect
+
+    if named.startswith("torch-cluster/"):
+        return load_cluster(named)
+    text = named if named.lstrip().startswith("{") else Path(named).read_text()
+    cluster: Cluster = of_kind(json.loads(text))
+    return cluster
+
+
+def _finding(machine: "InspectedMachine", versions: str, storage: str | None) -> Finding:
+    name = f"machine {machine.name}"
+    if machine.problem is not None:
+        return Finding(name, "wrong", machine.problem, "start its agent by hand to see more")
+    report = machine.report
+    gpus, memory = report["gpus"], report["shared_memory"]
+    facts = [
+        versions + (f", nccl {report['nccl']}" if report["nccl"] else ""),
+        f"room for {machine.slots}",
+        f"{len(gpus)} GPUs ({', '.join(dict.fromkeys(gpus))})" if gpus else "no GPU",
+        "no /dev/shm" if memory is None else f"{show_bytes(memory)} free in /dev/shm",
+        f"clock {machine.clock_ahead_s:+.2f} s",
+        *([] if storage is None or report["storage"] else ["sees the storage"]),
+        *([] if report["leader"] else ["reaches this machine"]),
+    ]
+    problems = list(_problems(machine))
+    status: Status = "ok"
+    if problems:
+        status = "wrong" if any(problem == "wrong" for problem, _, _ in problems) else "warning"
+    found = "; ".join([*facts, *(text for _, text, _ in problems)])
+    return Finding(name, status, found, "; ".join(advice for _, _, advice in problems))
+
+
+def _problems(machine: "InspectedMachine") -> Iterator[tuple[Status, str, str]]:
+    report = machine.report
+    if report["leader"]:
+        yield (
+            "wrong",
+            f"does not reach this machine at {report['leader']}",
+            "open its ports to the machines, or give leader_address",
+        )
+    if report["storage"]:
+        yield "wrong", f"does not see the storage: {report['storage']}", "mount it there under the same path, or give a URL"
+    if report["shared_memory"] is None or report["shared_memory"] <= _LITTLE_SHARED_MEMORY:
+        yield "warning", "little shared memory", "give it more, for data loaders and NCCL"
+    if abs(machine.clock_ahead_s) > _MOST_AHEAD_S:
+        yield "warning", "its clock is wrong", "synchronize the clocks (NTP): logs are sorted by them"

@@ -1,0 +1,108 @@
+"""Looking at the machines of a cluster, before any training: what each has, sees and reaches."""
+
+import pickle
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from secrets import token_hex
+from typing import Any
+
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.tasks.gang.engines.cluster import Cluster, Wanted
+from prefect_torch.tasks.rank.machine_report import CLOCK, InspectionOrder
+from prefect_torch.tasks.rank.rendezvous import Address
+
+from .gathering import gather
+from .machine import RemoteMachine
+
+_PROGRAM = "prefect_torch.tasks.rank.machine_report"
+_LONGEST_S = 180.0  # torch from a cold network disk takes a minute
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedMachine:
+    """What is known of a machine.
+
+    Attributes:
+        name: Its name.
+        problem: Why it could not be looked at; None if it could.
+        slots: For how many ranks it has room.
+        clock_ahead_s: By how much its clock is ahead of the leader's, up to some hundredths of a second.
+        report: Its own report: `gpus`, `nccl`, `shared_memory`, and why `leader` and `storage` are out of reach, if they are.
+
+    """
+
+    name: str
+    problem: str | None = None
+    slots: int = 0
+    clock_ahead_s: float = 0.0
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+def inspect_machines(cluster: Cluster, num_ranks: int, storage: StorageSpec | None) -> list[InspectedMachine]:
+    """Return the machines that the cluster lends for so many ranks, and those that do not come.
+
+    Args:
+        cluster: The cluster.
+        num_ranks: The number of ranks, each without a GPU of its own: GPUs in use are not waited for.
+        storage: The storage of trainings, in which an object is written, read by each machine, and removed; None for none.
+
+    Raises:
+        NotEnoughMachinesError: If the cluster has none at all, and says why.
+        StorageError, OSError: If this machine itself cannot write to the storage.
+
+    """
+    wanted = Wanted(1, num_ranks, use_gpu=False, avoid=frozenset())
+    with _written(storage) as key, gather(cluster, wanted) as gathering, _listening(gathering.host) as leader:
+        machines = gathering.wait(lambda: None, everyone=True)
+        order = InspectionOrder(leader, storage, key)
+        with ThreadPoolExecutor(max(1, len(machines)), "inspection") as threads:
+            found = list(threads.map(lambda machine: _inspect(machine, order), machines))
+        missing = [InspectedMachine(name, reason) for name, reason in gathering.reasons().items()]
+    known = {machine.name for machine in found}
+    return [*found, *(machine for machine in missing if machine.name not in known)]
+
+
+@contextmanager
+def _written(storage: StorageSpec | None) -> Iterator[str]:
+    key = f"doctor-{token_hex(8)}"
+    if storage is None:
+        yield key
+        return
+    opened = open_storage(storage)
+    opened.put_bytes(key, b"seen")
+    try:
+        yield key
+    finally:
+        opened.delete([key])
+
+
+@contextmanager
+def _listening(host: str) -> Iterator[Address]:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=4096) as server:
+        yield Address(host, server.getsockname()[1])
+
+
+def _inspect(machine: RemoteMachine, order: InspectionOrder) -> InspectedMachine:
+    started = machine.run(_PROGRAM, order, order.storage)
+    clock_ahead_s, deadline_s = 0.0, time.monotonic() + _LONGEST_S
+    last_lines: list[str] = []
+    for lines in started.lines(1.0):
+        for line in lines:
+            if line.startswith(CLOCK):
+                clock_ahead_s = float(line.removeprefix(CLOCK)) - time.time()
+            else:
+                last_lines = [*last_lines, line][-3:]
+        if time.monotonic() > deadline_s:
+            started.kill()
+            last_lines = [f"it took longer than {_LONGEST_S:g} s"]
+            deadline_s += _LONGEST_S
+    result = started.finish()
+    if result.return_value is None:
+        return InspectedMachine(machine.name, ": ".join([result.error, *last_lines]), machine.slots)
+    report = pickle.loads(result.return_value)  # noqa: S301 - made by this process, from JSON
+    return InspectedMachine(machine.name, None, machine.slots, clock_ahead_s, report)

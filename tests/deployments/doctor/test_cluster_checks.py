@@ -1,0 +1,62 @@
+"""`doctor --cluster`: real agents, here on this machine."""
+
+import json
+import shlex
+import sys
+
+import pytest
+from prefect_torch.deployments.command_line.doctor.cluster_checks import _finding
+from prefect_torch.tasks.gang.machine.inspection import InspectedMachine
+
+GOOD = {"gpus": [], "nccl": None, "shared_memory": 2**30, "leader": None, "storage": None}
+
+
+def test_each_machine_says_what_it_has_and_one_of_another_version_is_named(command, tmp_path):
+    """Of three hosts, one has another torch and one does not answer."""
+    other = tmp_path / "other.py"
+    other.write_text(
+        "import sys\n"
+        "from prefect_torch.tasks.gang.machine import agent, versions\n"
+        "agent.versions = lambda: {**versions.versions(), 'torch': '1.13'}\n"
+        "sys.exit(agent.main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "of").mkdir()
+    run = f"exec {shlex.quote(sys.executable)}"
+    # {agent} is "python -m module arguments": the host that differs drops the first three words.
+    scripts = {"good": '"$@"', "old": f'shift 3; {run} {other} "$@"', "gone": "echo no route; exit 255"}
+    for host, script in scripts.items():
+        (tmp_path / "of" / host).write_text(script)
+    cluster = {
+        "hosts": list(scripts),
+        "command": f"sh {tmp_path}/of/{{host}} {{agent}}",
+        "leader_address": "127.0.0.1",
+        "wait_s": 0,
+    }
+    code, out, _ = command("doctor", str(tmp_path / "store"), "--cluster", json.dumps(cluster), "--json")
+    found = {it["check"]: it for it in json.loads(out)}
+    assert code == 1
+    good = found["machine good"]
+    assert good["status"] == "ok", good
+    for text in ("torch ", "room for 1", "no GPU", "free in /dev/shm", "clock ", "sees the storage", "reaches this machine"):
+        assert text in good["found"]
+    assert found["machine old"]["found"].startswith("it has other versions: torch 1.13, here ")
+    assert found["machine gone"]["found"] == "its command ended with 255: no route"
+    assert not list((tmp_path / "store").glob("doctor-*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "clock_s", "status", "text"),
+    [
+        ({"leader": "10.0.0.1:1: refused"}, 0.0, "wrong", "does not reach this machine at 10.0.0.1:1: refused"),
+        ({"storage": "/store is another storage here"}, 0.0, "wrong", "does not see the storage: /store is another"),
+        ({"shared_memory": 1000}, 0.0, "warning", "little shared memory"),
+        ({"shared_memory": None}, 0.0, "warning", "no /dev/shm"),
+        ({}, -3.0, "warning", "clock -3.00 s"),
+        ({"gpus": ["H100", "H100"], "nccl": "2.27.3"}, 0.1, "ok", "nccl 2.27.3; room for 8; 2 GPUs (H100)"),
+    ],
+)
+def test_what_is_wrong_with_a_machine_is_said_with_advice(change, clock_s, status, text):
+    finding = _finding(InspectedMachine("a", None, 8, clock_s, {**GOOD, **change}), "python 3.11", "/store")
+    assert (finding.check, finding.status) == ("machine a", status)
+    assert text in finding.found
+    assert bool(finding.advice) == (status != "ok")
