@@ -12,10 +12,12 @@ from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.probe import PROBE_RETRY_POLICY, probe_storage
 from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, GpusBusyError, KubernetesCluster, RunConfig, ScalingConfig
+from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import TrainFunction, pack_function
 from prefect_torch.tasks.training.start import lineage_of, refuse_if_alive
+from prefect_torch.tasks.training.working_dir import pack_directory
 
 from .arguments import initial_checkpoint
 
@@ -94,6 +96,7 @@ def plan(
     """
     scaling, run = scaling or ScalingConfig(), run or RunConfig()
     lines = [
+        *_found("working_dir", lambda: _check_working_dir(run)),
         *_found("function", lambda: _check_function(train_fn, config)),
         *_found("gpus", lambda: _check_gpus(scaling)),
         *_found("grace", lambda: _check_grace(scaling, failure or FailureConfig())),
@@ -122,6 +125,12 @@ def _found(subject: str, check: _Check) -> list[PlanLine]:
     return lines
 
 
+def _check_working_dir(run: RunConfig) -> Iterator[PlanLine]:
+    if run.working_dir is not None:
+        packed = pack_directory(run.working_dir, configured_storage(run.storage).url)
+        yield PlanLine("working_dir", "ok", f"{packed.stored.root}, of which {show_bytes(packed.stored.bytes)} come along")
+
+
 def _check_function(train_fn: str | TrainFunction, config: dict[str, Any] | None) -> Iterator[PlanLine]:
     packed = pack_function(train_fn, config)
     yield PlanLine("function", "ok", f"{packed.name}, with {show_bytes(len(packed.payload))} of arguments")
@@ -130,7 +139,8 @@ def _check_function(train_fn: str | TrainFunction, config: dict[str, Any] | None
 def _check_gpus(scaling: ScalingConfig) -> Iterator[PlanLine]:
     ranks = f"{scaling.most_workers} rank{'' if scaling.most_workers == 1 else 's'}"
     if scaling.cluster is not None:
-        yield PlanLine("machines", "ok", f"{ranks} on machines of {type(scaling.cluster).__name__}, which was not asked")
+        named = scaling.cluster if isinstance(scaling.cluster, str) else type(scaling.cluster).__name__
+        yield PlanLine("machines", "ok", f"{ranks} on machines of {named}, which was not asked")
         return
     if not scaling.use_gpu:
         yield PlanLine("gpus", "ok", f"{ranks} without a GPU")
@@ -150,7 +160,7 @@ def _check_gpus(scaling: ScalingConfig) -> Iterator[PlanLine]:
 
 
 def _check_grace(scaling: ScalingConfig, failure: FailureConfig) -> Iterator[PlanLine]:
-    cluster = scaling.cluster
+    cluster = None if scaling.cluster is None else load_cluster(scaling.cluster)
     if isinstance(cluster, KubernetesCluster):
         yield compare_grace(failure, cluster.termination_grace_s, "a pod", "a larger termination_grace_s")
     else:
