@@ -4,13 +4,14 @@ Part of `prefect_torch.ckpt.lightning.callback`, whose users import it from ther
 """
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning_utilities.core import rank_zero
 from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.reporting.api import get_context
 
@@ -126,12 +127,26 @@ class _OnExistingRanks(_Parallel):
     def num_nodes(self, num_nodes: int) -> None:
         """Ignore the Trainer's argument."""
 
+    def set_world_ranks(self) -> None:
+        """Tell Lightning which rank this is: it would multiply machines by the ranks of this one, and machines may differ."""
+        if isinstance(self.cluster_environment, PrefectEnvironment):
+            decorator: Any = rank_zero.rank_zero_only
+            decorator.rank = self.global_rank
+        else:
+            super().set_world_ranks()  # type: ignore[misc]  # of Lightning's strategies, the next base classes
+
 
 class PrefectDDPStrategy(_OnExistingRanks, DDPStrategy):
     """Lightning's DDP on the ranks that exist: `Trainer(strategy=PrefectDDPStrategy(), plugins=[PrefectEnvironment()])`.
 
     Takes DDPStrategy's arguments.
     """
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The number of ranks, and this one's number."""
+        context = get_context()
+        return {"num_replicas": context.world_size, "rank": context.world_rank}
 
 
 class PrefectModelParallelStrategy(_OnExistingRanks, ModelParallelStrategy):
