@@ -89,7 +89,11 @@ class PrefectEnvironment(ClusterEnvironment):
             ValueError: If they amount to another number.
 
         """
-        check_world_size(num_devices * num_nodes, self._context)
+        if (num_devices, num_nodes) != (
+            self._context.local_world_size,
+            _num_machines(),
+        ):  # which may have other numbers of ranks
+            check_world_size(num_devices * num_nodes, self._context)
 
 
 class _OnExistingRanks(_Parallel):
@@ -121,7 +125,7 @@ class _OnExistingRanks(_Parallel):
     @property
     def num_nodes(self) -> int:
         """The number of machines."""
-        return int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # torchrun's, which each rank has
+        return _num_machines()
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
@@ -179,3 +183,7 @@ def check_world_size(size: int, context: TrainContext) -> None:
             f"the Trainer counts {size} ranks but the training has {context.world_size}; give it "
             "strategy=PrefectDDPStrategy() and plugins=[PrefectEnvironment()]"
         )
+
+
+def _num_machines() -> int:
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # torchrun's, which each rank has

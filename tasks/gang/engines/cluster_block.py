@@ -21,7 +21,7 @@ class TorchCluster(Block):
     Example:
         Save a cluster once, and train on it:
         ```python
-        from prefect_torch.flows import ScalingConfig, SlurmCluster, TorchCluster, train
+        from prefect_torch.flows import TorchCluster, ScalingConfig, SlurmCluster, train
 
         TorchCluster(cluster=SlurmCluster(partition="gpu", gpus_per_node=8)).save("slurm")
         train("my_training:train_fn", scaling=ScalingConfig(num_workers=16, use_gpu=True, cluster="torch-cluster/slurm"))
