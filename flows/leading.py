@@ -14,7 +14,7 @@ from prefect_torch.tasks import train_workers
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.local_rank import prepare_ranks
 from prefect_torch.tasks.gang.machine.lending import Machines
-from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import TrainJob
@@ -87,7 +87,8 @@ def lead_training(
             with outlast_api_outages():
                 return led(job, notified, termination, restarts, seat, machines)
         except TERMINATIONS:
-            _record_termination(termination.outcome)
+            if not isinstance(termination.cause, Interruption):  # that is no end, and has no hook
+                _record_termination(termination.outcome)
             raise
         finally:
             seat.release()

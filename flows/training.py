@@ -31,6 +31,7 @@ from pydantic.json_schema import SkipJsonSchema
 from .arguments import count_call_in_task, initial_checkpoint, machines_for, name_run, seat_for
 from .cluster_runner import with_cluster_of_runner
 from .embedded_server import tie_embedded_server
+from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
@@ -132,13 +133,14 @@ def train(
     pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids))
     place = PlaceObserver(job)
     try:
-        return_value = lead_training(
-            job,
-            seat,
-            machines,
-            termination,
-            [*console_progress(job.run), *notebook_progress(job.run), place, pages, EventObserver(job)],
-        )
+        with interruptible(termination, yields_to_urgent=job.run_config.yields_to_urgent):
+            return_value = lead_training(
+                job,
+                seat,
+                machines,
+                termination,
+                [*console_progress(job.run), *notebook_progress(job.run), place, pages, EventObserver(job)],
+            )
     finally:
         # Else the process may be killed soon, and the next end refreshes the page.
         if place.has_begun and termination.cause is None:

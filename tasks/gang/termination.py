@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +48,21 @@ class TerminationSwitch:
 
 
 _switch: ContextVar[TerminationSwitch | None] = ContextVar("termination_switch", default=None)
+
+
+class Interruption(TerminationSignal):
+    """Requests the termination of a flow run that goes on later.
+
+    Attributes:
+        reason: Why, as it is recorded.
+        yields: Whether it goes on as soon as there is room for it again; else somebody resumes it.
+
+    """
+
+    def __init__(self, reason: str, *, yields: bool = False) -> None:
+        super().__init__(signal.SIGTERM)
+        self.reason = reason
+        self.yields = yields
 
 
 class TerminatedError(Exception):

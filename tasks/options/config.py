@@ -104,6 +104,12 @@ class RunConfig(_Config):
         title="Take over",
         description="Take the run from a flow run that is still alive; that one is stopped at its next commit.",
     )
+    yields_to_urgent: bool = Field(
+        default=False,
+        title="Give way",
+        description="Leave the work pool to a flow run that waits in a more urgent work queue, after a last checkpoint, and go "
+        "on when there is room again.",
+    )
     storage_deadline_s: Seconds | None = Field(
         default=None,
         title="Storage deadline (seconds)",

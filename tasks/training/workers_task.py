@@ -22,7 +22,7 @@ from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.gang.rank_logs import rank_logs
-from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.gang.termination import Interruption, Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
@@ -193,10 +193,14 @@ class _Leader:
     def _record_termination(self, claimed: Attempt) -> None:
         flow_run_id = claimed.owner.flow_run_id
         is_cancelled = flow_run_id is not None and is_being_cancelled(flow_run_id)
-        by = "Ctrl-C" if self._termination.is_by_keyboard else type(self._termination.cause).__name__
+        cause = self._termination.cause
+        by = "Ctrl-C" if self._termination.is_by_keyboard else type(cause).__name__
         message = f"{'cancelled' if is_cancelled else 'terminated'} ({by}); {self._safe_work()}"
         if is_cancelled:
             outcome = Outcome(claimed.number, "cancelled", flow_run_id, error=message)
+        elif isinstance(cause, Interruption):
+            message = f"{cause.reason}; {self._safe_work()}"
+            outcome = Outcome(claimed.number, "preempted", flow_run_id, error=message)  # of no kind: it costs no budget
         else:
             outcome = Outcome(claimed.number, "preempted", flow_run_id, "preemption", message)
         self._termination.outcome = outcome

@@ -134,6 +134,14 @@ def checkpoint_when_told(config: dict) -> None:
     report_epoch(41)
 
 
+def leave_once(config: dict) -> dict | None:
+    """Report a last checkpoint when told that the end is near; once there is one, say which."""
+    if (checkpoint := get_checkpoint()) is not None:
+        return {"resumed": checkpoint.id}
+    checkpoint_when_told(config)
+    return None
+
+
 def report_once_and_when_told(config: dict) -> None:
     """Report a checkpoint at once, and a last one when told that the end is near."""
     report_epoch(0)

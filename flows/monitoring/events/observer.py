@@ -8,6 +8,7 @@ import xxhash
 from prefect.assets import Asset, AssetProperties
 from prefect.context import AssetContext
 from prefect.events import Event, RelatedResource, Resource
+from prefect.runtime import flow_run
 from prefect.types.names import MAX_ASSET_KEY_LENGTH, RESTRICTED_ASSET_CHARACTERS
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
@@ -42,9 +43,9 @@ class EventObserver:
 
     The resource of an attempt's event is `prefect-torch.run.<path or URL of the run>`, that of a checkpoint's event
     `prefect-torch.checkpoint.<path or URL of the checkpoint>`, with the run as a related resource in the role "run". The labels
-    are `run`, `storage`, `attempt`, for a checkpoint also `checkpoint` (its path or URL) and `step`, and for a commit also
-    `is_best`: "true" if no checkpoint of the run has a better score by the retention policy (without a score, the newest is
-    best). Metrics are in the payload, nested ones as "a/b".
+    are `run`, `storage`, `attempt` and `prefect.run-count`, for a checkpoint also `checkpoint` (its path or URL) and `step`,
+    for a commit also `is_best`: "true" if no checkpoint of the run has a better score by the retention policy (without a
+    score, the newest is best). Metrics are in the payload, nested ones as "a/b".
 
     Args:
         job: The training.
@@ -56,6 +57,7 @@ class EventObserver:
         self._best = _Best(job.policy)
         self._outbox = EventOutbox()
         self._attempt = 0
+        self._run_count = flow_run.run_count
         self._upstream: tuple[str, ...] = ()
 
     def observe(self, happening: TrainingEvent) -> None:
@@ -132,6 +134,7 @@ class EventObserver:
             "run": self._store.run,
             "storage": self._store.storage.url,
             "attempt": str(attempt),
+            "prefect.run-count": str(self._run_count),
         }
 
 

@@ -65,6 +65,34 @@ def test_a_new_lineage_begins_only_where_it_is_not_given(store):
     assert claim_attempt(store, Owner.current(), world_size=1).lineage == 3
 
 
+def test_a_claim_that_somebody_deleted_passes_no_fence(store):
+    claimed = claim_attempt(store, Owner.current(), world_size=1)
+    store.storage.delete([store.layout.attempt(claimed.number, claimed.token)])
+    with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
+        check_fence(store, claimed.number)
+
+
+def test_what_a_run_began_with_is_written_once(store):
+    claim_attempt(store, Owner.current(), world_size=1)
+    began = store.storage.get_bytes(store.layout.run_info)
+    claim_attempt(store, Owner.current(), world_size=1)
+    assert store.storage.get_bytes(store.layout.run_info) == began
+
+
+@pytest.mark.parametrize(("path", "restored"), [("s3://b/run/checkpoints/000001-00000002-08df6443", True), ("s3://b/x", False)])
+def test_only_an_id_is_what_an_attempt_restores(store, path, restored):
+    claimed = replace(claim_attempt(store, Owner.current(), world_size=1), resumed_from=path)
+    assert claimed.restored_id == ("000001-00000002-08df6443" if restored else None)
+
+
+def test_a_process_is_no_earlier_process_of_itself():
+    here = Owner.current("flow")
+    earlier = replace(here, pid=here.pid + 1)
+    assert earlier.is_earlier_process_of(here)
+    assert not here.is_earlier_process_of(here)
+    assert not replace(earlier, flow_run_id="other").is_earlier_process_of(here)
+
+
 def test_this_process_is_alive_and_an_ended_one_is_dead():
     assert Owner.current().is_process_gone() is False
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:

@@ -154,6 +154,12 @@ def test_whole_numbers_that_no_float_holds_rank_exactly(order, best_step, low):
     assert sort_by_score(known({"m": low}, {"m": low + 1}), "m", order)[0].step == best_step
 
 
+@pytest.mark.parametrize("count", [True, 1.0, "1"])
+def test_a_count_is_a_whole_number(count):
+    with pytest.raises(ValueError, match="num_to_keep="):
+        RetentionPolicy(num_to_keep=count)
+
+
 def test_keep_last_has_no_none():
     with pytest.raises(ValueError, match=r"keep_last=None: give at least 1$"):
         RetentionPolicy(keep_last=None)

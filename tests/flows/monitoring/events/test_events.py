@@ -87,6 +87,7 @@ def test_a_commit_has_labels_to_match_and_metrics_to_read(training):
         "run": "run",
         "storage": store.storage.url,
         "attempt": "1",
+        "prefect.run-count": "1",
         "checkpoint": place,
         "step": "0",
         "is_best": "true",

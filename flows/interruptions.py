@@ -1,0 +1,130 @@
+"""Leaving the machine on request: a flow run that is suspended, or gives way to a more urgent one, goes on later."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+    WorkQueueFilter,
+    WorkQueueFilterId,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType, WorkQueue
+from prefect.exceptions import Pause, PrefectHTTPStatusError
+from prefect.states import Scheduled
+from prefect_torch.tasks.gang.termination import Interruption, Termination
+
+from .monitoring.messages import current_flow_run
+
+_POLL_S = 5.0
+_UNDER_WAY = [StateType.PENDING, StateType.RUNNING]
+
+
+@contextmanager
+def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterator[None]:
+    """Let the flow run of the body be suspended, and give way if that is wanted; costs a request every five seconds.
+
+    A flow run without a deployment, or below another flow run, can do neither: Prefect could not start it again.
+
+    Args:
+        termination: How the body is told; its ranks have the grace for a last checkpoint.
+        yields_to_urgent: Whether the flow run leaves its work pool to a waiting one of a more urgent work queue.
+
+    Raises:
+        Pause: If it was interrupted, once the body has ended.
+
+    """
+    this = current_flow_run()
+    if this.deployment_id is None or this.parent_task_run_id is not None:
+        yield
+        return
+    has_ended = threading.Event()
+    watch = threading.Thread(
+        target=copy_context().run,
+        args=(_watch, this, termination, has_ended, yields_to_urgent),
+        name="interruptions",
+        daemon=True,
+    )
+    watch.start()
+    try:
+        yield
+    except Interruption as exc:
+        with get_client(sync_client=True) as client:
+            state = _leave(client, this, exc)
+        raise Pause(state=state) from None
+    finally:
+        has_ended.set()
+
+
+def _watch(this: FlowRun, termination: Termination, has_ended: threading.Event, yields_to_urgent: bool) -> None:
+    while not has_ended.wait(_POLL_S) and not termination.is_requested:
+        with suppress(httpx.HTTPError, PrefectHTTPStatusError), get_client(sync_client=True) as client:  # looked for again
+            if (found := find_interruption(client, this, yields_to_urgent=yields_to_urgent)) is not None:
+                termination.request(found)
+
+
+def find_interruption(client: SyncPrefectClient, this: FlowRun, *, yields_to_urgent: bool) -> Interruption | None:
+    """Return why a flow run is to leave its machine now; None if it may stay.
+
+    Args:
+        client: A client of the API that has the flow run.
+        this: The flow run.
+        yields_to_urgent: Whether it leaves for a more urgent flow run.
+
+    """
+    state = client.read_flow_run(this.id).state
+    if state is not None and state.is_paused() and state.state_details.pause_reschedule:
+        return Interruption("suspended")
+    urgent = _find_urgent(client, this) if yields_to_urgent else None
+    return None if urgent is None else Interruption(f"gave way to the more urgent flow run {urgent.name!r}", yields=True)
+
+
+def _find_urgent(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
+    """Return a flow run that waits in a more urgent queue of the same work pool, although that queue has room for it.
+
+    One that was late before this one began was passed over by the workers, and would not begin if this one left.
+    """
+    if this.work_pool_name is None or this.work_queue_id is None:
+        return None
+    queues = {queue.id: queue for queue in client.read_work_queues(work_pool_name=this.work_pool_name)}
+    mine = queues.get(this.work_queue_id)
+    if mine is None or mine.priority is None:
+        return None
+    late = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Late"]))),
+        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[this.work_pool_name])),
+    )
+    for flow_run in late:
+        if this.state is None or flow_run.state is None or flow_run.state.timestamp < this.state.timestamp:
+            continue
+        queue = None if flow_run.work_queue_id is None else queues.get(flow_run.work_queue_id)
+        if queue is not None and queue.priority is not None and queue.priority < mine.priority and _has_room(client, queue):
+            return flow_run
+    return None
+
+
+def _has_room(client: SyncPrefectClient, queue: WorkQueue) -> bool:
+    if queue.is_paused:
+        return False
+    if queue.concurrency_limit is None:
+        return True
+    under_way = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNDER_WAY))),
+        work_queue_filter=WorkQueueFilter(id=WorkQueueFilterId(any_=[queue.id])),
+    )
+    return len(under_way) < queue.concurrency_limit
+
+
+def _leave(client: SyncPrefectClient, this: FlowRun, why: Interruption) -> State | None:
+    """Return the state in which the flow run waits to go on; one that gives way is scheduled behind the more urgent one."""
+    if why.yields:
+        return client.set_flow_run_state(this.id, Scheduled(name="Yielded", message=why.reason), force=True).state
+    return client.read_flow_run(this.id).state

@@ -1,0 +1,125 @@
+"""A training that is suspended, or gives way to a more urgent one, leaves its machine and goes on in the same flow run."""
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.settings import PREFECT_API_URL
+from prefect.states import Pending, Running, Scheduled, Suspended
+from prefect_servers import wait_until
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.flows import train
+from prefect_torch.flows.interruptions import find_interruption
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture
+def client():
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+@pytest.fixture
+def pool(client):
+    """A work pool without workers, with an urgent queue and another one."""
+    name = f"pool-{uuid.uuid4().hex[:8]}"
+    client.create_work_pool(WorkPoolCreate(name=name, type="process"))
+    for queue, priority in (("urgent", 1), ("background", 7)):
+        client.create_work_queue(queue, work_pool_name=name, priority=priority)
+    return name
+
+
+def begin(client, pool, queue="background", *states, **parameters):
+    """Return a flow run of a deployment in a queue of the pool."""
+    deployment_id = client.create_deployment(
+        client.create_flow(train),
+        queue,
+        entrypoint="prefect_torch.flows.training:train",
+        work_pool_name=pool,
+        work_queue_name=queue,
+        parameters={"train_fn": f"{SUPPORT / 'trainings.py'}:leave_once", **parameters},
+    )
+    flow_run = client.create_flow_run_from_deployment(deployment_id)
+    for state in states:
+        client.set_flow_run_state(flow_run.id, state, force=True)
+    return client.read_flow_run(flow_run.id)
+
+
+def run(flow_run):
+    """Start the process that a worker would start."""
+    return subprocess.Popen(
+        [sys.executable, str(SUPPORT / "run_flow_run.py"), str(flow_run.id)],
+        env={**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", ["suspended", "yielded"])
+def test_an_interrupted_training_leaves_after_a_last_checkpoint_and_goes_on_in_its_flow_run(client, pool, tmp_path, how):
+    started = tmp_path / "started"
+    flow_run = begin(
+        client,
+        pool,
+        config={"started": str(started)},
+        run={"name": "run", "storage": str(tmp_path / "store"), "yields_to_urgent": True},
+    )
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    with run(flow_run) as process:
+        try:
+            wait_until(lambda: started.exists() or process.poll() is not None, "the training")
+            if how == "suspended":
+                client.set_flow_run_state(flow_run.id, Suspended())
+            else:
+                urgent = begin(client, pool, "urgent", Scheduled(name="Late"))
+            output = process.communicate(timeout=170)[0]
+        finally:
+            process.kill()
+    (last,) = store.list()
+    state = client.read_flow_run(flow_run.id).state
+    (outcome,) = read_outcomes(store)
+    assert (outcome.ending, outcome.kind) == ("preempted", None), output
+    assert f"work is safe up to step 0 ({last.id})" in outcome.error
+    if how == "suspended":
+        assert (state.type, state.name) == ("PAUSED", "Suspended"), output
+        assert outcome.error.startswith("suspended; ")
+        client.resume_flow_run(flow_run.id)
+    else:
+        assert (state.type, state.name) == ("SCHEDULED", "Yielded"), output
+        assert outcome.error.startswith(f"gave way to the more urgent flow run {urgent.name!r}; ")
+    assert client.read_flow_run(flow_run.id).state.is_scheduled()
+    with run(flow_run) as process:
+        output = process.communicate(timeout=170)[0]
+    assert client.read_flow_run(flow_run.id).state.is_completed(), output
+    assert [it.ending for it in read_outcomes(store)] == ["preempted", "completed"]
+    assert read_outcomes(store)[1].return_value == {"resumed": last.id}
+
+
+def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
+    this = begin(client, pool, "background", Pending(), Running())
+    assert find_interruption(client, this, yields_to_urgent=True) is None
+    urgent = begin(client, pool, "urgent", Scheduled(name="Late"))
+    found = find_interruption(client, this, yields_to_urgent=True)
+    assert found.reason == f"gave way to the more urgent flow run {urgent.name!r}"
+    assert find_interruption(client, this, yields_to_urgent=False) is None
+    after_it = begin(client, pool, "background", Pending(), Running())
+    assert find_interruption(client, after_it, yields_to_urgent=True) is None  # workers have chosen it though that one waited
+    queue = client.read_work_queue(urgent.work_queue_id)
+    client.update_work_queue(queue.id, concurrency_limit=1)
+    assert find_interruption(client, this, yields_to_urgent=True) is not None
+    begin(client, pool, "urgent", Pending(), Running())
+    assert find_interruption(client, this, yields_to_urgent=True) is None  # that takes the only slot
+    client.update_work_queue(queue.id, concurrency_limit=2, is_paused=True)
+    assert find_interruption(client, this, yields_to_urgent=True) is None
+    equal = begin(client, pool, "urgent", Pending(), Running())
+    client.update_work_queue(queue.id, is_paused=False)
+    assert find_interruption(client, equal, yields_to_urgent=True) is None
