@@ -83,11 +83,15 @@ class PopulationBased:
         ranked = best_first(reached, rung)
         if count == 0 or trial.number not in [it.number for it in ranked[-count:]]:
             return None
-        # One that has just taken over a checkpoint itself has none of its own yet, and its config is untried.
+        # One that has just taken over a checkpoint itself has none of its own yet, and its config is untried. One that is
+        # complete has a checkpoint after which there is nothing left to train.
         best = [
             it
             for it in ranked[:count]
-            if it.source is None and it.reports[-1].checkpoint is not None and not math.isnan(it.reports[rung].value)
+            if it.source is None
+            and it.state != "completed"
+            and it.reports[-1].checkpoint is not None
+            and not math.isnan(it.reports[rung].value)
         ]
         return random.choice(best) if best else None
 

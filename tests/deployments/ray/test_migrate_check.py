@@ -163,7 +163,8 @@ def test_what_tune_has_of_a_trainings_is_listed_as_that_and_the_rest_for_itself(
         results = tune.Tuner(print, run_config=tune.RunConfig(stop=stop)).fit()
         results.get_best_result("loss", "min").checkpoint.to_directory()
     """) == [
-        *("train.get_context", "train.TrainContext.get_trial_id", "tune.Tuner", "tune.Tuner(run_config=)", "train.RunConfig"),
+        *("train.get_context", "train.TrainContext.get_trial_id", "tune.Tuner", "tune.Tuner(trainable=)"),
+        *("tune.Tuner(run_config=)", "train.RunConfig"),
         *("train.RunConfig(stop=)", "tune.Tuner.fit", "tune.ResultGrid.get_best_result", "train.Result.checkpoint"),
         "train.Checkpoint.to_directory",
     ]
@@ -201,7 +202,7 @@ def test_a_file_with_an_equivalent_for_everything_exits_with_0(check):
 
 
 def test_json_has_the_keys_that_the_help_names(check):
-    code, out, _ = check("import ray.train\nray.train.report({}, validation=True)\nray.tune.run(print)", "--json")
+    code, out, _ = check("import ray.train\nray.train.report({}, validation=True)\nray.tune.randn()", "--json")
     reported, validated, tuned = json.loads(out)
     assert code == 1
     assert reported | {"note": ""} == {
@@ -215,7 +216,7 @@ def test_json_has_the_keys_that_the_help_names(check):
         "imports": ["prefect_torch.ckpt.report"],
     }
     assert (validated["ray"], validated["verdict"], validated["column"]) == ("ray.train.report(validation=)", "different", 22)
-    assert (tuned["ray"], tuned["verdict"], tuned["here"]) == ("ray.tune.run", "missing", "")
+    assert (tuned["ray"], tuned["verdict"], tuned["here"]) == ("ray.tune.randn", "missing", "")
 
 
 def test_a_file_is_read_and_never_run(check, tmp_path):

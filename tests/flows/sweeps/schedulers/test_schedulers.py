@@ -198,6 +198,7 @@ def test_a_population_takes_over_only_from_its_best_and_stays_in_the_space(data,
         assert source.number != number
         assert source.reports[-1].checkpoint is not None
         assert source.source is None
+        assert source.reports[-1].time < pbt.max_t  # else there would be nothing left to train
         mine, theirs = trial.reports[rung].value, source.reports[rung].value
         assert math.isnan(mine) or theirs <= mine
         SPACE.parameters("", decided.clone.config)  # raises for a value outside of the space
