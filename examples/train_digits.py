@@ -83,5 +83,5 @@ def train_digits(config: dict[str, Any]) -> float:
                 torch.save(state, f"{directory}/state.pt")
                 checkpoint = Checkpoint.from_directory(directory)
                 print(f"epoch {epoch}: loss {metrics['val_loss']:.4f}, accuracy {metrics['val_accuracy']:.1%}")
-            report(metrics, checkpoint=checkpoint)
+            report(metrics, checkpoint=checkpoint, progress=(epoch + 1) / config["epochs"])
     return float(metrics["val_accuracy"])  # type: ignore[arg-type]  # reported as a float

@@ -19,6 +19,7 @@ from prefect_torch.tasks.rank.rendezvous import connect, heartbeat_key
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
 from .local_rank import LocalRank
+from .lost_peers import describe_lost_connection
 from .rank_logs import RankLog
 from .stop_order import StopOrder
 from .watch import HEARTBEAT_S
@@ -147,7 +148,7 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, beat: Hea
             log.write_all()
         # The rank may have announced it; if its process died, it has not.
         announce_exit(beat.connected(), RankExit(spec.rank, None, "died", result.error))
-        return _failed(spec, result)
+        return _failed(spec, result, beat.connected())
     return None if result.return_value is None else _load_value(result.return_value)
 
 
@@ -187,11 +188,13 @@ def _supervise(
     return reason
 
 
-def _failed(spec: RankSpec, result: RankResult) -> State[Any]:
+def _failed(spec: RankSpec, result: RankResult, key_value: KeyValue) -> State[Any]:
     """Return the final state; a raised error would be logged with the traceback of the supervisor."""
     error = _error(spec, result)
     if error.kind in CONSEQUENCES:
-        return Cancelled(message=f"stopped: {result.error}", data=error)
+        is_lost = error.kind == "communication"
+        reason = describe_lost_connection(key_value, spec.rank, str(result.error)) if is_lost else result.error
+        return Cancelled(message=f"stopped: {reason}", data=error)
     return Failed(message=str(error), data=error)
 
 

@@ -69,7 +69,8 @@ def test_no_library_s_frames_are_printed(seen, library):
 
 def test_a_rank_that_lost_its_peer_is_stopped_not_failed(seen):
     _, text = seen["one rank raises"]
-    assert re.search(r"INFO +\| Task run 'rank-0' - Finished in state Cancelled\(", text), text
+    stopped = r"INFO +\| Task run 'rank-0' - Finished in state Cancelled\('stopped: lost its connection to rank 1'\)"
+    assert re.search(stopped, text), text
     assert "Failed('rank 1 of attempt 1 failed: ZeroDivisionError: on rank 1')" in text
 
 

@@ -1,0 +1,34 @@
+"""What is said of a rank that lost its connection to another one."""
+
+import re
+import time
+
+from prefect_torch.ckpt.reporting.key_value import KeyValue
+from prefect_torch.ckpt.reporting.peers import RankExit, read_exits
+
+_POLL_S = 0.05
+# An exit with such an error is that of another rank that lost its connection, and not the cause.
+_OF_COMMUNICATION = re.compile(r"/gloo/|Connection closed by peer|Dist(Backend|Network|Store)?Error|NCCL")
+_LONGEST_S = 0.5  # the exit of the rank that caused it may be announced a moment later
+
+
+def describe_lost_connection(key_value: KeyValue, rank: int, error: str, longest_s: float = _LONGEST_S) -> str:
+    """Return which rank `rank` lost its connection to, by the exits that were announced; else the library's own error.
+
+    Args:
+        key_value: The store that the ranks share.
+        rank: The rank that lost its connection.
+        error: Its error, which names an address.
+        longest_s: For how long to wait for another rank's exit.
+
+    """
+    until_s = time.monotonic() + longest_s
+    while not (gone := [it.rank for it in read_exits(key_value) if it.rank != rank and _is_cause(it)]):
+        if time.monotonic() >= until_s:
+            return error
+        time.sleep(_POLL_S)
+    return f"lost its connection to rank {gone[0]}" if len(gone) == 1 else "lost its connection to other ranks"
+
+
+def _is_cause(left: RankExit) -> bool:
+    return left.ending != "returned" and _OF_COMMUNICATION.search(left.detail) is None
