@@ -9,7 +9,7 @@ import click
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 from prefect_torch.deployments.command_line.arguments import json_option, run_argument, storage_argument
-from prefect_torch.deployments.command_line.runs.selection import open_run
+from prefect_torch.deployments.command_line.runs.selection import open_training
 from prefect_torch.deployments.command_line.runs.show_command import summarize_metrics
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
 
@@ -43,7 +43,7 @@ def metrics(storage: str, run: str, names: tuple[str, ...], last: int | None, as
     """  # noqa: D301 - click's mark for lines that it must not fill
     if as_csv and as_json:
         raise click.UsageError("give --csv or --json, not both")
-    history = read_history(open_run(storage, run))
+    history = read_history(open_training(storage, run))
     known = list(dict.fromkeys(name for record in history for name, _ in flatten_metrics(record.metrics)))
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"run {run!r} has no metric {unknown[0]!r}; it has {', '.join(known) or 'none'}")

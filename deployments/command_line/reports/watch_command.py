@@ -15,7 +15,7 @@ from prefect_torch.ckpt.runs.standing import Standing, read_standing
 from prefect_torch.ckpt.text import show_age
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.run_summaries import STATE_STYLES
-from prefect_torch.deployments.command_line.runs.selection import open_run
+from prefect_torch.deployments.command_line.runs.selection import open_training
 from prefect_torch.deployments.command_line.terminal import console, plain, say, show_count, show_number
 from rich.live import Live
 from rich.table import Table
@@ -79,7 +79,7 @@ def watch(storage: str, run: str, every: float, once: bool) -> int:
     line for each report, checkpoint and change of state instead. Reads only the storage, which has reports two seconds after
     they were made. Exits with 0 if the training completed, else with 1. Costs three listings for each look.
     """
-    watcher = Watcher(open_run(storage, run))
+    watcher = Watcher(open_training(storage, run))
     shown = console()
     view = watcher.look()
     if not shown.is_terminal:

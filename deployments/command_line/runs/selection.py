@@ -37,6 +37,20 @@ def is_sweep(store: CheckpointStore) -> bool:
     return True
 
 
+def open_training(storage: str, run: str) -> CheckpointStore:
+    """Open an existing run that reports, which a sweep does not: its trials do.
+
+    Raises:
+        FileNotFoundError: If there is no such run.
+        click.UsageError: If it is a sweep.
+
+    """
+    store = open_run(storage, run)
+    if is_sweep(store):
+        raise click.UsageError(f"{run} is a sweep: give one of its trials, as prefect-torch best {storage} {run} names them")
+    return store
+
+
 def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None, order: Order | None = None) -> Manifest:
     """Return the checkpoint that `text` names: an id, the beginning of an id, "latest" or "best".
 

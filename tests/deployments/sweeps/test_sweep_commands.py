@@ -64,6 +64,15 @@ def test_a_sweep_is_shown_with_its_best_trial_first_and_the_reasons_of_failures(
     assert (shown["best"], shown["state"], len(shown["trials"])) == (3, "completed", 5)
 
 
+@pytest.mark.parametrize("name", ["watch", "metrics"])
+def test_commands_on_reports_ask_for_a_trial(swept, command, name):
+    code, _, err = command(name, swept, "digits")
+    assert (code, f"digits is a sweep: give one of its trials, as prefect-torch best {swept} digits names them" in err) == (
+        2,
+        True,
+    )
+
+
 def test_the_best_trials_come_with_their_checkpoints_and_a_trial_is_a_run(swept, command, as_json):
     first, second = as_json("best", swept, "digits", "-k", "2")
     assert (first["number"], second["number"], second["checkpoint"]) == (3, 4, None)
