@@ -24,8 +24,9 @@ class TorchCluster(Block):
         from prefect_torch.flows import TorchCluster, ScalingConfig, SlurmCluster, train
 
         TorchCluster(cluster=SlurmCluster(partition="gpu", gpus_per_node=8)).save("slurm")
+        saved = TorchCluster.load("BLOCK_NAME")
+        train("my_training:train_fn", scaling=ScalingConfig(num_workers=16, use_gpu=True, cluster=saved))
         train("my_training:train_fn", scaling=ScalingConfig(num_workers=16, use_gpu=True, cluster="torch-cluster/slurm"))
-        print(TorchCluster.load("BLOCK_NAME").cluster)
         ```
 
     """
