@@ -40,10 +40,11 @@ class CheckpointStore(Run):
     def list(self) -> list[Manifest]:
         """Return every committed checkpoint, oldest first; costs a listing, and a small read each and for each evaluation.
 
-        Up to 32 reads run concurrently.
+        Up to 32 reads run concurrently. Of a training that keeps many checkpoints, they are read from an index, some thousands
+        with each request.
         A checkpoint that is damaged, or that a newer version committed, is left out with a warning.
         """
-        return self.readable(self.listed())
+        return self.list_readable()[1]
 
     def latest(self) -> Manifest | None:
         """Return the newest readable checkpoint, or None; costs at most three requests while the hint is valid.

@@ -122,8 +122,8 @@ class Result:
         if standing is None:
             raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}")
         attempt, outcome = standing.attempt, standing.outcome
-        history = read_history(store)
-        manifests = store.list()
+        listed, manifests = store.list_readable()
+        history = read_history(store, listed)
         policy = attempt.policy
         best = sort_by_score(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
         return cls(

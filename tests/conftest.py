@@ -82,8 +82,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Have two workers for each core: half of the time tests wait, for servers, processes and disks."""
-    return 2 * len(os.sched_getaffinity(0))
+    """Have three workers for two cores: a part of the time, tests wait for servers, processes and disks."""
+    return max(1, 3 * len(os.sched_getaffinity(0)) // 2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

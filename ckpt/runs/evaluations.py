@@ -8,7 +8,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
@@ -32,11 +32,13 @@ class ListedCheckpoint:
     Attributes:
         id: Its id.
         evaluations: The names of the evaluations attached to it, damaged or not.
+        bytes: The size of its manifest; None if the listing does not contain it.
 
     """
 
     id: str
     evaluations: tuple[str, ...] = ()
+    bytes: int | None = field(default=None, compare=False)
 
 
 def check_evaluation_name(name: str) -> str:
@@ -90,15 +92,15 @@ def with_evaluations(storage: Storage, layout: Layout, manifest: Manifest, names
 
 def read_listing(layout: Layout, infos: Iterable[ObjectInfo]) -> list[ListedCheckpoint]:
     """Return the committed checkpoints in a listing of `layout.manifests`, oldest first, each with its evaluations."""
-    committed: set[str] = set()
+    committed: dict[str, int] = {}
     evaluations: dict[str, set[str]] = defaultdict(set)
     for info in infos:  # servers differ in whether a manifest is listed before its evaluations, after them, or elsewhere
         if (checkpoint_id := manifest_id(layout, info.key)) is not None:
-            committed.add(checkpoint_id)
+            committed[checkpoint_id] = info.bytes
         elif (evaluation := evaluation_of(layout, info.key)) is not None:
             checkpoint_id, name = evaluation
             evaluations[checkpoint_id].add(name)
-    return [ListedCheckpoint(it, tuple(sorted(evaluations.get(it, ())))) for it in sorted(committed)]
+    return [ListedCheckpoint(it, tuple(sorted(evaluations.get(it, ()))), committed[it]) for it in sorted(committed)]
 
 
 def manifest_id(layout: Layout, key: str) -> str | None:

@@ -128,11 +128,16 @@ class HistoryWriter:
             self._replaced = []
 
 
-def read_history(run: Run) -> list[MetricRecord]:
+def read_history(run: Run, listed: Sequence[ListedCheckpoint] | None = None) -> list[MetricRecord]:
     """Return every stored report, oldest first; unreadable records are left out with a warning.
 
     A leader that was killed leaves up to two seconds of reports unstored; those with a committed checkpoint are filled in
     from its manifest.
+
+    Args:
+        run: The run.
+        listed: All checkpoints of the run, if they were just listed; None lists them.
+
     """
     records: list[MetricRecord] = []
     known: set[str] = set()
@@ -141,7 +146,8 @@ def read_history(run: Run) -> list[MetricRecord]:
             records.append(record)
         if record.checkpoint is not None:
             known.add(record.checkpoint)
-    filled_in = [_record_of(manifest) for manifest in run.readable(it for it in run.listed() if it.id not in known)]
+    existing = run.listed() if listed is None else listed
+    filled_in = [_record_of(manifest) for manifest in run.readable(it for it in existing if it.id not in known)]
     attempts = [record.attempt for record in records]
     if not filled_in and attempts == sorted(attempts):
         return records

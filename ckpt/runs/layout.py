@@ -14,6 +14,7 @@
 <run>/code/<digest>.zip              the working directory of its ranks, named by the archive's digest
 <run>/pins/<id>.<token>.json         a pin; unique per call (version 0.1 wrote <id>.json)
 <run>/quarantine/<id>.json           a damaged checkpoint's manifest, and the reason; its data stay where they are
+<run>/index/<count>-<token>.json     contents of `count` manifests, for fast reading; may be missing without harm
 <run>/deletions/<token>.json         the ids of a pending deletion; exists for a moment
 """
 
@@ -136,6 +137,13 @@ class Layout:
 
     def deletion(self, token: str) -> str:
         return f"{self.deletions}{token}.json"
+
+    @property
+    def index(self) -> str:
+        return f"{self.run}/index/"
+
+    def index_segment(self, count: int, token: str) -> str:
+        return f"{self.index}{count:06d}-{token}.json"
 
     def quarantine(self, checkpoint_id: str) -> str:
         return f"{self.quarantined}{checkpoint_id}.json"

@@ -3,7 +3,7 @@
 import re
 import reprlib
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, TypeAlias
@@ -166,6 +166,10 @@ class ManifestMemory:
     def recall(self, checkpoint_id: str) -> Manifest | None:
         """Return the manifest of `checkpoint_id`, or None if it is not remembered."""
         return self._manifests.get(checkpoint_id)
+
+    def recall_all(self, checkpoint_ids: Iterable[str]) -> dict[str, Manifest]:
+        """Return those manifests that are remembered, by id."""
+        return {it: manifest for it in checkpoint_ids if (manifest := self._manifests.get(it)) is not None}
 
     def remember(self, manifest: Manifest) -> None:
         """Keep `manifest`, unless the cache is full."""

@@ -22,10 +22,9 @@ _logger = logging.getLogger(__name__)
 
 def prune(run: Run, policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str, ...], up_to: str | None) -> Plan[Manifest]:
     """Delete what `policy` drops; see `CheckpointStore.prune`."""
-    listed = run.listed()
+    listed, manifests = run.list_readable()
     if run.memory is not None:
         run.memory.forget_all_but([it.id for it in listed])
-    manifests = run.readable(listed)
     overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))
     kept = (*in_use, *_newer_evaluated(run, manifests, {it.id: it.evaluations for it in listed}))
     decided = plan(manifests, policy, pinned=run.pinned(), in_use=kept, up_to=up_to, overdue=overdue)

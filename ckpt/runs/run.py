@@ -2,8 +2,10 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,17 +18,19 @@ from prefect_torch.ckpt.errors import (
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.parallel import read_all
-from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, RetryPolicy, Storage, StorageSpec
 
 from .evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
 from .layout import Layout, check_run_name, stem
 from .manifest import Manifest, ManifestMemory, attempt_of, is_id
+from .manifest_index import FEW, Entry, read_index
 from .records import decode, parse
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+_PAGE = 1000  # objects in one answer to a listing
 _logger = logging.getLogger(__name__)
 
 
@@ -183,9 +187,53 @@ class Run:
             raise MalformedRecordError(f"{self._location_of(key)} describes {manifest.id}")
         return manifest
 
-    def readable(self, listed: Iterable[ListedCheckpoint]) -> list[Manifest]:
-        """Return the manifests of listed checkpoints, with attached metrics; unreadable ones are left out with a warning."""
-        return [manifest for manifest in read_all(listed, self._readable) if manifest is not None]
+    def list_readable(self) -> tuple[list[ListedCheckpoint], list[Manifest]]:
+        """Return all checkpoints, and the manifests of those that can be read, as `listed` and `readable` do.
+
+        Of a long listing, the index is read while its pages come.
+        """
+        with ThreadPoolExecutor(1, "prefect-torch-index") as pool:
+            ahead: list[Future[dict[str, Entry]]] = []
+
+            def infos() -> Iterator[ObjectInfo]:
+                for number, info in enumerate(self.storage.list(self.layout.manifests)):
+                    if number == _PAGE and self.memory is None:
+                        ahead.append(pool.submit(read_index, self.storage, self.layout))
+                    yield info
+
+            listed = read_listing(self.layout, infos())
+            return listed, self.readable(listed, ahead[0].result() if ahead else None)
+
+    def readable(self, listed: Iterable[ListedCheckpoint], index: Mapping[str, Entry] | None = None) -> list[Manifest]:
+        """Return the manifests of listed checkpoints, with attached metrics; unreadable ones are left out with a warning.
+
+        Many are read from the run's index, as far as it has them; the others cost a small read each.
+
+        Args:
+            listed: The checkpoints.
+            index: The run's index, if it has just been read.
+
+        """
+        wanted = list(listed)
+        indexed = self._indexed(wanted, index)
+        read = [it for it in wanted if it.evaluations or it.id not in indexed]
+        found = dict(zip((it.id for it in read), read_all(read, partial(self._readable, indexed)), strict=True))
+        manifests = (found[it.id] if it.id in found else indexed[it.id] for it in wanted)
+        return [manifest for manifest in manifests if manifest is not None]
+
+    def _indexed(self, listed: Sequence[ListedCheckpoint], index: Mapping[str, Entry] | None) -> dict[str, Manifest]:
+        """Return those manifests, as they were committed, that are remembered or indexed; few are not worth the index."""
+        known = {} if self.memory is None else self.memory.recall_all(it.id for it in listed)
+        unknown = {it.id: it.bytes for it in listed if it.id not in known and it.bytes is not None}
+        if index is None and len(unknown) > FEW:
+            index = read_index(self.storage, self.layout)
+        for checkpoint_id, size in unknown.items():
+            entry = None if index is None else index.get(checkpoint_id)
+            if entry is not None and entry.bytes == size:
+                known[checkpoint_id] = entry.manifest
+                if self.memory is not None:
+                    self.memory.remember(entry.manifest)
+        return known
 
     def find_newest(self, take: Callable[[ListedCheckpoint], T | None], *, oldest_attempt: int = 0) -> T | None:
         """Return the first result of `take` that is not None, newest checkpoint first, even if others are pruned meanwhile.
@@ -273,7 +321,9 @@ class Run:
         hint = (self.get_json(self.layout.latest) or {}).get("id")
         return hint if isinstance(hint, str) and is_id(hint) else None
 
-    def _readable(self, listed: ListedCheckpoint) -> Manifest | None:
+    def _readable(self, indexed: Mapping[str, Manifest], listed: ListedCheckpoint) -> Manifest | None:
+        if (manifest := indexed.get(listed.id)) is not None:
+            return with_evaluations(self.storage, self.layout, manifest, listed.evaluations)
         try:
             return self.read_or_leave_out(listed)
         except CheckpointNotFoundError:  # pruned after the listing

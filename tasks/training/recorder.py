@@ -9,7 +9,9 @@ from functools import partial
 from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, Sent
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records
+from prefect_torch.ckpt.runs.index_writer import IndexWriter
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.text import utc_now
 
@@ -64,6 +66,8 @@ class RunRecorder:
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
         self._flushing: Future[None] | None = None
+        self._index = IndexWriter(store)
+        self._submit(partial(self._repair_index, listed), "the index of manifests")
 
     def record(self, event: Sent) -> None:
         """Record a report or a commit of rank 0, or decide on its request; returns immediately."""
@@ -75,6 +79,8 @@ class RunRecorder:
         if isinstance(event, CommitEvent):
             self.newest = event.id
             self._submit(partial(self._store.hint_latest, event.id), "the hint to the latest checkpoint")
+            if self._index.add(event.id):
+                self._submit(self._index.write, "the index of manifests")
             self._retention.committed(event)
             if event.id in self._reported:
                 self._reported.remove(event.id)
@@ -102,6 +108,10 @@ class RunRecorder:
         self._submit(self._history.close, "the metric history")
         self._writer.shutdown()
         self._retention.finish(self._history.recorded)
+
+    def _repair_index(self, listed: list[ListedCheckpoint]) -> None:
+        if self._index.repair(listed):  # again after what was submitted meanwhile, which must not wait for minutes
+            self._submit(partial(self._repair_index, listed), "the index of manifests")
 
     def _submit(self, write: Callable[[], None], what: str) -> "Future[None]":
         def write_or_warn() -> None:

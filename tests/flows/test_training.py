@@ -23,6 +23,7 @@ from prefect_torch.ckpt import (
     report,
 )
 from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.ckpt.runs.manifest_index import FEW, read_index
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
@@ -66,6 +67,15 @@ def test_a_training_gives_back_its_result(run):
     with result.checkpoint.as_directory() as directory:
         assert directory.startswith(run.storage)
     assert Result.from_storage(run.storage, "run").return_value == result.return_value
+
+
+def test_a_training_that_keeps_many_checkpoints_indexes_their_manifests(run):
+    train("trainings:train_epochs", epochs(FEW + 1), run=run)
+    store = CheckpointStore.open(run.storage, "run")
+    indexed = [entry.manifest for entry in read_index(store.storage, store.layout).values()]
+    assert len(store.list()) == FEW + 1
+    assert indexed == store.list()[: len(indexed)]
+    assert len(indexed) >= FEW
 
 
 @pytest.mark.parametrize("how", ["raise", "exit", "kill", "_exit"])

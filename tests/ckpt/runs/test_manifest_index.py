@@ -1,0 +1,257 @@
+"""The index of manifests makes many cheap to read; nothing that lies in it or is missing from it changes what is read."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from commits import commit
+from counting_storage import CountingStorage
+from crash_points import crash_points, open_run
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.runs import index_writer, manifest_index
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.index_writer import IndexWriter
+from prefect_torch.ckpt.runs.manifest import ManifestMemory
+from prefect_torch.ckpt.runs.manifest_index import FEW, list_segments, read_index, read_segment
+from prefect_torch.flows import Result
+
+
+@pytest.fixture
+def counting():
+    return CountingStorage(MemoryStorage())
+
+
+@pytest.fixture
+def store(counting):
+    return CheckpointStore.open(counting, "run")
+
+
+@pytest.fixture
+def manifests(store):
+    return [commit(store, step, loss=1 / (step + 1)) for step in range(3 * FEW)]
+
+
+def repair(store):
+    writer = IndexWriter(store)
+    while writer.repair(store.listed()):
+        pass
+
+
+def segments(store):
+    return list_segments(store.storage, store.layout)
+
+
+def only_segment(store):
+    (segment,) = segments(store)
+    return segment.key
+
+
+def test_many_manifests_are_read_by_a_listing_and_a_read_for_each_segment(store, manifests, counting):
+    repair(store)
+    counting.taken()
+    assert store.list() == manifests
+    assert counting.taken() == {"list": 2, "get_bytes": 1}
+    assert store.best(1, "loss", "min") == manifests[-1:]
+    assert counting.taken() == {"list": 2, "get_bytes": 1}
+    training = replace(store, memory=ManifestMemory())
+    assert training.list() == training.list() == manifests
+    assert counting.taken() == {"list": 3, "get_bytes": 1}
+
+
+def test_few_manifests_are_read_themselves(store, manifests, counting):
+    repair(store)
+    counting.taken()
+    assert store.readable(store.listed()[:FEW]) == manifests[:FEW]
+    assert counting.taken() == {"list": 1, "get_bytes": FEW}
+
+
+def test_a_prune_goes_by_the_index_and_what_it_deletes_is_gone(store, manifests, counting):
+    repair(store)
+    counting.taken()
+    policy = RetentionPolicy(2 * FEW, "loss", "max")
+    assert store.prune(policy, dry_run=True).drop == tuple(manifests[2 * FEW : -1])
+    assert counting.taken() == {"list": 3, "get_bytes": 1}
+    store.prune(policy)
+    assert store.list() == [*manifests[: 2 * FEW], manifests[-1]]
+
+
+def test_a_checkpoint_exists_only_while_its_manifest_is_listed_and_has_the_indexed_size(store, manifests):
+    repair(store)
+    gone, changed, damaged, *_ = manifests
+    store.storage.delete([store.layout.manifest(gone.id)])
+    other = replace(changed, metrics={"loss": 12345.678})
+    store.storage.put_bytes(store.layout.manifest(changed.id), other.encode())
+    store.storage.put_bytes(store.layout.manifest(damaged.id), damaged.encode()[:-9])
+    assert store.list() == [other, *manifests[3:]]
+
+
+def test_attached_metrics_are_seen_with_the_index(store, manifests):
+    repair(store)
+    store.attach_metrics(manifests[5].id, {"accuracy": 0.9})
+    assert store.list()[5].metrics == {"loss": manifests[5].metrics["loss"], "eval": {"accuracy": 0.9}}
+    repair(store)
+    assert store.list()[5].reported == manifests[5].metrics
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"metrics": {"loss": math.inf, "deep": {"a": -1.5, "b": None}, "name": "x", "flag": True}},
+        {"metrics": {"__float__": "x"}, "metadata": {"a": [1, {"b": "\ud800"}], "__float__": "y"}},
+        {"files": ()},
+        {"parent": "s3://bucket/run/checkpoints/x", "timings": {"stall_s": 0.25}},
+        {"world_size": 10**6, "timings": {"durable_s": 3.0, "stall_s": 1e-9}},
+    ],
+)
+def test_any_manifest_comes_back_from_the_index_as_from_its_own_object(store, manifests, changes):
+    odd = [replace(it, **changes) for it in manifests]
+    for manifest in odd:
+        store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())
+    one_by_one = store.list()
+    repair(store)
+    assert len(read_index(store.storage, store.layout)) == len(odd)
+    assert [(it.id, repr(it)) for it in store.list()] == [(it.id, repr(it)) for it in one_by_one]
+
+
+JUNK = {
+    "nothing": b"",
+    "no JSON": b"x",
+    "a list": b"[]\n[]",
+    "a digest of something else": b'{"format":1,"digest":"0"}\n[]',
+    "a cut one": None,
+}
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_a_segment_that_is_damaged_is_left_out_and_made_anew(store, manifests, junk, caplog):
+    repair(store)
+    key = only_segment(store)
+    store.storage.put_bytes(key, store.storage.get_bytes(key)[:-1] if JUNK[junk] is None else JUNK[junk])
+    assert store.list() == manifests
+    assert f"{key} " in caplog.text
+    repair(store)
+    assert only_segment(store) != key
+    assert len(read_index(store.storage, store.layout)) == len(manifests)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(0, "x"), (1, "../x"), (2, -1), (3, True), (4, [1]), (5, [["/etc/passwd", 1, "0", 0]]), (5, [[]]), (8, "now"), (10, [])],
+)
+def test_a_row_of_another_type_is_no_manifest(store, manifests, place, value, caplog):
+    """Sealed anew, as whoever can write to the storage could."""
+    repair(store)
+    key = only_segment(store)
+    rows = json.loads(store.storage.get_bytes(key).partition(b"\n")[2])
+    rows[0][place] = value
+    store.storage.put_bytes(key, manifest_index._seal(rows))
+    assert store.list() == manifests
+    assert "left out" in caplog.text
+
+
+def test_a_segment_of_a_newer_version_and_other_files_are_left_alone(store, manifests):
+    newer, other = store.layout.index_segment(5, "00000000"), f"{store.layout.index}notes.txt"
+    store.storage.put_bytes(newer, b'{"format":2}\n')
+    store.storage.put_bytes(other, b"x")
+    repair(store)
+    assert store.list() == manifests
+    assert {newer, other} < set(store.keys(store.layout.index))
+
+
+def test_a_segment_that_vanishes_before_it_is_read_costs_reads(store, manifests):
+    repair(store)
+    (segment,) = segments(store)
+    store.storage.delete([segment.key])
+    assert read_segment(store.storage, segment) is None
+    assert store.list() == manifests
+
+
+def test_a_training_of_many_commits_leaves_few_segments_that_hold_all(store, monkeypatch):
+    monkeypatch.setattr(index_writer, "FEW", 4)
+    monkeypatch.setattr(index_writer, "LARGEST", 4 * 256)
+    writer = IndexWriter(store)
+    due = 0
+    for step in range(4 * 16 * 5):
+        if writer.add(commit(store, step).id):
+            writer.write()
+            due += 1
+    assert due == 16 * 5
+    assert len(segments(store)) <= 2 * 16
+    assert len(read_index(store.storage, store.layout)) == 4 * 16 * 5
+
+
+def test_a_training_that_keeps_few_checkpoints_has_no_index(store):
+    writer = IndexWriter(store)
+    for step in range(2 * FEW):
+        is_due = writer.add(commit(store, step).id)
+        store.prune(RetentionPolicy(3))
+        if is_due:
+            writer.write()
+    assert segments(store) == []
+
+
+def test_segments_of_checkpoints_that_are_gone_are_deleted(store, manifests):
+    repair(store)
+    store.storage.delete([store.layout.manifest(it.id) for it in manifests[FEW:]])
+    repair(store)
+    assert store.list() == manifests[:FEW]
+    assert [it.count for it in segments(store)] == [FEW]
+
+
+def test_an_index_is_rebuilt_some_thousands_at_a_time(store, manifests, monkeypatch):
+    monkeypatch.setattr(index_writer, "_AT_ONCE", FEW)
+    writer = IndexWriter(store)
+    assert [writer.repair(store.listed()) for _ in range(4)] == [True, True, False, False]
+    assert store.list() == manifests
+    assert len(read_index(store.storage, store.layout)) == len(manifests)
+
+
+@pytest.mark.parametrize("work", ["repair", "write"])
+def test_a_crash_at_any_operation_leaves_what_is_read_and_the_next_repair_completes_it(monkeypatch, work):
+    monkeypatch.setattr(index_writer, "FEW", 4)
+    monkeypatch.setattr("prefect_torch.ckpt.runs.run.FEW", 4)
+    monkeypatch.setattr(index_writer, "LARGEST", 4 * 256)
+    monkeypatch.setattr(index_writer, "_MERGED", 2)
+
+    def prepare(number, way):
+        storage = MemoryStorage()
+        store = open_run(storage)
+        committed = [commit(store, step).id for step in range(6)]
+        repair(store)
+        for step in range(6, 12):
+            commit(store, step)
+        if work == "repair":
+            store.storage.delete([store.layout.manifest(it) for it in committed[:4]])  # most of its segment
+        return storage
+
+    def run(faulty):
+        store = open_run(faulty)
+        writer = IndexWriter(store)
+        if work == "repair":
+            writer.repair(store.listed())
+        else:
+            writer.add(store.listed()[6].id)
+            writer.write()
+
+    fired = 0
+    for faulty in crash_points(prepare, run):
+        fired += faulty.fired
+        store = open_run(faulty.inner)
+        ids = [it.id for it in store.listed()]
+        assert [it.id for it in store.list()] == ids
+        repair(store)
+        assert [it.id for it in store.list()] == ids
+        assert len(ids) - len(read_index(store.storage, store.layout).keys() & set(ids)) < 4
+    assert fired > 6
+
+
+def test_a_result_lists_checkpoints_once(store, manifests, counting):
+    claim_attempt(store, Owner.current(), world_size=1)
+    repair(store)
+    counting.taken()
+    result = Result.from_storage(counting, "run")
+    assert result.checkpoint.id == manifests[-1].id
+    assert len(result.history) == len(manifests)
+    assert counting.taken()["get_bytes"] <= 6
