@@ -356,3 +356,11 @@ def test_nothing_newer_than_a_limit_is_pruned(store, tmp_path):
 def test_the_best_of_nothing_sensible_is_refused(tmp_path, wrong):
     with pytest.raises(ValueError, match="give"):
         CheckpointStore.open(tmp_path, "run").best(**wrong)
+
+
+def test_unpinning_one_checkpoint_leaves_the_pins_of_others(store, tmp_path):
+    first, second = fill(store, tmp_path, 1, 2)
+    store.pin(first.id)
+    store.pin(second.id)
+    store.unpin(first.id)
+    assert store.pinned() == {second.id}
