@@ -231,9 +231,9 @@ class Gang:
 
 def _submit(group: RankGroup, machines: Sequence[RemoteMachine], logs: RankLogs | None, stop: StopOrder) -> PrefectFuture[Any]:
     machine = machines[group.node] if machines else None
-    if len(group.specs) > 1:
+    first, *more = group.specs
+    if more:
         return train_node.submit(group, machine, logs, stop)
-    first = group.specs[0]
     return train_rank.submit(first, machine, None if logs is None else logs.of(first), stop)
 
 

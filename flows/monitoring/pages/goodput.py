@@ -45,9 +45,14 @@ class TimeSpent:
     away: float = 0.0
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The parts of the time that is counted."""
+        return {name: getattr(self, name) for name in ("training", "checkpointing", "restarting", "lost")}
+
+    @property
     def counted(self) -> float:
         """The whole time but the time away."""
-        return self.training + self.checkpointing + self.restarting + self.lost
+        return sum(self.parts.values())
 
     @property
     def goodput(self) -> float | None:

@@ -136,7 +136,7 @@ def _reading_aid(curves: list[Curve], *, later: bool) -> Iterator[str]:
 
 
 def _time(spent: TimeSpent) -> Iterator[str]:
-    picture = draw_time(spent)
+    picture = draw_time(spent.parts)
     if picture is None or spent.goodput is None:
         return
     yield from ("## Time", "", f"![Time spent]({as_data_url(picture)})", "")

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from html import escape
 
 from prefect_torch.flows.monitoring.pages.attempt_log import Position
-from prefect_torch.flows.monitoring.pages.goodput import TimeSpent
 from prefect_torch.flows.monitoring.text import shorten, show_duration, show_number
 
 from .axis import Axis, step_axis, value_axis
@@ -73,9 +72,14 @@ def draw_curves(
     return document(WIDTH, height * -(-len(panels) // columns), drawn)
 
 
-def draw_time(spent: TimeSpent) -> str | None:
-    """Return a bar divided as the time was, above its legend, as an SVG document; None if no time has passed."""
-    if spent.counted <= 0:
+def draw_time(spent: Mapping[str, float]) -> str | None:
+    """Return a bar divided as the time was, above its legend, as an SVG document; None if no time has passed.
+
+    Args:
+        spent: The seconds spent in "training", "checkpointing", "restarting" and "lost".
+
+    """
+    if sum(spent.values()) <= 0:
         return None
     legend = list(_legend(spent))
     height = max(y for _, y, _, _ in legend) + 12
@@ -132,26 +136,25 @@ def _best(frame: Frame, best: Point | None, colour: str) -> Iterable[str]:
     yield text(x + (8 if is_left else -8), y + (16 if is_high else -9), f"best at {best[0]}", **place)
 
 
-def _bar(spent: TimeSpent) -> Iterator[str]:
+def _bar(spent: Mapping[str, float]) -> Iterator[str]:
     yield f'<clipPath id="bar"><rect width="{WIDTH}" height="{_BAR_HEIGHT}" rx="5"/></clipPath><g clip-path="url(#bar)">'
     left = 0.0
-    for name, colour in _TIME_COLOURS.items():
-        width = WIDTH * getattr(spent, name) / spent.counted
-        yield f'<rect x="{left:.2f}" width="{width:.2f}" height="{_BAR_HEIGHT}" fill="{colour}"/>'
+    for name, seconds in spent.items():
+        width = WIDTH * seconds / sum(spent.values())
+        yield f'<rect x="{left:.2f}" width="{width:.2f}" height="{_BAR_HEIGHT}" fill="{_TIME_COLOURS[name]}"/>'
         left += width
     yield "</g>"
 
 
-def _legend(spent: TimeSpent) -> Iterator[tuple[float, float, str, str]]:
+def _legend(spent: Mapping[str, float]) -> Iterator[tuple[float, float, str, str]]:
     """Yield the position, colour and words of each entry; an entry that does not fit begins a new line."""
     x, y = 0.0, _BAR_HEIGHT + 22.0
-    for name, colour in _TIME_COLOURS.items():
-        seconds = getattr(spent, name)
-        words = f"{name} {show_duration(seconds)} ({seconds / spent.counted:.1%})"
+    for name, seconds in spent.items():
+        words = f"{name} {show_duration(seconds)} ({seconds / sum(spent.values()):.1%})"
         width = _ENTRY_MARGIN + _LETTER_WIDTH * len(words)
         if x + width > WIDTH:
             x, y = 0.0, y + _LINE_HEIGHT
-        yield x, y, colour, words
+        yield x, y, _TIME_COLOURS[name], words
         x += width
 
 

@@ -138,8 +138,8 @@ def test_thinning_keeps_the_extremes_and_the_order(points, most):
 
 
 def test_the_bar_of_time_is_divided_as_the_time_was():
-    picture = ET.fromstring(draw_time(TimeSpent(60, 20, 15, 5, 1000)))
+    picture = ET.fromstring(draw_time(TimeSpent(60, 20, 15, 5, 1000).parts))
     widths = [float(part.get("width")) for part in picture.find(f"{SVG}g")]
     assert widths == pytest.approx([432, 144, 108, 36])
     assert words(picture)[0] == "training 1 min 00 s (60.0%)"
-    assert draw_time(TimeSpent()) is None
+    assert draw_time(TimeSpent().parts) is None
