@@ -12,7 +12,8 @@ from .function import PackedFunction
 from .rendezvous import Address
 from .working_dir import StoredDirectory
 
-MOST_ALONE = 64  # ranks of which each speaks for itself; measured by tests/benchmarks/agreement.py
+MOST_ALONE = 64  # ranks of which each has a task run
+MOST_VOICES = 256  # ranks of which each speaks for itself: fewer agree as quickly so (tests/benchmarks/agreement.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,7 @@ def on_machines(first: RankSpec, num_ranks: Sequence[int], names: Sequence[str] 
 
     """
     places = [(node, local) for node, count in enumerate(num_ranks) for local in range(count)]
-    has_node_store = len(places) > MOST_ALONE and 1 < len(num_ranks) < len(places)
+    has_node_store = len(places) > MOST_VOICES and 1 < len(num_ranks) < len(places)
     return [
         replace(
             first,

@@ -49,7 +49,7 @@ def test_ranks_on_two_hosts_are_told_where_they_are(hosts, run, monkeypatch):
 
     They also agree on a report as the ranks of large trainings do, with one voice for each host.
     """
-    monkeypatch.setattr(spec, "MOST_ALONE", 2)
+    monkeypatch.setattr(spec, "MOST_VOICES", 2)
     scaling = ScalingConfig(num_workers=3, cluster=cluster(hosts, "a", "b", ranks_per_host=2))
     result = train("machine_trainings:tell_places", {}, scaling, run)
     told = result.return_value
