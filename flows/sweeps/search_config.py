@@ -36,11 +36,19 @@ class SearchConfig(FormModel):
     initial_points: list[dict[str, Any]] = Field(
         default=[], title="First", description="Configs, or parts of them, that are tried first."
     )
-    scheduler: Literal["asha", "hyperband", "median", "pbt"] | None = Field(
+    scheduler: Literal["asha", "hyperband", "median", "pbt", "pruner"] | None = Field(
         default=None,
         title="Scheduler",
         description="asha, hyperband: trials pause at rungs, and the best go on from their checkpoints. median: trials worse "
-        "than the median stop. pbt: bad trials go on from the checkpoints of good ones. When empty, all run to the end.",
+        "than the median stop. pbt: bad trials go on from the checkpoints of good ones. pruner: trials stop where an Optuna "
+        "pruner would stop them. When empty, all run to the end.",
+    )
+    pruner: str | None = Field(
+        default=None,
+        pattern=r"^[\w.]+:\w+$",
+        title="Pruner",
+        description="With the scheduler pruner: 'module:function', which returns an Optuna pruner, such as "
+        "optuna.pruners:MedianPruner.",
     )
     time_attr: str = Field(
         default="step",
@@ -126,6 +134,8 @@ class SearchConfig(FormModel):
             raise ValueError(f"scheduler={self.scheduler!r} needs max_t, above grace_period={self.grace_period:g}")
         if self.scheduler == "pbt" and self.perturbation_interval is None:
             raise ValueError("scheduler='pbt' needs perturbation_interval, such as a tenth of the training")
+        if (self.scheduler == "pruner") != (self.pruner is not None):
+            raise ValueError("scheduler='pruner' and pruner='module:function' belong together: give both, or none")
         return self
 
 

@@ -2,10 +2,12 @@
 
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested
+from prefect_torch.flows.sweeps.study import OptunaPruning
 
 from .asha import Asha, hyperband
 from .median import Median
 from .pbt import PopulationBased
+from .pruner import PrunedTrials
 from .scheduling import RunToTheEnd, Scheduler
 
 
@@ -28,4 +30,7 @@ def make_scheduler(search: SearchConfig, space: Nested, seed: int, num_trials: i
     if search.scheduler == "pbt":
         assert search.perturbation_interval is not None
         return PopulationBased(space, search.perturbation_interval, search.max_t, num_trials, seed)
+    if search.scheduler == "pruner":
+        assert search.pruner is not None
+        return PrunedTrials(OptunaPruning(search.pruner), search.grace_period, search.max_t)
     return RunToTheEnd()

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from prefect_torch.flows import SearchConfig, SweepFailedError, loguniform, uniform
+from prefect_torch.flows import SearchConfig, SweepFailedError, choice, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.history import decode_event
 from prefect_torch.flows.sweeps.search import Search, TrialEnd
 from prefect_torch.flows.sweeps.space import parse_space
@@ -44,6 +44,48 @@ def test_the_median_rule_stops_bad_trials():
     assert {trial.state for trial in search.trials.values()} == {"stopped", "completed"}
     assert min(search.trials.values(), key=lambda it: it.reports[0].value).state == "completed"
     assert min(trial.reports[-1].time for trial in stopped) >= 2
+
+
+@pytest.mark.parametrize("pruner", ["optuna.pruners:MedianPruner", "optuna.pruners:SuccessiveHalvingPruner"])
+def test_a_pruner_of_optunas_stops_bad_trials_also_after_a_kill(pruner):
+    config = configured(scheduler="pruner", pruner=pruner, max_t=9, max_concurrent=1)
+    simulation = Simulation(config, SPACE, fall_to_distance, epochs=100)
+    states = [trial.state for trial in simulation.lead().trials.values()]
+    assert set(states) == {"stopped", "completed"}
+    assert min(simulation.lead().trials.values(), key=lambda it: it.metrics["loss"]).state == "completed"
+    killed = Simulation(config, SPACE, fall_to_distance, epochs=100)
+    for stop_after in range(5, simulation.total, 20):
+        killed.lead(stop_after)
+    assert [trial.state for trial in killed.lead().trials.values()] == states
+
+
+WRONG_NAMES = [
+    ({"sampler": "nowhere:f"}, "sampler='nowhere:f' cannot be imported"),
+    ({"sampler": "math:pi"}, "not callable"),
+    ({"sampler": "builtins:str"}, "returned a str: return an Optuna sampler"),
+    ({"scheduler": "pruner", "pruner": "optuna.pruners:NoPruner"}, "pruner='optuna.pruners:NoPruner' cannot be imported"),
+    ({"scheduler": "pruner", "pruner": "builtins:dict"}, "returned a dict: return an Optuna pruner"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), WRONG_NAMES, ids=range(len(WRONG_NAMES)))
+def test_what_is_no_sampler_or_pruner_is_said_by_its_name(changes, problem):
+    with pytest.raises((ValueError, TypeError), match=problem):
+        Search(configured(**changes), parse_space(SPACE), 0, [], [].append, "sweep")
+
+
+def test_a_sampler_of_ones_own_by_its_import_path_and_conditional_domains_of_two_metrics():
+    space = {"x": uniform(0, 1), "how": choice([{"name": "a", "y": uniform(0, 1)}, {"name": "b", "z": randint(1, 4)}])}
+    for sampler in ("nsga2", "optuna.samplers:RandomSampler"):
+        config = configured(metric=["loss", "size"], mode=["min", "max"], sampler=sampler, num_trials=60)
+        search = Search(config, parse_space(space), 0, [], [].append, "sweep")
+        while (trial := search.next_trial()) is not None:
+            how = trial.config["how"]
+            assert set(how) == ({"name", "y"} if how["name"] == "a" else {"name", "z"})
+            size = how.get("y", how.get("z"))
+            search.end(trial.number, TrialEnd("completed", None, {"loss": trial.config["x"], "size": size}))
+        assert {trial.state for trial in search.trials.values()} == {"completed"}
+        assert len(search.trials) == 60
 
 
 def follow_schedule(state, config, step):

@@ -1,0 +1,80 @@
+"""Any pruner of Optuna's: a trial that it would prune stops."""
+
+from typing import Protocol
+
+from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState
+
+from .scheduling import Decision, Promotion, RunToTheEnd
+
+
+class Pruning(Protocol):
+    """A pruner with what it knows of the trials."""
+
+    def report(self, number: int, step: int, value: float) -> bool:
+        """Add a report of a trial, and return whether the trial is to stop."""
+        ...
+
+    def end(self, number: int, state: TrialState) -> None:
+        """Record that a trial has come to an end."""
+        ...
+
+
+class PrunedTrials:
+    """Stops a trial at a report at which a pruner would.
+
+    What the pruner knows is made from the history, so a sweep that is started again has it, too: report by report, as far as
+    they are new. A pruner that depends on the order in which trials reported sees them by trial then.
+
+    Args:
+        pruning: The pruner.
+        grace_period: No trial is stopped before this time.
+        max_t: The time at which a trial is complete; None for none.
+
+    """
+
+    asks_always = True
+    promotes_first = True
+
+    def __init__(self, pruning: Pruning, grace_period: float, max_t: float | None) -> None:
+        self._pruning = pruning
+        self._grace_period = grace_period
+        self._max_t = max_t
+        self._seen: dict[int, int] = {}  # how many reports of each trial
+        self._ended: set[int] = set()
+
+    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
+        """Return 0: the pruner sees every report."""
+        return 0.0
+
+    def decide(self, history: History, number: int) -> Decision:
+        """Return whether the trial is stopped."""
+        for other in history.values():
+            if other.number != number:
+                self._catch_up(other)
+        trial = history[number]
+        prunes = self._catch_up(trial)
+        time = trial.reports[-1].time
+        if self._max_t is not None and time >= self._max_t:
+            return Decision("completed", reason=f"max_t={self._max_t:g}")
+        if prunes and time >= self._grace_period:
+            return Decision("stopped", reason=f"pruned at {time:g}")
+        return Decision("running", 0.0)
+
+    def promote(self, history: History) -> Promotion | None:
+        """Return the first paused trial, which another scheduler has paused."""
+        return RunToTheEnd().promote(history)
+
+    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - as the others
+        """Return none: every paused trial is resumed."""
+        return frozenset()
+
+    def _catch_up(self, trial: TrialRecord) -> bool:
+        """Let the pruner see the new reports of a trial, and return what it says of the last of them."""
+        prunes = False
+        for report in trial.reports[self._seen.get(trial.number, 0) :]:
+            prunes = self._pruning.report(trial.number, int(report.time), report.value)
+        self._seen[trial.number] = len(trial.reports)
+        if trial.state in ("completed", "stopped", "failed") and trial.number not in self._ended:
+            self._pruning.end(trial.number, trial.state)
+            self._ended.add(trial.number)
+        return prunes
