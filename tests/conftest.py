@@ -82,8 +82,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Have three workers for two cores: a part of the time, tests wait for servers, processes and disks."""
-    return max(1, 3 * len(os.sched_getaffinity(0)) // 2)
+    """Have a worker for each core: a test that waits for seconds must not find its processes starved by others."""
+    return len(os.sched_getaffinity(0))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

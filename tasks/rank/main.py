@@ -7,6 +7,7 @@ prefect.
 import faulthandler
 import os
 import pickle
+import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -129,9 +130,9 @@ def _open_run(spec: RankSpec) -> CheckpointStore:
     store = CheckpointStore.open(spec.storage, spec.run)
     _download(spec, store)
     if spec.local_rank == 0 and next(store.storage.list(store.layout.attempts), None) is None:
-        place = "" if spec.node_name is None else f" on machine {spec.node_name}"
+        machine = spec.node_name or socket.gethostname()
         raise StorageNotSeenError(
-            f"rank {spec.rank}{place} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process wrote: "
+            f"rank {spec.rank} on machine {machine} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process wrote: "
             "every rank needs the same storage (a shared directory or a URL; memory:// lives in one process only)"
         )
     return store
