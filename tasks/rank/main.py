@@ -132,8 +132,9 @@ def _open_run(spec: RankSpec) -> CheckpointStore:
     if spec.local_rank == 0 and next(store.storage.list(store.layout.attempts), None) is None:
         machine = spec.node_name or socket.gethostname()
         raise StorageNotSeenError(
-            f"rank {spec.rank} on machine {machine} cannot see run {spec.run!r} in {store.storage.url}, which the flow's process wrote: "
-            "every rank needs the same storage (a shared directory or a URL; memory:// lives in one process only)"
+            f"rank {spec.rank} on machine {machine} cannot see run {spec.run!r} in {store.storage.url}, which the flow's "
+            "process wrote: every rank needs the same storage (a shared directory or a URL; memory:// lives in one process "
+            "only)"
         )
     return store
 

@@ -12,6 +12,7 @@ import pickle
 import signal
 import time
 import traceback
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -135,7 +136,8 @@ def _run_rank(training, plan, spec) -> None:
     code = 1
     try:
         file_faults.arm(plan, f"rank {spec.rank}")
-        result = main._run(spec)
+        with ExitStack() as held:
+            result = main._run(spec, held)
         if result.kind is not None:
             print(result.traceback, flush=True)
         elif spec.rank == 0:
