@@ -161,7 +161,7 @@ def _entry(row: Sequence[Any], where: str) -> Entry:
         raise ValueError(f"{size!r} is no size")
     manifest = _quick(values)
     if manifest is None:
-        fields = dict(zip(_FIELDS, values, strict=True))
+        fields: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
         fields["files"] = [dict(zip(_FILE_FIELDS, file, strict=True)) for file in fields["files"]]
         manifest = decode(Manifest, fields, where, _WHAT)
     return Entry(manifest, size)

@@ -60,7 +60,7 @@ def _devices() -> dict[str, Any]:
     module: Any = None if kind is None else torch.get_device_module(kind)
     names = [] if module is None else [module.get_device_properties(index).name for index in range(module.device_count())]
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    version: Any = torch.cuda.nccl.version if has_nccl else None  # torch has not annotated it
+    version: Any = vars(torch.cuda)["nccl"].version if has_nccl else None  # torch's stubs do not export it
     nccl = None if version is None else ".".join(map(str, version()))
     return {"gpus": names, "nccl": nccl}
 
