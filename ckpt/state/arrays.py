@@ -11,9 +11,10 @@ from .index import ArrayKind
 def array_kind(value: object) -> ArrayKind | None:
     """Return whether `value` is an array or a scalar of NumPy; None for all else. NumPy is not imported for that."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+    array, scalar = getattr(numpy, "ndarray", None), getattr(numpy, "generic", None)  # none yet while a thread imports it
+    if array is None or scalar is None or not isinstance(value, (array, scalar)):
         return None
-    return "array" if isinstance(value, numpy.ndarray) else "scalar"
+    return "array" if isinstance(value, array) else "scalar"
 
 
 def tensor_of(value: Any, name: str) -> torch.Tensor:

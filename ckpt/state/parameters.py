@@ -45,8 +45,8 @@ def joined_names(found: list[tuple[str, str] | None]) -> list[str | int]:
 
 def _reshard(module: torch.nn.Module) -> None:
     """Reshard a module, so that it has its optimizer's parameters: FSDP2 leaves gathered ones after a forward alone."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    sharded: list[Any] = [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # none yet while a thread imports it
+    sharded: list[Any] = [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
     for part in sharded:
         part.reshard()
 

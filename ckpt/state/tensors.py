@@ -55,8 +55,9 @@ def _why_unstorable(value: torch.Tensor) -> str | None:
 
 def is_dtensor(value: object) -> bool:
     """Return whether `value` is a DTensor, without an import of DTensors that are not in use."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(value, tensors.DTensor)
+    # A thread may be importing them, which torch's compiler does: a module in the making has no class yet.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:

@@ -138,7 +138,7 @@ def test_listing_runs_reads_no_manifest(local, command, monkeypatch):
 def test_an_attempt_without_an_outcome_is_told_by_its_process(local, as_json, owner, state):
     claim_attempt(CheckpointStore.open(local, "run"), owner, world_size=1)
     assert as_json("ls", local) == [
-        {"name": "run", "attempts": 1, "latest_step": None, "checkpoints": 0, "bytes": 0, "state": state}
+        {"name": "run", "attempts": 1, "latest_step": None, "checkpoints": 0, "bytes": 0, "state": state, "trials": None}
     ]
 
 

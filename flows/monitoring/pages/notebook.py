@@ -29,11 +29,7 @@ def result_html(path: str, outcome: str, history: Sequence[MetricRecord], best: 
     storage, _, run = path.rpartition("/")
     parts = [f"<p><b>{escape(run)}</b> in <code>{escape(storage)}</code>: {escape(outcome)}</p>", curves_svg(history) or ""]
     if best:
-        parts += [
-            _checkpoints(best),
-            "<p>The first of them:</p>",
-            f'<pre style="font-family:monospace">{escape(_how_to_load(storage, run))}</pre>',
-        ]
+        parts += [_checkpoints(best), "<p>The first of them:</p>", _how_to_load(storage, run)]
     return f'<div class="prefect-torch">{"".join(parts)}</div>'
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+from types import ModuleType
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ from prefect_torch.ckpt.state import image
 from prefect_torch.ckpt.state.flatten import flatten
 from prefect_torch.ckpt.state.image import StagingBuffer
 from prefect_torch.ckpt.state.index import DTYPE_BYTES
+from prefect_torch.ckpt.state.parameters import _reshard
+from prefect_torch.ckpt.state.tensors import is_dtensor
 from prefect_torch.ckpt.storage.local import LocalStorage
 from ranks import Attempt, folder, read_files
 from states import check_equal, make_state, make_training, take_step
@@ -586,3 +589,11 @@ def test_rank_0_does_its_part_before_it_waits_for_late_ranks_and_not_when_all_ar
     assert rank_0.exchange("early", b"0", lambda: done.append("early")) == [b"0", b"1"]
     assert rank_0.exchange("late", b"0", lambda: done.append("late") or rank_1.exchange("late", b"1")) == [b"0", b"1"]
     assert done == ["late"]
+
+
+@pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch.distributed.fsdp"])
+def test_a_report_while_a_thread_imports_what_it_looks_for_does_not_mind(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    layer = torch.nn.Linear(2, 2)
+    assert not is_dtensor(layer.weight)
+    _reshard(layer)
