@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.gang import local_rank, rank_task
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
 from prefect_torch.tasks.gang.local_rank import LocalRank
@@ -18,21 +17,9 @@ from prefect_torch.tasks.gang.process import RankProcess
 from prefect_torch.tasks.gang.rank_logs import RankLog
 from prefect_torch.tasks.gang.stop_order import StopOrder
 from prefect_torch.tasks.rank.function import pack_function
-from prefect_torch.tasks.rank.rendezvous import Address
-from prefect_torch.tasks.rank.spec import RankSpec
+from rank_specs import rank_spec
 
-SPEC = RankSpec(
-    world_size=2,
-    local_world_size=2,
-    rendezvous=Address("127.0.0.1", 9),
-    storage=StorageSpec("nowhere"),
-    run="run",
-    attempt=1,
-    restored=None,
-    function=pack_function("os:getcwd", None),
-    use_gpu=False,
-    backend=None,
-)
+SPEC = rank_spec(world_size=2, local_world_size=2, function=pack_function("os:getcwd", None))
 
 # What ProcessGroupNCCL does with these variables: DumpPipe, and DebugInfoWriter's default.
 LISTEN = """

@@ -5,29 +5,17 @@ import queue
 from dataclasses import replace
 
 import pytest
-from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit, read_exits
 from prefect_torch.tasks.gang import rank_logs
 from prefect_torch.tasks.gang.machine.remote_rank import RemoteRank
 from prefect_torch.tasks.gang.node_task import train_node
 from prefect_torch.tasks.gang.rank_groups import RankGroup, group_ranks
 from prefect_torch.tasks.gang.stop_order import StopOrder
-from prefect_torch.tasks.rank.function import PackedFunction
-from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous
-from prefect_torch.tasks.rank.spec import MOST_ALONE, RankResult, RankSpec, on_machines
+from prefect_torch.tasks.rank.rendezvous import Rendezvous
+from prefect_torch.tasks.rank.spec import MOST_ALONE, RankResult, on_machines
+from rank_specs import rank_spec
 
-FIRST = RankSpec(
-    world_size=1,
-    local_world_size=1,
-    rendezvous=Address("127.0.0.1", 9),
-    storage=StorageSpec("/"),
-    run="run",
-    attempt=1,
-    restored=None,
-    function=PackedFunction("m:f", b"", (), "/", "f"),
-    use_gpu=False,
-    backend=None,
-)
+FIRST = rank_spec()
 
 
 def test_few_ranks_have_a_task_run_each():
