@@ -31,10 +31,10 @@ class FlightRecorder:
         """Have the rank write its record, and return whether it listens; it does not without NCCL, or before it has a group."""
         try:
             descriptor = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:
+            with os.fdopen(descriptor, "wb", buffering=0) as pipe:
+                pipe.write(b"1")
+        except OSError:  # also of a rank that exits just now: it has closed the pipe before it is written to
             return False
-        with os.fdopen(descriptor, "wb", buffering=0) as pipe:
-            pipe.write(b"1")
         return True
 
     def close(self) -> Path | None:

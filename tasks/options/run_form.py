@@ -37,16 +37,28 @@ def show_what_may_be_empty(schema: JsonSchemaValue) -> None:
     for name, field in schema["properties"].items():
         if field.get("default", field) is None:
             # Without a default, Prefect's API still accepts null.
-            schema["properties"][name] = _without_null({key: value for key, value in field.items() if key != "default"})
+            shown = {key: value for key, value in field.items() if key != "default"}
+            # A form fills in the defaults of a group within a group, and then demands what has none.
+            is_group = any("$ref" in choice for choice in shown.get("anyOf", ()))
+            schema["properties"][name] = _null_first(shown) if is_group else _without_null(shown)
 
 
 def _without_null(schema: JsonSchemaValue) -> JsonSchemaValue:
     """Return the schema of one value without null; of models, a form would demand the inputs, so null is the first choice."""
-    values = [choice for choice in schema["anyOf"] if choice != {"type": "null"}]
+    values = _values(schema)
     if any("properties" in value for value in values):
-        return {**schema, "anyOf": [{"type": "null", "title": "None"}, *values]}
+        return _null_first(schema)
     (value,) = values
     return {**{key: value for key, value in schema.items() if key != "anyOf"}, **value}
+
+
+def _null_first(schema: JsonSchemaValue) -> JsonSchemaValue:
+    """Return the schema with null as its first choice, which a form shows chosen."""
+    return {**schema, "anyOf": [{"type": "null", "title": "None"}, *_values(schema)]}
+
+
+def _values(schema: JsonSchemaValue) -> list[JsonSchemaValue]:
+    return [choice for choice in schema["anyOf"] if choice != {"type": "null"}]
 
 
 class FormModel(BaseModel):

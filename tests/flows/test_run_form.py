@@ -147,17 +147,30 @@ def test_wrong_values_are_refused_by_the_flow_in_words(parameters, _, by_the_flo
     assert by_the_flow in str(caught.value)
 
 
+def untouched(model):
+    """What both UIs send of a group: the defaults of all inputs that are not empty, also of the groups in it."""
+    sent = {}
+    for name, field in TRAIN["definitions"][model]["properties"].items():
+        if "$ref" in field:
+            sent[name] = untouched(field["$ref"].rpartition("/")[2])
+        elif "default" in field:
+            sent[name] = field["default"]
+    return sent
+
+
 def test_an_untouched_form_is_taken(start):
-    """What both UIs send: the defaults of all inputs that are not empty."""
-    defaults = {
-        group: {
-            name: field["default"]
-            for name, field in TRAIN["definitions"][model.__name__]["properties"].items()
-            if "default" in field
-        }
-        for group, model in GROUPS.items()
-    }
-    assert start(**FN, **defaults, config={}, resume_from="").parameters["run"]["storage"] == "./checkpoints"
+    groups = {group: untouched(model.__name__) for group, model in GROUPS.items()}
+    assert start(**FN, **groups, config={}, resume_from="").parameters["run"]["storage"] == "./checkpoints"
+
+
+def test_a_group_that_demands_inputs_is_none_until_it_is_chosen(start):
+    none, group = FIELDS["run.sync"]["anyOf"]
+    assert (none["type"], group["$ref"]) == ("null", "#/definitions/SyncConfig")
+    copy = "rsync -a {source} {target}"
+    start(**FN, run={"sync": {"upload": copy, "download": copy, "target": "me@host:/there"}})
+    start(**FN, run={"sync": None})
+    with pytest.raises(PrefectHTTPStatusError):
+        start(**FN, run={"sync": {"upload": copy}})
 
 
 def test_a_deployments_settings_are_taken_by_the_form(start):

@@ -30,7 +30,12 @@ assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) > 0 and int(os.environ["TORCH_NCC
 os.mkfifo(pipe)
 listening = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 print("listens", flush=True)
-while not os.read(listening, 128):
+def read():
+    try:
+        return os.read(listening, 128)
+    except BlockingIOError:  # it is open for writing, and nothing is written yet
+        return b""
+while not read():
     time.sleep(0.01)
 with open(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] + os.environ["RANK"], "w") as file:
     file.write("record")
@@ -80,6 +85,22 @@ def test_a_rank_that_hangs_has_the_time_to_write_before_it_is_terminated(is_reco
     stop.give("it hangs", wants_stack_traces=True)
     assert rank_task._supervise(rank, stop, lambda: None, lambda: False, RankLog(0)) == "it hangs"
     assert rank.terminated_s - rank.asked_s == waits_s
+
+
+def test_a_rank_that_exits_while_it_is_asked_does_not_listen(monkeypatch):
+    recorder = FlightRecorder(0)
+    os.mkfifo(recorder._pipe)
+    listening = [os.open(recorder._pipe, os.O_RDONLY | os.O_NONBLOCK)]
+    opened = os.fdopen
+
+    def exits_first(*arguments, **options):
+        if listening:
+            os.close(listening.pop())
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(os, "fdopen", exits_first)
+    assert not recorder.request()
+    assert recorder.close() is None
 
 
 def test_a_rank_without_nccl_is_asked_in_vain_and_nothing_is_left():
