@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -16,22 +16,24 @@ from .peers import Peers
 from .remote_error import RemoteError
 
 Upload: TypeAlias = Literal["sync", "async"]
+_OF_EACH_RANK = {"rank", "files", "metadata", "state", "following"}
 
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """One rank's contribution to a report.
+    """The contribution of one rank to a report, or of neighbouring ranks that contribute alike.
 
     Attributes:
-        rank: The rank.
+        rank: The rank, or the lowest.
         step: The step that it reports.
         upload: The upload mode, or None without a checkpoint.
         files: The paths of its files.
-        metadata: The user's metadata of its part.
+        metadata: The user's metadata of its part; that of several ranks is merged, and a lower rank's value wins.
         state: The description of its state, or None.
         error: The reason why it cannot take part in this report, or None.
         num_requests: How often it has called should_checkpoint() so far.
         asks_leader: Whether the leader decides after this report if the training goes on; rank 0's counts.
+        following: The files and the state of each of the ranks that follow it.
 
     """
 
@@ -44,6 +46,17 @@ class Intent:
     error: str | None = None
     num_requests: int = 0
     asks_leader: bool = False
+    following: list[tuple[list[str], StateDescription | None]] = field(default_factory=list)
+
+    @property
+    def files_by_rank(self) -> list[list[str]]:
+        """The paths of each rank's files."""
+        return [self.files, *(files for files, _ in self.following)]
+
+    @property
+    def states(self) -> list[StateDescription | None]:
+        """The description of each rank's state."""
+        return [self.state, *(state for _, state in self.following)]
 
     def encode(self) -> bytes:
         """Return JSON, without the fields that have their default: rank 0 decodes those of all ranks."""
@@ -51,14 +64,6 @@ class Intent:
         if self.state is not None:
             fields["state"] = self.state.fields()
         return json.dumps({**fields, "rank": self.rank, "step": self.step}).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> "Intent":
-        """Undo `encode`."""
-        fields = json.loads(data)
-        if "state" in fields:
-            fields["state"] = StateDescription.of_fields(fields["state"])
-        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +200,12 @@ class Rounds:
             peers.decide(begun, b"")  # a rank that waits for an answer of `should_checkpoint` gets none before this round
         self.number += 1
         try:
-            encoded = peers.exchange(topic, intent.encode(), meanwhile)
+            encoded = peers.exchange(topic, intent.encode(), meanwhile, merge_intents)
             if encoded is None:
                 meanwhile()  # while rank 0 decides
                 agreement = Agreement.decode(peers.decision(topic))
             else:
-                agreement = self._decide([Intent.decode(data) for data in encoded], topic)
+                agreement = self._decide([each for data in encoded for each in decode_intents(data)], topic)
                 peers.decide(topic, agreement.encode())
             self._receive_plan(agreement.state, topic)
         except CheckpointError as exc:
@@ -240,7 +245,7 @@ class Rounds:
         return replace(agreement, ends_training=num_requests == 0)
 
     def _decide_state(self, intents: Sequence[Intent]) -> StateDecision | None:
-        described = [intent.state for intent in intents]
+        described = [state for intent in intents for state in intent.states]
         return None if all(state is None for state in described) else self._planner.decide(described)
 
     def _receive_plan(self, decision: StateDecision | None, topic: str) -> None:
@@ -264,7 +269,7 @@ def decide(
     """Return the agreement on the ranks' intents.
 
     Args:
-        intents: One per rank, by rank.
+        intents: Those of all ranks, by rank.
         attempt: The attempt, for the new id.
         topic: The name of the report.
         state: The decision on the ranks' states, or the reason why there is none.
@@ -297,6 +302,29 @@ def decide(
     )
 
 
+def merge_intents(encoded: Sequence[bytes]) -> bytes:
+    """Return the encoded intents of neighbouring ranks, by rank, as one message for rank 0, which decodes thousands.
+
+    Ranks that differ in nothing but files, states, and metadata become one intent.
+    """
+    merged: list[dict[str, Any]] = []
+    for fields in map(json.loads, encoded):
+        if not merged or _shared(fields) != _shared(merged[-1]):
+            merged.append(fields)
+            continue
+        first = merged[-1]
+        first.setdefault("following", []).append([fields.get("files", []), fields.get("state")])
+        if "metadata" in fields:
+            first["metadata"] = fields["metadata"] | first.get("metadata", {})
+    return json.dumps(merged).encode()
+
+
+def decode_intents(data: bytes) -> list[Intent]:
+    """Return the intents of a message: that of one rank, or those that `merge_intents` has merged."""
+    decoded = json.loads(data)
+    return [_intent(fields) for fields in (decoded if isinstance(decoded, list) else [decoded])]
+
+
 def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
     """Return the files of all ranks, each path once, sorted by path.
 
@@ -319,6 +347,21 @@ def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
                     f"rank {merged[parent].rank} reported a file {parent!r} where rank {entry.rank} reported a directory"
                 )
     return tuple(merged[path] for path in sorted(merged))
+
+
+def _shared(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is equal in all ranks of one intent."""
+    return {name: value for name, value in fields.items() if name not in _OF_EACH_RANK}
+
+
+def _intent(fields: dict[str, Any]) -> Intent:
+    if "state" in fields:
+        fields["state"] = StateDescription.of_fields(fields["state"])
+    if "following" in fields:
+        fields["following"] = [
+            (files, None if state is None else StateDescription.of_fields(state)) for files, state in fields["following"]
+        ]
+    return Intent(**fields)
 
 
 def _mismatch(intents: Sequence[Intent], storing: Sequence[Intent]) -> str | None:
@@ -346,8 +389,9 @@ def _mismatch(intents: Sequence[Intent], storing: Sequence[Intent]) -> str | Non
 def _ranks_by_path(intents: Sequence[Intent]) -> dict[str, list[int]]:
     ranks: dict[str, list[int]] = defaultdict(list)
     for intent in intents:
-        for path in intent.files:
-            ranks[path].append(intent.rank)
+        for rank, files in enumerate(intent.files_by_rank, intent.rank):
+            for path in files:
+                ranks[path].append(rank)
     return ranks
 
 

@@ -1,7 +1,7 @@
 """The ranks of one machine, which agree among themselves so that one of them speaks for all to the others' rank 0."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .key_value import KeyValue
@@ -33,16 +33,17 @@ class Node:
         """Return the key of a node's messages, packed; of this one's by default."""
         return f"{topic}/node {self.number if number is None else number}"
 
-    def gather(self, topic: str, rank: int, mine: bytes, forward: Callable[[bytes], None]) -> None:
-        """Add a rank's message to those of the node; the last rank forwards all of them, packed.
+    def gather(self, topic: str, rank: int, mine: bytes) -> list[bytes] | None:
+        """Add a rank's message to those of the node; the last rank returns all of them, by rank, to send them.
 
         Raises:
             ConnectionError: If the process that serves the node's dictionary is gone.
 
         """
         self.key_value.set(f"{topic}/{rank}", mine)
-        if self.key_value.add(_came(topic), 1) == len(self.ranks):  # its answer comes after the message was stored
-            forward(pack(self.key_value.get([f"{topic}/{each}" for each in self.ranks], _GET_S)))
+        if self.key_value.add(_came(topic), 1) < len(self.ranks):  # its answer comes after the message was stored
+            return None
+        return self.key_value.get([f"{topic}/{each}" for each in self.ranks], _GET_S)
 
     def forget_message(self, topic: str, rank: int) -> None:
         """Delete a rank's message, which was forwarded."""

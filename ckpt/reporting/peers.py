@@ -13,7 +13,7 @@ from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.text import show_some
 
 from .key_value import KeyValue
-from .node import Node, unpack
+from .node import Node, pack, unpack
 
 _logger = logging.getLogger(__name__)
 
@@ -72,16 +72,23 @@ class Peers:
         self._poll_s = _POLL_S if rank == 0 else max(_POLL_S, num_waiting / _RANKS_PER_POLL_S)
         self._look_s = max(_POLL_S, world_size / _RANKS_PER_POLL_S)
 
-    def exchange(self, topic: str, mine: bytes, meanwhile: Callable[[], None] | None = None) -> list[bytes] | None:
+    def exchange(
+        self,
+        topic: str,
+        mine: bytes,
+        meanwhile: Callable[[], None] | None = None,
+        merge: Callable[[Sequence[bytes]], bytes] | None = None,
+    ) -> list[bytes] | None:
         """Send `mine` to rank 0 and return there the messages of all ranks, by rank; other ranks return None immediately.
 
         Args:
             topic: The name of the exchange.
             mine: This rank's message.
             meanwhile: Called on rank 0 before it waits for late ranks, and not called if all are there.
+            merge: Makes the messages of a machine one, where its ranks speak with one voice; then rank 0 returns those.
 
         """
-        self._send(topic, mine)
+        self._send(topic, mine, merge or pack)
         if self.rank != 0:
             return None
         node = self._node
@@ -92,7 +99,9 @@ class Peers:
         if keys and meanwhile is not None and self._try_get(keys, _LATE_S) is None:
             meanwhile()
         sent = self._wait(keys, topic)
-        return [mine, *sent] if node is None else [message for packed in sent for message in unpack(packed)]
+        if node is None:
+            return [mine, *sent]
+        return sent if merge is not None else [message for packed in sent for message in unpack(packed)]
 
     def decide(self, topic: str, decision: bytes) -> bytes:
         """As rank 0, send `decision` to all ranks and return it."""
@@ -179,19 +188,21 @@ class Peers:
         self._key_value.check(_ALL_ENDED)  # the reply proves that it has arrived, however soon this process ends
         return list(first_alike.values())
 
-    def _send(self, topic: str, mine: bytes) -> None:
+    def _send(self, topic: str, mine: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> None:
         node = self._node
         if node is None:
             if self.rank != 0:
                 self._key_value.set(f"{topic}/{self.rank}", mine)
             return
         try:
-            node.gather(topic, self.rank, mine, partial(self._key_value.set, node.bundle_key(topic)))
+            messages = node.gather(topic, self.rank, mine)
         except ConnectionError as exc:
             raise PeerGoneError(
                 f"rank {node.ranks[0]} is gone, which serves its machine, so {topic.replace('/', ' ')} of rank {self.rank} "
                 "cannot complete"
             ) from exc
+        if messages is not None:
+            self._key_value.set(node.bundle_key(topic), merge(messages))
 
     def _listen_in_node(self, node: Node, topic: str) -> list[bytes] | None:
         """Wait for what another rank of the node hands on; look from time to time whether it fails to."""

@@ -30,9 +30,9 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 
-from prefect_torch.ckpt.reporting.agreement import Intent, Rounds
+from prefect_torch.ckpt.reporting.agreement import Intent, Rounds, merge_intents
 from prefect_torch.ckpt.reporting.background import BackgroundCommits
-from prefect_torch.ckpt.reporting.node import Node, pack
+from prefect_torch.ckpt.reporting.node import Node
 from prefect_torch.ckpt.reporting.peers import Peers, read_exits
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 from result_file import write_results
@@ -118,7 +118,7 @@ class Players:
                 messages = [intent(rank, number) for rank in ranks]
                 flat = self.plan["per_node"] is None
                 name = f"{ranks[0]}" if flat else f"node {each}"
-                key_value.set(f"report {number}/{name}", messages[0] if flat else pack(messages))
+                key_value.set(f"report {number}/{name}", messages[0] if flat else merge_intents(messages))
             begun_s, num_looks = time.monotonic(), 0
             due = [(begun_s + random.random() * pause_s, each) for each in machines]
             heapq.heapify(due)

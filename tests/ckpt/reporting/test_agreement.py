@@ -1,8 +1,12 @@
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import FileEntry, ReportMismatchError
-from prefect_torch.ckpt.reporting.agreement import Agreement, Intent, decide, merge_files
+from prefect_torch.ckpt.reporting.agreement import Agreement, Intent, decide, decode_intents, merge_files, merge_intents
+from prefect_torch.ckpt.state.planner import StateDescription
 
 
 def test_without_a_checkpoint_nothing_is_stored():
@@ -38,7 +42,39 @@ def test_agreements_and_intents_travel():
     refused = decide([Intent(0, 5), Intent(1, 6)], attempt=1)
     assert Agreement.decode(refused.encode()) == refused
     intent = Intent(1, 2, "async", ["ü/x"], {"a": [1]})
-    assert Intent.decode(intent.encode()) == intent
+    assert decode_intents(intent.encode()) == [intent]
+
+
+STATE = StateDescription({"epoch": "d"}, {"t": "e"}, None, {"p": "f"})
+ALIKE = st.builds(
+    Intent,
+    rank=st.just(0),
+    step=st.sampled_from([5, 5, 5, 6]),
+    upload=st.sampled_from(["sync", "sync", "sync", "async", None]),
+    files=st.lists(st.sampled_from("abc"), unique=True),
+    metadata=st.dictionaries(st.sampled_from("kl"), st.integers(0, 3)),
+    state=st.sampled_from([None, STATE]),
+    error=st.sampled_from([None, None, None, "OSError: full"]),
+    num_requests=st.sampled_from([0, 0, 1]),
+    asks_leader=st.booleans(),
+)
+
+
+@given(st.lists(ALIKE, min_size=1, max_size=12), st.integers(1, 5))
+def test_the_merged_intents_of_machines_are_decided_on_like_those_of_ranks(alike, per_node):
+    intents = [replace(intent, rank=rank) for rank, intent in enumerate(alike)]
+    encoded = [intent.encode() for intent in intents]
+    nodes = [merge_intents(encoded[first : first + per_node]) for first in range(0, len(encoded), per_node)]
+    merged = [intent for node in nodes for intent in decode_intents(node)]
+    assert [state for intent in merged for state in intent.states] == [intent.state for intent in intents]
+    with patch("prefect_torch.ckpt.reporting.agreement.new_id", lambda attempt, step: f"{attempt}-{step}"):
+        assert decide(merged, attempt=1) == decide(intents, attempt=1)
+
+
+def test_ranks_that_contribute_alike_are_one_intent():
+    encoded = [Intent(rank, 5, "sync", [f"model-{rank}.pt"], {"k": rank}).encode() for rank in (8, 9, 10)]
+    (merged,) = decode_intents(merge_intents(encoded))
+    assert merged == Intent(8, 5, "sync", ["model-8.pt"], {"k": 8}, following=[(["model-9.pt"], None), (["model-10.pt"], None)])
 
 
 def entry(path, rank, digest="d", size=1):
