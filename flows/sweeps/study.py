@@ -141,7 +141,7 @@ class Study:
 
     def suggest(self, number: int) -> Suggestion:
         """Return the config of trial `number`."""
-        self._study.sampler = self._make_sampler(_derived_seed(self._seed, number))
+        self._study.sampler = self._make_sampler(seed_of_trial(self._seed, number))
         if number < len(self._points):
             self._study.enqueue_trial(self._points[number], user_attrs={"trial": number})
         trial = self._study.ask()
@@ -279,7 +279,8 @@ def open_study_storage(storage: StorageLike, name: str) -> "optuna.storages.Jour
     return JournalStorage(ReadJournal())
 
 
-def _derived_seed(seed: int, number: int) -> int:
+def seed_of_trial(seed: int, number: int) -> int:
+    """Return the seed of the suggestion for trial `number` of a sweep with this seed."""
     digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
     return int.from_bytes(digest[:_SEED_BYTES], "big")
 

@@ -1,37 +1,36 @@
-"""What the search of a sweep finds, and what it needs, beside peers.
+"""What the search of a sweep finds, beside peers; what a sweep costs is measured by sweep_cost.py.
 
-    python tests/benchmarks/sweeps.py [--memory-trials 10000]
+    python tests/benchmarks/sweeps.py [--seeds 100]
 
 Trials are simulated: the real search, schedulers and journal entries decide, and a training is a formula. Measured are
 
-- asha, Optuna's SuccessiveHalvingPruner and random search, at the same total number of steps, over 10 seeds and with the same
-  sampler: how far the best value that is known at the end lies above the optimum;
-- pbt beside the best fixed config of its own first population, over 5 seeds;
-- memory after each tenth of 10,000 trials, and the time of a search's own decisions for each trial.
+- asha, Optuna's SuccessiveHalvingPruner and no pruner (random search, with the random sampler), at the same total number of
+  steps, with as many trials at once, and the same suggestions as far as they do not depend on results: how far the best value
+  of any report lies above the optimum;
+- pbt beside the best fixed config of its own first population, over 5 seeds.
 
 Prints the tables, and writes them to tests/benchmarks/results/sweeps.txt.
 """
 
 import argparse
 import math
-import os
 import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import optuna
 from prefect_torch.flows import SearchConfig, loguniform, uniform
-from prefect_torch.flows.sweeps.search import Search, TrialEnd
-from prefect_torch.flows.sweeps.space import parse_space
+from prefect_torch.flows.sweeps.study import seed_of_trial
 from result_file import write_results
 from simulated_sweeps import Simulation
 
 SPACE = {"lr": loguniform(1e-5, 1.0), "momentum": uniform(0.0, 1.0)}
-MAX_T, ETA, BUDGET = 81, 3, 1600
-SEEDS = range(10)
+MAX_T, ETA, BUDGET, CONCURRENT = 81, 3, 1600, 4
+PRINTED = 10
+PEERS = ("SHA", "no pruner")
+SAMPLERS = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
 
 
 def loss(config, step):
@@ -64,50 +63,86 @@ def asha(seed, sampler):
         max_t=MAX_T,
         reduction_factor=ETA,
         num_trials=10_000,
-        max_concurrent=4,
+        max_concurrent=CONCURRENT,
     )
     advance = Advance()
     search = Simulation(config, SPACE, advance, MAX_T, most_steps=BUDGET, seed=seed).lead()
     return advance.best, len(search.trials)
 
 
+class OptunaTrial:
+    """A trial of Optuna's own loop; its sampler has the seed that a sweep's trial of that number has."""
+
+    def __init__(self, study, sampler, seed):
+        study.sampler = SAMPLERS[sampler](seed=seed_of_trial(seed, len(study.trials)))
+        self.trial, self.step, self.study = study.ask(), 0, study
+        self.config = {
+            "lr": self.trial.suggest_float("lr", 1e-5, 1.0, log=True),
+            "momentum": self.trial.suggest_float("momentum", 0.0, 1.0),
+        }
+
+    def advance(self):
+        """Take a step; return its value, and whether the trial goes on."""
+        self.step += 1
+        value = loss(self.config, self.step)
+        self.trial.report(value, self.step)
+        if self.step < MAX_T and not self.trial.should_prune():
+            return value, True
+        if self.step < MAX_T:
+            self.study.tell(self.trial, state=optuna.trial.TrialState.PRUNED)
+        else:
+            self.study.tell(self.trial, value)
+        return value, False
+
+
 def peer(seed, pruner, sampler):
-    """Return the best value that Optuna's own loop has reported after `BUDGET` steps."""
-    samplers = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
-    study = optuna.create_study(sampler=samplers[sampler](seed=seed), pruner=pruner)
-    left, best = BUDGET, math.inf
+    """Return the best value that Optuna's own loop has reported after `BUDGET` steps, with as many trials at once."""
+    study = optuna.create_study(pruner=pruner)
+    left, best, running = BUDGET, math.inf, []
     while left > 0:
-        trial = study.ask()
-        config = {"lr": trial.suggest_float("lr", 1e-5, 1.0, log=True), "momentum": trial.suggest_float("momentum", 0.0, 1.0)}
-        state = optuna.trial.TrialState.COMPLETE
-        for step in range(1, MAX_T + 1):
-            left -= 1
-            value = loss(config, step)
-            best = min(best, value)
-            trial.report(value, step)
-            if left <= 0 or trial.should_prune():
-                state = optuna.trial.TrialState.PRUNED
-                break
-        study.tell(trial, value if state == optuna.trial.TrialState.COMPLETE else None, state)
+        while len(running) < CONCURRENT:
+            running.append(OptunaTrial(study, sampler, seed))
+        for trial in tuple(running):
+            value, goes_on = trial.advance()
+            left, best = left - 1, min(best, value)
+            if not goes_on:
+                running.remove(trial)
     return best, len(study.trials)
 
 
-def compare_halving():
-    sha = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=ETA)
-    for sampler in ("random", "tpe"):
+def compare_halving(seeds):
+    sha = {"min_resource": 1, "reduction_factor": ETA}
+    for sampler in SAMPLERS:
         yield f"best loss above the optimum after {BUDGET} steps in all, at most {MAX_T} a trial, sampler {sampler}"
+        yield f"{CONCURRENT} trials at once; trial n has the same sampler and seed in all three"
         yield f"{'seed':>6}{'asha':>10}{'SHA':>10}{'no pruner':>11}   trials"
         rows = [
-            (asha(seed, sampler), peer(seed, sha, sampler), peer(seed, optuna.pruners.NopPruner(), sampler)) for seed in SEEDS
+            (
+                asha(seed, sampler),
+                peer(seed, optuna.pruners.SuccessiveHalvingPruner(**sha), sampler),
+                peer(seed, optuna.pruners.NopPruner(), sampler),
+            )
+            for seed in range(seeds)
         ]
-        for seed, row in zip(SEEDS, rows, strict=True):
+        for seed, row in enumerate(rows[:PRINTED]):
             values = "".join(f"{value:>{width}.4f}" for (value, _), width in zip(row, (10, 10, 11), strict=True))
             yield f"{seed:>6}{values}   {', '.join(str(trials) for _, trials in row)}"
-        medians = [statistics.median(row[place][0] for row in rows) for place in range(3)]
-        wins = [sum(row[0][0] <= row[place][0] for row in rows) for place in (1, 2)]
-        yield f"median{medians[0]:>10.4f}{medians[1]:>10.4f}{medians[2]:>11.4f}"
-        yield f"asha is at least as good as SHA in {wins[0]} of {len(rows)} seeds, as no pruner in {wins[1]}"
+        yield from summarize([[value for value, _ in row] for row in rows[:PRINTED]])
+        yield from summarize([[value for value, _ in row] for row in rows])
         yield ""
+
+
+def summarize(rows):
+    """Yield the medians, and how asha differs from each peer, seed by seed."""
+    yield f"the {len(rows)} seeds from 0 on: medians " + ", ".join(
+        f"{name} {statistics.median(row[place] for row in rows):.4f}" for place, name in enumerate(("asha", *PEERS))
+    )
+    for place, name in enumerate(PEERS, 1):
+        differences = [row[0] - row[place] for row in rows]
+        error = statistics.stdev(differences) / math.sqrt(len(rows))
+        signs = f"lower in {sum(it < 0 for it in differences)}, equal in {differences.count(0)}, "
+        signs += f"higher in {sum(it > 0 for it in differences)}"
+        yield f"  asha - {name}: mean {statistics.fmean(differences):+.4f} (standard error {error:.4f}); {signs}"
 
 
 def follow_schedule(state, config, step):
@@ -135,34 +170,12 @@ def compare_populations():
     yield ""
 
 
-def measure_memory(trials):
-    yield f"a search of {trials} trials with the random sampler, one report each: memory, and time of its decisions"
-    yield f"{'trials':>8}{'MiB':>8}{'ms/trial':>10}"
-    config = SearchConfig(metric="loss", sampler="random", seed=0, num_trials=trials)
-    search = Search(config, parse_space(SPACE), 0, [], lambda _: None, "sweep")
-    begun_s = time.perf_counter()
-    for number in range(1, trials + 1):
-        trial = search.next_trial()
-        assert trial is not None
-        search.end(trial.number, TrialEnd("completed", None, {"loss": loss(trial.config, 9)}))
-        if number % (trials // 10) == 0:
-            ms = (time.perf_counter() - begun_s) / (trials // 10) * 1e3
-            yield f"{number:>8}{resident_mib():>8.0f}{ms:>10.2f}"
-            begun_s = time.perf_counter()
-
-
-def resident_mib():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--memory-trials", type=int, default=10_000)
+    parser.add_argument("--seeds", type=int, default=100, help=f"of the comparison; the first {PRINTED} are printed")
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    write_results(
-        "sweeps.txt", len(SEEDS), [*compare_halving(), *compare_populations(), *measure_memory(options.memory_trials)]
-    )
+    write_results("sweeps.txt", options.seeds, [*compare_halving(options.seeds), *compare_populations()])
 
 
 if __name__ == "__main__":
