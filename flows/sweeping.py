@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_atte
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.ckpt.storage.synced.first_download import download_run
+from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import define, settle_definition
 from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, history_of
 from prefect_torch.flows.sweeps.journal import Journal, read_journal
@@ -23,14 +24,16 @@ from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, Scal
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.liveness import has_ended
-from prefect_torch.tasks.options.run_form import WithoutNull, shown_as
+from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
-from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.rank.function import pack_function, reference_to
 from prefect_torch.tasks.rank.tracebacks import first_line
+from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from .api_outage import outlast_api_outages
 from .arguments import name_of_flow_run, seat_for
+from .deployed_trials import DeployedTrials, check_deployment
 from .embedded_server import tie_embedded_server
 from .monitoring.events.sweep_events import SweepEvents
 from .monitoring.messages import flow_run_name
@@ -82,6 +85,16 @@ def sweep(
         shown_as("Checkpoints", "Which checkpoints each trial keeps in addition to its latest."),
     ] = None,
     failure: Annotated[FailureConfig | None, WithoutNull(), shown_as("Failures", "How often each trial is restarted.")] = None,
+    trials_on: Annotated[
+        str | None,
+        WithoutNull(),
+        BeforeValidator(none_if_empty),
+        shown_as(
+            "Trials on",
+            "The deployment of the flow train whose flow runs the trials are, such as train/gpu. When empty, they run here.",
+            default="",
+        ),
+    ] = None,
 ) -> SweepResult:
     """Search a space by trials, each of which is a training of its own.
 
@@ -98,6 +111,8 @@ def sweep(
         run: The sweep's name, the location of its records, and how it starts; a trial's run is "<name>/trial-0007-<8 hex>".
         checkpoint: Which checkpoints each trial keeps. All if None.
         failure: How often each trial is restarted.
+        trials_on: The deployment of the flow `train` whose flow runs the trials are, such as "train/gpu": its work pool brings
+            the machines. None for this process, each trial's ranks being task runs.
 
     Raises:
         ValueError: If an argument is invalid; nothing was started.
@@ -115,9 +130,13 @@ def sweep(
     parsed, scaling, failure, run_config = parse_space(space), scaling or ScalingConfig(), failure or FailureConfig(), run
     run_config = run_config or RunConfig()
     check_sampler(search, parsed)
-    seat_for(scaling)
     storage = configured_storage(run_config.storage, run_config.storage_deadline_s, run_config.sync)
-    function = pack_function(train_fn, {}).name
+    if trials_on is None:
+        seat_for(scaling)
+        function = pack_function(train_fn, {}).name
+    else:
+        check_deployment(trials_on, run_config, storage)
+        function = reference_to(train_fn)
     training = Training(
         lambda whole: pack_function(train_fn, whole),
         storage,
@@ -152,7 +171,10 @@ def sweep(
             lambda source, clone: pin_source(storage, source, clone[-8:]),
             told.observe,
         )
-        trials = LocalTrials(training, searched)
+        expect_questions(led, are_expected=trials_on is not None)
+        trials: TrialRuns = LocalTrials(training, searched)
+        if trials_on is not None:
+            trials = DeployedTrials(training, searched, led, trials_on, function)
         try:
             with outlast_api_outages(), show_sweep(led, definition, searched, search, run_config):
                 searched.lead(claimed.number, is_fresh=is_fresh)
@@ -220,12 +242,12 @@ def _record_end(
     search: Search, trials: TrialRuns, storage: StorageSpec, number: int, end: TrialEnd | None, termination: Termination
 ) -> None:
     trial = search.trials[number]
-    if end is None:  # interrupted, and not by this process's own termination: it goes on
+    if end is None and trial.state == "running":  # interrupted, unless by this process's own termination: it goes on
         if termination.cause is None:
             trials.start(trial)
         return
-    if trial.state == "running":
-        trial = search.end(number, end)
+    if end is not None and trial.state == "running":
+        search.end(number, end)
     for source, clone in search.take_released():
         unpin_source(storage, source, clone[-8:])
 

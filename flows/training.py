@@ -10,8 +10,10 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.states import Completed
 from prefect_torch.ckpt import Checkpoint
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.result import Result
+from prefect_torch.flows.sweeps.asked_decisions import asked_decisions
 from prefect_torch.tasks import (
     CheckpointConfig,
     FailureConfig,
@@ -129,6 +131,8 @@ def train(
                resume_from)  # fmt: skip
     _introduce(job)
     termination = Termination(failure.grace_s)
+    trial = Run.open(job.storage, job.run)
+    job = replace(job, decisions=asked_decisions(trial, lambda: termination.is_requested))
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine(), Restart.of(current_flow_run()))
     pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids))
     place = PlaceObserver(job)

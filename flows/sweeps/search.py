@@ -162,13 +162,15 @@ class Search:
         self._error = error
 
     def decide(self, number: int, request: DecisionRequest) -> Verdict:
-        """Return whether a trial goes on after a report; the decision is recorded."""
+        """Return whether a trial goes on after a report; the decision is recorded, and the same when it is asked for again."""
         with self._lock:
             trial, metrics = self.trials[number], request.metrics
             score = find_score(metrics, self._search.metrics[0])
             value = math.nan if score is None else float(score) * self._sign
             at = time_of(self._search.time_attr, request.step, request.num_reports, metrics)
             report = RungReport(math.nan if at is None else at, value, request.checkpoint)
+            if trial.reports and _is_same(trial.reports[-1], report):  # a leader asks again: this process was started again
+                return Verdict(trial.state == "running", trial.milestone)
             decision = self._decide({**self.trials, number: replace(trial, reports=(*trial.reports, report))}, trial, request)
             cloned = None if decision.clone is None else self._clone(number, decision.clone)
             if decision.state != "running":
@@ -359,6 +361,10 @@ class Search:
                 self._released.append((trial.source, trial.run))
                 self.trials[event.trial] = replace(trial, source=None)
         apply(self.trials, event)
+
+
+def _is_same(known: RungReport, report: RungReport) -> bool:
+    return (known.time, known.checkpoint) == (report.time, report.checkpoint)
 
 
 _NO_METRIC = "no report of the trial has the metric"

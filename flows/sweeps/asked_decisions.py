@@ -1,0 +1,168 @@
+"""Decisions on trials in other processes: asked by their leaders and answered by the sweep, through the storage that all have.
+
+<sweep>/deployed.json                    trials of the sweep are led by flow runs of a deployment, which ask
+<sweep>/asked/<trial>-<token>.json       a question of a trial's leader
+<sweep>/answered/<trial>-<token>.json    the sweep's answer
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
+from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.ckpt.runs.layout import stem
+from prefect_torch.ckpt.runs.metrics import from_json, to_json
+from prefect_torch.ckpt.runs.records import decode
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.standing import read_standing
+
+LONGEST_WAIT_S = 300.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_OVER = ("completed", "failed")
+_logger = logging.getLogger(__name__)
+
+
+class Decides(Protocol):
+    """Decides at the reports of one trial."""
+
+    def points(self) -> DecisionPoints | None:
+        """Return the reports that ask; None if none does."""
+        ...
+
+    def decide(self, request: DecisionRequest) -> Verdict:
+        """Return the decision, which is recorded; the same when it is asked again."""
+        ...
+
+
+def expect_questions(sweep: Run, *, are_expected: bool) -> None:
+    """Let the leaders of the sweep's trials ask it from now on, or no more."""
+    if are_expected:
+        sweep.put_json(_marker(sweep), {"asks": True})
+    else:
+        sweep.storage.delete([_marker(sweep)])
+
+
+def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDecisions | None":
+    """Return how the leader of a run asks its sweep; None if it belongs to none that leads it, or to one that has ended.
+
+    Args:
+        trial: The run.
+        is_terminated: Whether its leader is being terminated, so that it waits for no answer.
+
+    """
+    name, _, leaf = trial.name.partition("/")
+    if not leaf:
+        return None
+    sweep = Run.open(trial.spec, name)
+    if sweep.get_json(_marker(sweep)) is None:
+        return None
+    standing = read_standing(sweep)
+    if standing is not None and standing.outcome is not None and standing.outcome.ending in _OVER:
+        return None
+    return AskedDecisions(sweep, leaf, is_terminated)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedDecisions:
+    """Asks the sweep at the reports of a trial that this process leads.
+
+    Attributes:
+        sweep: The sweep.
+        trial: The trial's name within it.
+        is_terminated: Whether to wait no longer.
+        longest_wait_s: How long to wait for an answer: a sweep that was killed may be started again.
+        sleep: Waits between two looks.
+
+    """
+
+    sweep: Run
+    trial: str
+    is_terminated: Callable[[], bool] = field(default=lambda: False, compare=False)
+    longest_wait_s: float = LONGEST_WAIT_S
+    sleep: Callable[[float], None] = field(default=time.sleep, compare=False)
+
+    def points(self) -> DecisionPoints | None:
+        """Return the reports that ask.
+
+        Raises:
+            TimeoutError: If the sweep does not answer.
+
+        """
+        answer = self._ask({"points": True})
+        if answer is None:
+            raise TimeoutError(f"sweep {self.sweep.name!r} has not answered trial {self.trial!r}: start it again")
+        found = answer["points"]
+        return None if found is None else decode(DecisionPoints, found, "the answer", "the points of a decision")
+
+    def decide(self, request: DecisionRequest) -> Verdict:
+        """Return the sweep's decision; without an answer the trial ends here, and the sweep decides when it goes on."""
+        answer = self._ask({"request": asdict(request)})
+        if answer is None:
+            _logger.warning("sweep %r does not answer; trial %r waits in its checkpoint", self.sweep.name, self.trial)
+            return Verdict(goes_on=False)
+        return decode(Verdict, answer["verdict"], "the answer", "a verdict")
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        token = f"{self.trial}-{secrets.token_hex(8)}"
+        self.sweep.put_json(_asked(self.sweep, token), _plain(question))
+        until_s, pause_s = time.monotonic() + self.longest_wait_s, _FIRST_PAUSE_S
+        try:
+            while (answer := self.sweep.get_json(_answered(self.sweep, token))) is None:
+                if self.is_terminated() or time.monotonic() >= until_s:
+                    return None
+                self.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            self.sweep.storage.delete([_asked(self.sweep, token), _answered(self.sweep, token)])
+        found = from_json(answer)
+        assert isinstance(found, dict)
+        return found
+
+
+def answer_questions(sweep: Run, decides_on: Callable[[str], Decides | None]) -> int:
+    """Answer what the leaders of trials have asked, and return how many questions there were; costs a listing if none.
+
+    Args:
+        sweep: The sweep.
+        decides_on: Returns what decides on the trial of that name; None if it is none that runs: its question waits.
+
+    """
+    asked = {stem(key): key for key in sweep.keys(f"{sweep.name}/asked/")}
+    for token, key in asked.items():
+        decides = decides_on(token.rpartition("-")[0])
+        question = None if decides is None else sweep.get_json(key)
+        if decides is None or question is None or sweep.get_json(_answered(sweep, token)) is not None:
+            continue  # taken back, or answered and not read yet
+        sweep.put_json(_answered(sweep, token), _plain(_answer(from_json(question), decides)))
+    return len(asked)
+
+
+def _answer(question: object, decides: Decides) -> dict[str, Any]:
+    assert isinstance(question, dict)
+    if "request" in question:
+        request = decode(DecisionRequest, question["request"], "the question", "a request for a decision")
+        return {"verdict": asdict(decides.decide(request))}
+    points = decides.points()
+    return {"points": None if points is None else asdict(points)}
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    plain = to_json(value)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _marker(sweep: Run) -> str:
+    return f"{sweep.name}/deployed.json"
+
+
+def _asked(sweep: Run, token: str) -> str:
+    return f"{sweep.name}/asked/{token}.json"
+
+
+def _answered(sweep: Run, token: str) -> str:
+    return f"{sweep.name}/answered/{token}.json"

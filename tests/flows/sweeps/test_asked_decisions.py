@@ -1,0 +1,109 @@
+"""Decisions on trials in other processes, asked and answered through a storage."""
+
+import math
+import threading
+
+import pytest
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
+from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows import SearchConfig, uniform
+from prefect_torch.flows.sweeps.asked_decisions import AskedDecisions, answer_questions, asked_decisions, expect_questions
+from prefect_torch.flows.sweeps.history import decode_event
+from prefect_torch.flows.sweeps.search import Search
+from prefect_torch.flows.sweeps.space import parse_space
+
+TRIAL = "trial-0000-0123abcd"
+REQUEST = DecisionRequest(0, 3, 4, {"loss": math.nan, "deep": {"a": math.inf}}, "some-checkpoint")
+
+
+@pytest.fixture
+def sweep():
+    storage = MemoryStorage()
+    return Run(storage, Layout("sweep"), StorageSpec(storage.url))
+
+
+class Deciding:
+    """Decides, and records what it was asked."""
+
+    def __init__(self):
+        self.requests = []
+
+    def points(self):
+        return DecisionPoints("training_iteration", 2.5, stop={"loss": math.inf}, reports_before=7)
+
+    def decide(self, request):
+        self.requests.append(request)
+        return Verdict(goes_on=True, milestone=9.0)
+
+
+def asked_while_answered(sweep, ask, decides_on):
+    """Return what `ask` returns in a thread while this one answers."""
+    results = []
+    asking = threading.Thread(target=lambda: results.append(ask()))
+    asking.start()
+    while asking.is_alive():
+        answer_questions(sweep, decides_on)
+        asking.join(0.01)
+    return results
+
+
+def test_a_question_is_answered_once_and_leaves_nothing(sweep):
+    deciding, trial = Deciding(), AskedDecisions(sweep, TRIAL)
+    assert asked_while_answered(sweep, trial.points, {TRIAL: deciding}.get) == [deciding.points()]
+    assert asked_while_answered(sweep, lambda: trial.decide(REQUEST), {TRIAL: deciding}.get) == [Verdict(True, 9.0)]
+    (request,) = deciding.requests
+    assert math.isnan(request.metrics["loss"])
+    assert request.metrics["deep"] == {"a": math.inf}
+    assert (request.step, request.num_reports, request.checkpoint) == (3, 4, "some-checkpoint")
+    assert sweep.keys("") == []
+
+
+def test_a_trial_whose_sweep_does_not_answer_ends_at_its_checkpoint(sweep):
+    waits, pauses = AskedDecisions(sweep, TRIAL, longest_wait_s=0.2), []
+    assert not waits.decide(REQUEST).goes_on
+    with pytest.raises(TimeoutError, match=f"sweep 'sweep' has not answered trial '{TRIAL}': start it again"):
+        waits.points()
+    terminated = AskedDecisions(sweep, TRIAL, lambda: len(pauses) == 3, sleep=pauses.append)
+    assert not terminated.decide(REQUEST).goes_on
+    assert len(pauses) == 3
+    assert sweep.keys("") == []
+
+
+def test_only_the_trials_of_a_sweep_that_leads_them_elsewhere_ask(tmp_path):
+    sweep, trial = Run.open(tmp_path, "sweep"), Run.open(tmp_path, f"sweep/{TRIAL}")
+
+    def asks(run):
+        return asked_decisions(run, lambda: False) is not None
+
+    claimed = claim_attempt(sweep, Owner.current(), world_size=0)
+    assert not asks(trial)
+    expect_questions(sweep, are_expected=True)
+    assert asks(trial)
+    assert not asks(sweep)
+    write_outcome(sweep, Outcome(claimed.number, "preempted"))  # it goes on later, with the trial
+    assert asks(trial)
+    write_outcome(sweep, Outcome(claim_attempt(sweep, Owner.current(), world_size=0).number, "completed"))
+    assert not asks(trial)
+    claim_attempt(sweep, Owner.current(), world_size=0)
+    expect_questions(sweep, are_expected=False)
+    assert not asks(trial)
+
+
+def test_a_question_that_a_killed_sweep_has_decided_has_the_same_answer_from_the_next():
+    config = SearchConfig(metric="loss", num_trials=4, seed=0, sampler="random", scheduler="asha", max_t=9)
+    entries, space = [], parse_space({"lr": uniform(0, 1)})
+    search = Search(config, space, 0, [], entries.append, "sweep")
+    number = search.next_trial().number
+    request = DecisionRequest(0, 1, 1, {"loss": 0.5}, "a-checkpoint")
+    verdict = search.decide(number, request)
+    events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
+    again = Search(config, space, 0, events, entries.append, "sweep")
+    recorded = len(entries)
+    assert again.decide(number, request) == verdict
+    assert len(entries) == recorded
+    assert len(again.trials[number].reports) == 1

@@ -1,0 +1,75 @@
+"""Trials as flow runs of a deployment that a process serves."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
+from prefect_servers import wait_until
+from prefect_torch.flows import RunConfig, SearchConfig, sweep, uniform
+
+SUPPORT = Path(__file__).parents[2] / "support"
+NAME = "trials-of-a-test"
+
+
+@pytest.fixture
+def served(monkeypatch):
+    monkeypatch.setenv("PREFECT_RUNNER_POLL_FREQUENCY", "1")
+    monkeypatch.setenv("PREFECT_API_URL", PREFECT_API_URL.value())
+    with (
+        subprocess.Popen([sys.executable, SUPPORT / "serve_trials.py", NAME]) as server,
+        get_client(sync_client=True) as client,
+    ):
+        try:
+            wait_until(lambda: is_known(client), "the deployment")
+            yield f"train/{NAME}"
+        finally:
+            server.terminate()
+
+
+def is_known(client) -> bool:
+    try:
+        return client.read_deployment_by_name(f"train/{NAME}") is not None
+    except ObjectNotFound:
+        return False
+
+
+def search(**changes) -> SearchConfig:
+    points = [{"lr": 0.9}, {"lr": 0.4}]
+    return SearchConfig(**{"metric": "loss", "num_trials": 2, "sampler": "random", "initial_points": points, **changes})
+
+
+def test_trials_are_flow_runs_of_a_deployment_that_pause_and_go_on_from_their_checkpoints(served, tmp_path):
+    run = RunConfig(name="deployed", storage=str(tmp_path))
+    chosen = search(scheduler="asha", max_t=3, max_concurrent=2)
+    function = f"{SUPPORT / 'sweep_trainings.py'}:climb"
+    result = sweep(function, {"lr": uniform(0, 1)}, {"epochs": 9}, chosen, run=run, trials_on=served)
+    assert [trial.state for trial in result.trials] == ["paused", "completed"]
+    assert [trial.reason for trial in result.trials] == ["waits at rung 1", "step=3 has reached 3"]
+    assert [trial.checkpoint.step for trial in result.trials] == [1, 3]
+    attempts = result.best.result.attempts
+    assert [record.step for record in result.best.result.history] == [0, 1, 2, 3]  # none was trained twice
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name(served)
+        found = [it for it in client.read_flow_runs() if it.deployment_id == deployment.id]
+    assert [it.name for it in found].count(result.best.run) == attempts
+    assert {it.state_name for it in found} == {"Completed"}
+    assert list((tmp_path / "deployed").glob("a*ed/*")) == []
+
+
+WRONG = [
+    ("gpu", {}, r"trials_on='gpu': give a deployment of the flow 'train', such as 'train/gpu'"),
+    ("train/nowhere", {}, "trials_on='train/nowhere': Prefect has no deployment of that name"),
+    ("train/gpu", {"storage": "memory://here"}, "needs a storage that all machines reach themselves"),
+]
+
+
+@pytest.mark.parametrize(("trials_on", "changes", "problem"), WRONG, ids=range(len(WRONG)))
+def test_a_deployment_that_cannot_run_trials_is_refused_at_once(tmp_path, trials_on, changes, problem):
+    run = RunConfig(**{"name": "deployed", "storage": str(tmp_path), **changes})
+    with pytest.raises(ValueError, match=problem):
+        sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, search=search(), run=run, trials_on=trials_on)
+    assert list(tmp_path.iterdir()) == []
