@@ -47,6 +47,7 @@ def memory(tmp_path):
         (FileNotFoundError(), "final"),
         (OSError(errno.ENOSPC, "No space left on device"), "final"),
         (ValueError("bad key"), "final"),
+        (ValueError("run/ExpiredToken/../x is no key"), "final"),
     ],
 )
 def test_errors_have_a_class(error, kind):

@@ -1,6 +1,7 @@
 """Every backend against the contract, and what is peculiar to each."""
 
 import contextlib
+import errno
 import io
 import os
 import stat
@@ -10,6 +11,7 @@ import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import obstore
@@ -78,6 +80,35 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
             storage.put_file("run/x", tmp_path / "in")
         assert written == [b"x"]  # there was a temporary file to leave behind
         assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+
+    @pytest.mark.parametrize("verb", ["put_file", "put_files", "put_buffers"])
+    def test_what_does_not_fit_is_refused_before_a_byte_is_written(self, storage, tmp_path, monkeypatch, verb):
+        """A copy that is begun fills the disk for all others, who are then refused their small ones."""
+        storage.put_bytes("run/there", b"1")
+        with (tmp_path / "in").open("wb") as sparse:
+            sparse.truncate(2**20)
+        filesystem = SimpleNamespace(f_bavail=2**20 // 512 - 1, f_frsize=512)
+        monkeypatch.setattr(os, "statvfs", lambda path: filesystem)
+        puts = {
+            "put_file": lambda: storage.put_file("run/x", tmp_path / "in"),
+            "put_files": lambda: storage.put_files({"run/x": tmp_path / "in"}),
+            "put_buffers": lambda: storage.put_buffers("run/x", [memoryview(bytes(2**19))] * 2),
+        }
+        with pytest.raises(OSError, match=r"No space left .*\(1048576 bytes needed, 1048064 free\)") as caught:
+            puts[verb]()
+        assert caught.value.errno == errno.ENOSPC
+        assert [info.key for info in storage.list("")] == ["run/there"]
+        filesystem.f_bavail += 1  # exactly enough
+        puts[verb]()
+        assert storage.size("run/x") == 2**20
+
+    def test_a_listing_after_a_key_in_a_folder_goes_on_in_that_folder(self, storage):
+        """The folder itself sorts before the key, and what remains of it after."""
+        keys = ["run/a", "run/b/1", "run/b/2", "run/b/c/3", "run/b/c/4", "run/d"]
+        for key in keys:
+            storage.put_bytes(key, b"1")
+        for number, after in enumerate(keys):
+            assert [info.key for info in storage.list("run/", after=after)] == keys[number + 1 :]
 
     def test_writers_that_make_the_folder_at_the_same_moment_all_write(self, tmp_path, monkeypatch):
         threads, looked, is_dir = 8, threading.Barrier(8), Path.is_dir
