@@ -1,34 +1,79 @@
-"""The flows `train`, `sweep`, `evaluate` and `prune`, their configurations and results."""
+"""The flows `train`, `sweep`, `evaluate` and `prune`, their configurations and results.
 
-from prefect_torch.flows.sweeps.journal import JournalDamagedError
-from prefect_torch.flows.sweeps.search import SweepFailedError
-from prefect_torch.flows.sweeps.search_config import SearchConfig
-from prefect_torch.flows.sweeps.space import choice, grid, loguniform, randint, uniform
-from prefect_torch.tasks import (
-    CheckpointConfig,
-    DaskCluster,
-    FailureConfig,
-    GpusBusyError,
-    Hosts,
-    KubernetesCluster,
-    NotEnoughMachinesError,
-    RankFailedError,
-    RayCluster,
-    RunConfig,
-    ScalingConfig,
-    SlurmCluster,
-    SyncConfig,
-    TorchCluster,
-)
+Imports are lazy: Prefect makes a flow's form from the schemas of all its parameters, which takes a tenth of a second for each
+flow, and a program that trains needs no other.
+"""
 
-from .async_training import atrain
-from .evaluation import evaluate
-from .planning import PlanLine, TrainingPlan, plan
-from .pruning import prune
-from .result import Result, TrainingFailedError
-from .sweep_result import SweepResult, Trial
-from .sweeping import sweep
-from .training import train
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prefect_torch.flows.sweeps.journal import JournalDamagedError
+    from prefect_torch.flows.sweeps.search import SweepFailedError
+    from prefect_torch.flows.sweeps.search_config import SearchConfig
+    from prefect_torch.flows.sweeps.space import choice, grid, loguniform, randint, uniform
+    from prefect_torch.tasks import (
+        CheckpointConfig,
+        DaskCluster,
+        FailureConfig,
+        GpusBusyError,
+        Hosts,
+        KubernetesCluster,
+        NotEnoughMachinesError,
+        RankFailedError,
+        RayCluster,
+        RunConfig,
+        ScalingConfig,
+        SlurmCluster,
+        SyncConfig,
+        TorchCluster,
+    )
+
+    from .async_training import atrain
+    from .evaluation import evaluate
+    from .planning import PlanLine, TrainingPlan, plan
+    from .pruning import prune
+    from .result import Result, TrainingFailedError
+    from .sweep_result import SweepResult, Trial
+    from .sweeping import sweep
+    from .training import train
+
+_MODULES = {
+    "CheckpointConfig": "prefect_torch.tasks",
+    "DaskCluster": "prefect_torch.tasks",
+    "FailureConfig": "prefect_torch.tasks",
+    "GpusBusyError": "prefect_torch.tasks",
+    "Hosts": "prefect_torch.tasks",
+    "JournalDamagedError": "prefect_torch.flows.sweeps.journal",
+    "KubernetesCluster": "prefect_torch.tasks",
+    "NotEnoughMachinesError": "prefect_torch.tasks",
+    "PlanLine": "prefect_torch.flows.planning",
+    "RankFailedError": "prefect_torch.tasks",
+    "RayCluster": "prefect_torch.tasks",
+    "Result": "prefect_torch.flows.result",
+    "RunConfig": "prefect_torch.tasks",
+    "ScalingConfig": "prefect_torch.tasks",
+    "SearchConfig": "prefect_torch.flows.sweeps.search_config",
+    "SlurmCluster": "prefect_torch.tasks",
+    "SweepFailedError": "prefect_torch.flows.sweeps.search",
+    "SweepResult": "prefect_torch.flows.sweep_result",
+    "SyncConfig": "prefect_torch.tasks",
+    "TorchCluster": "prefect_torch.tasks",
+    "TrainingFailedError": "prefect_torch.flows.result",
+    "TrainingPlan": "prefect_torch.flows.planning",
+    "Trial": "prefect_torch.flows.sweep_result",
+    "atrain": "prefect_torch.flows.async_training",
+    "choice": "prefect_torch.flows.sweeps.space",
+    "evaluate": "prefect_torch.flows.evaluation",
+    "grid": "prefect_torch.flows.sweeps.space",
+    "loguniform": "prefect_torch.flows.sweeps.space",
+    "plan": "prefect_torch.flows.planning",
+    "prune": "prefect_torch.flows.pruning",
+    "randint": "prefect_torch.flows.sweeps.space",
+    "sweep": "prefect_torch.flows.sweeping",
+    "train": "prefect_torch.flows.training",
+    "uniform": "prefect_torch.flows.sweeps.space",
+}
 
 __all__ = [
     "CheckpointConfig",
@@ -66,3 +111,16 @@ __all__ = [
     "train",
     "uniform",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return the names that are not imported yet, too: an editor completes them."""
+    return sorted({*globals(), *__all__})

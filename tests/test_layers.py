@@ -164,6 +164,11 @@ def test_blocks_do_not_import_torch():
     assert "torch" not in loaded_by("import prefect_torch.ckpt.blocks")
 
 
+def test_a_program_that_trains_does_not_make_the_forms_of_other_flows():
+    others = {f"prefect_torch.flows.{name}" for name in ("evaluation", "planning", "pruning", "sweeping")}
+    assert not loaded_by("from prefect_torch.flows import CheckpointConfig, RunConfig, ScalingConfig, train") & others
+
+
 def import_cpu_s(module: str) -> float:
     program = f"import time; s = time.process_time(); import {module}; print(time.process_time() - s)"
     return float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout)
