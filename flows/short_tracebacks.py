@@ -1,13 +1,15 @@
 """Failures that fit on a screen: what Prefect logs and raises, without frames that say nothing to a user."""
 
+import inspect
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import Flow
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.exceptions import ParameterBindError, PrefectHTTPStatusError
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
 
@@ -18,13 +20,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _RETRY = "Task run failed with %s: %r - Retry %s/%s"
 _HOOK = set_terminated_state.__name__
-_VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in ("train", "sweep", "evaluate", "prune"))
+_RAISED = "Encountered exception during execution"
+_FAILED = "Finished in state Failed"
+_FLOWS = ("train", "sweep", "evaluate", "prune")
+_INVALID = "Validation of flow parameters failed with error: Flow run received invalid parameters"
+_is_called: ContextVar[bool] = ContextVar("is_called", default=False)  # within a call of a flow of this package
+_VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in _FLOWS)
 # What is no event for the person who looks at a training; Prefect itself logs all states but Completed as errors.
 _LEVELS = (
     ("train_rank", "Cancelled", logging.INFO),
     ("train_node", "Cancelled", logging.INFO),
     ("train_workers", "Crashed", logging.INFO),
     ("train_workers", "Completed", logging.DEBUG),  # the flow run says the same, and what came of it
+    ("train_workers", "Failed", logging.DEBUG),  # the flow run says the same
     ("prune_checkpoints", "Completed", logging.DEBUG),
 )
 _TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
@@ -41,15 +49,13 @@ class ShortTracebacks(logging.Filter):
         if record.exc_info and (error := record.exc_info[1]) is not None and is_from_here(error):
             record.exc_info = None
             record.exc_text = None if isinstance(error.__cause__ or error, RankFailedError) else _frames(error)
-        if str(record.msg).startswith(_VALIDATION):
-            return False  # the engine's record and the exception say the same, without all parameters
-        if str(record.msg).startswith(_RETRY) and record.args and getattr(record, "task_name", "") == "train_workers":
-            return False  # it counts retries up to a million; the training logs its own budget
-        if _is_of_termination(record):
-            return False  # the training logs why it was terminated, and what is safe
+        if _is_repetition(record) or _is_of_termination(record):
+            return False
+        if _is_of_flow(record) and str(record.msg).startswith(_FAILED):
+            _set_level(record, logging.ERROR)
         for task, state, level in _LEVELS:
             if getattr(record, "task_name", "") == task and str(record.msg).startswith(f"Finished in state {state}"):
-                record.levelno, record.levelname = level, logging.getLevelName(level)
+                _set_level(record, level)
                 return logging.getLogger(record.name).isEnabledFor(level)
         return True
 
@@ -58,8 +64,8 @@ _SHORT_TRACEBACKS = ShortTracebacks()
 
 
 def shorten_logs() -> None:
-    """Attach the filter to Prefect's loggers of flows, flow runs and task runs, once in a process."""
-    for name in ("prefect.flows", "prefect.flow_runs", "prefect.task_runs"):
+    """Attach the filter to Prefect's loggers of its engine, of flows and of their runs, once in a process."""
+    for name in ("prefect.engine", "prefect.flows", "prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_SHORT_TRACEBACKS)  # adding it again has no effect
 
 
@@ -71,9 +77,12 @@ class ShortTracebackFlow(Flow[P, R]):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Call the flow; see `prefect.Flow`."""
             shorten_logs()
+            token = _is_called.set(True)
             try:
                 with large_parameters_explained():
                     return super().__call__(*args, **kwargs)
+            except ParameterBindError as exc:
+                raise ParameterBindError(_unbound(self.fn, args, kwargs) or str(exc)) from None
             except Exception as exc:
                 if is_defect(exc):
                     raise
@@ -82,6 +91,8 @@ class ShortTracebackFlow(Flow[P, R]):
             except KeyboardInterrupt as exc:
                 shorten(exc)
                 raise exc from None
+            finally:
+                _is_called.reset(token)
 
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
             """Return a copy with other options; see `prefect.Flow`. A task runner of Ray or Dask names the ranks' cluster."""
@@ -114,8 +125,44 @@ def short_tracebacks(flow: Flow[P, R]) -> Flow[P, R]:
     return flow
 
 
+def _unbound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return in one line why `function` does not take these arguments; None if it does."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as exc:
+        names = ", ".join(signature.parameters)
+        return f"{function.__name__}() {exc}; it takes {names}"
+    return None
+
+
+def _is_repetition(record: logging.LogRecord) -> bool:
+    """Return whether another record, or the exception that is raised, says the same."""
+    text = str(record.msg)
+    if text.startswith(_VALIDATION):
+        return True  # the engine's record says it without all parameters
+    if _is_called.get() and record.getMessage().startswith(_INVALID):
+        return True  # the record of the state, and the exception
+    if text.startswith(_RAISED) and _is_of_flow(record):
+        return not record.exc_text  # the record of the state
+    # It counts retries up to a million; the training logs its own budget.
+    return text.startswith(_RETRY) and bool(record.args) and getattr(record, "task_name", "") == "train_workers"
+
+
+def _set_level(record: logging.LogRecord, level: int) -> None:
+    record.levelno, record.levelname = level, logging.getLevelName(level)
+
+
+def _is_of_flow(record: logging.LogRecord) -> bool:
+    """Return whether `record` is of a flow run of this package, and of no task run."""
+    return getattr(record, "flow_name", "") in _FLOWS and getattr(record, "task_name", None) is None
+
+
 def _is_of_termination(record: logging.LogRecord) -> bool:
-    """Return whether `record` is about a training that is terminated, or about the hook that names the reason in its state."""
+    """Return whether `record` is about a training that is terminated, or about the hook that names the reason in its state.
+
+    The training logs why it was terminated, and what is safe.
+    """
     text = str(record.msg)
     if getattr(record, "flow_name", "") != "train":
         return False

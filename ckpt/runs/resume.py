@@ -76,9 +76,9 @@ def _refuse_if_damaged(run: Run, lineage: int, unreadable: dict[str, str]) -> No
     quarantined = why_quarantined(run, lineage)
     damaged = quarantined | unreadable
     if damaged:
-        tried = "\n  ".join(f"{checkpoint_id}: {reason}" for checkpoint_id, reason in sorted(damaged.items()))
+        tried = "; ".join(f"{checkpoint_id}: {reason}" for checkpoint_id, reason in sorted(damaged.items()))
         restore = shlex.join(["prefect-torch", "restore", run.storage.url, run.name, max(quarantined, default="ID")])
         raise CheckpointCorruptError(
             f"run {run.name!r} in {run.storage.url} has no whole checkpoint left, and does not start fresh unasked "
-            f"(resume='never' does); `{restore}` brings one back whose damage is mended; damaged are\n  {tried}"
+            f"(resume='never' does); `{restore}` brings one back whose damage is mended; damaged are {tried}"
         )

@@ -6,6 +6,7 @@ from prefect import get_run_logger
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect_torch.ckpt import RetentionPolicy, StorageSpec
+from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import score
@@ -110,7 +111,7 @@ def _has_score(record: MetricRecord, name: str) -> bool:
 
 
 class PlaceObserver:
-    """Logs where the checkpoints are when the first attempt begins, and once more at the end.
+    """Logs where the checkpoints are when the first attempt begins, and once more at the end if there are any.
 
     A training that cannot begin logs nothing: its error is all that there is to say.
 
@@ -124,15 +125,18 @@ class PlaceObserver:
 
     def __init__(self, job: TrainJob) -> None:
         self.has_begun = False
+        self._has_checkpoint = False
         self._text = place_of(job)
 
     def observe(self, event: TrainingEvent) -> None:
         """Log the place with the first attempt."""
+        if isinstance(event, CommitEvent) or (isinstance(event, AttemptStarted) and event.resumed_from is not None):
+            self._has_checkpoint = True
         if isinstance(event, AttemptStarted) and not self.has_begun:
             self.has_begun = True
             get_run_logger().info("%s", self._text)
 
     def refresh(self, *, final: bool) -> None:
         """Log the place at the end."""
-        if final and self.has_begun:
+        if final and self._has_checkpoint:
             get_run_logger().info("%s", self._text)

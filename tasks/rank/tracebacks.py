@@ -7,6 +7,7 @@ from traceback import StackSummary, TracebackException, walk_tb
 
 _PACKAGE = f"{Path(__file__).parents[2]}/"
 _PREFECT = "/site-packages/prefect/"
+_WRAPPER = "/torch/distributed/c10d_logger.py"  # around each collective
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _HIDDEN = (_PACKAGE, "<frozen importlib", "<frozen runpy")
 # An exception of this kind that is raised by this package itself is a defect of it, so its frames are needed.
@@ -37,7 +38,7 @@ def is_defect(error: BaseException) -> bool:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback of `error` without the frames of this package, of Prefect and of imports.
+    """Return the traceback of `error` without the frames of this package, of Prefect, of torch's wrappers and of imports.
 
     What an error of this package was caused by, in the libraries that it calls, is left out: its message says what to do. If no
     frame is left, the result is the last line of a traceback alone. A defect of this package has its whole traceback.
@@ -75,7 +76,7 @@ def _shorten(described: TracebackException) -> None:
 
 
 def _is_hidden(filename: str) -> bool:
-    return filename.startswith(_HIDDEN) or _PREFECT in filename
+    return filename.startswith(_HIDDEN) or _PREFECT in filename or filename.endswith(_WRAPPER)
 
 
 def _is_ours(module: str) -> bool:

@@ -127,7 +127,7 @@ class _Leader:
             self._record(_failure(claimed, exc))
             if not isinstance(exc, RankFailedError):
                 raise
-            get_run_logger().error("%s", "\n".join(filter(None, [str(exc), exc.traceback.rstrip(), self._safe_work()])))
+            get_run_logger().error("%s\n%s", _with_traceback(exc), self._safe_work())
             if exc.original is not None:
                 raise exc.original from exc
             raise
@@ -174,7 +174,7 @@ class _Leader:
                 return value
             finally:
                 try:
-                    gang.stop("the attempt is over")
+                    gang.stop("stopped: the training is terminated" if termination.is_requested else "the attempt is over")
                 finally:
                     if termination.is_requested:
                         termination.end_retries()
@@ -224,6 +224,12 @@ class _Leader:
             return "nothing was committed yet"
         run = self._store.run
         return f"work is safe up to step {step_of(newest)} ({newest}), where the next training named {run!r} continues"
+
+
+def _with_traceback(error: RankFailedError) -> str:
+    """Return which rank failed, and why: its traceback, which ends with the message, or else the message."""
+    which, _, _ = str(error).partition(": ")
+    return f"{which}:\n{error.traceback.rstrip()}" if error.traceback else str(error)
 
 
 def _failure(claimed: Attempt, error: Exception) -> Outcome:

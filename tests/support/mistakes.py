@@ -109,5 +109,5 @@ if __name__ == "__main__":
         print(f"=== {limit} {name}", file=sys.stderr, flush=True)
         try:
             make()
-        except Exception:  # noqa: BLE001 - as a terminal shows it
-            traceback.print_exc()
+        except Exception as exc:  # noqa: BLE001 - as a terminal shows it, which has no frame of this module
+            traceback.print_exception(exc.with_traceback(exc.__traceback__.tb_next))

@@ -88,9 +88,9 @@ class LoadPlan:
         """
         if self.problems:
             more = len(self.problems) - _MOST_LISTED
-            listed = "\n  ".join(self.problems[:_MOST_LISTED]) + (f"\n  and {more} more" if more > 0 else "")
+            listed = "; ".join(self.problems[:_MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")
             raise StateMismatchError(
-                f"{self._reader.where} does not fit the state to load into:\n  {listed}\n"
+                f"{self._reader.where} does not fit the state to load into: {listed}. "
                 "To train another model, give the run another name, or resume='never'"
             )
         if self._of_ranks:
