@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, set_context
+from prefect_torch.ckpt.state import spare_memory
 
 if TYPE_CHECKING:
     from .agreement import Upload
@@ -20,6 +21,7 @@ def start_session(session: "RankSession | None") -> None:
     global _session  # noqa: PLW0603 - a rank is a process, and user code calls report() from any of its threads
     _session = session
     set_context(None if session is None else session.context)
+    spare_memory.expect_reports(expected=session is not None and session.takes_reports)
 
 
 def report(

@@ -16,6 +16,7 @@ from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.manifest import MAX_STEP
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.state import spare_memory
 from prefect_torch.ckpt.state.index import is_own_file
 from prefect_torch.ckpt.state.plan import WriteItem
 from prefect_torch.ckpt.storage.scratch import remove_scratch, scratch_folder
@@ -205,6 +206,8 @@ class ReportPreparation:
                 *(self._rank, step),
             )
             return Report(given.started_s, step, metrics, given.progress, awaits_commits=upload == "sync")
+        if given.checkpoint is not None and given.state is None:
+            spare_memory.release()  # this training stores what it wrote itself
         directory = self._directory(given.checkpoint, cleanup)
         files = () if directory is None else tuple(scan_files(directory))
         return Report(

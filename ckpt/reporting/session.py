@@ -58,7 +58,12 @@ class RankSession:
         is_terminating: Returns whether termination of the training is requested.
         node: The ranks of this rank's machine; None if all ranks share one.
 
+    Attributes:
+        takes_reports: Whether its function may report.
+
     """
+
+    takes_reports = True
 
     def __init__(
         self,
@@ -199,6 +204,8 @@ class RankSession:
 
 class EvaluationSession(RankSession):
     """A rank among others that evaluates the restored checkpoint; its function returns metrics instead of reporting them."""
+
+    takes_reports = False
 
     def report(self, *_: Any, **__: Any) -> NoReturn:
         """Raise: a report belongs to a training, and this run may have a live one.

@@ -55,6 +55,15 @@ class HostMemory:
         with ThreadPoolExecutor(1, "prefect-torch-page-lock") as pool:
             pool.submit(self._register, self._pages, device).result()
 
+    def trim(self, size: int) -> None:
+        """Give back the pages behind the first `size` bytes, before any call of `register`."""
+        keep = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._pages is None or keep >= len(self.tensor):
+            return
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._pages.madvise(mmap.MADV_DONTNEED, keep, len(self.tensor) - keep)
+        self.tensor = self.tensor[:keep]
+
     @property
     def is_page_locked(self) -> bool:
         """Whether the driver has page-locked it."""

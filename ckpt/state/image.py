@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import spare_memory
 from .device_copies import copy_each, queued_copies
 from .host_memory import HostMemory
 
@@ -129,7 +130,7 @@ def _reused_or_new(previous: StagingBuffer | None, size: int) -> HostMemory:
             return memory
         previous.data, previous._views = memoryview(b""), []  # noqa: SLF001 - as above
         memory.release()  # before the new is allocated, or both would be there
-    return HostMemory(size)
+    return spare_memory.take(size) or HostMemory(size)
 
 
 class _Recorder:

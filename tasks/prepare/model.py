@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from prefect_torch.ckpt.state.expected_size import note_module
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
@@ -47,6 +48,7 @@ def prepare_model(
 
     """
     _check_strategy(parallel_strategy)
+    note_module(model)
     device = None if move_to_device is False else get_device() if move_to_device is True else torch.device(move_to_device)
     arguments = dict(parallel_strategy_kwargs or {})
     if parallel_strategy is None or _is_parallel(model) or get_rank_and_size()[1] == 1:

@@ -22,6 +22,7 @@ from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.storage.synced.first_download import download_missing
+from prefect_torch.tasks.rank.resources.available_memory import available_bytes
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others, take_device
 from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
@@ -198,6 +199,8 @@ def _leave_process_group() -> None:
 
 def _train(function: TrainFunction, config: dict[str, Any] | None, session: RankSession, spec: RankSpec) -> RankResult:
     start_session(session)
+    if session.takes_reports:
+        _watch_steps(spec.local_world_size)
     oom_kills = count_oom_kills()
     try:
         with _this_process_only():
@@ -220,6 +223,13 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
     finally:
         start_session(None)
     return RankResult(return_value=_dump_value(value) if spec.rank == 0 else None)
+
+
+def _watch_steps(num_ranks: int) -> None:
+    """Have memory for the first report of a state touched after the first steps, at most this rank's share of what is free."""
+    from prefect_torch.ckpt.state.expected_size import watch_steps  # noqa: PLC0415 - torch is imported by now
+
+    watch_steps(lambda: available_bytes() // num_ranks)
 
 
 def _call(function: TrainFunction, config: dict[str, Any] | None) -> Any:

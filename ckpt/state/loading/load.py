@@ -11,6 +11,7 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFound
 from prefect_torch.ckpt.files.download import found_files, in_place
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.state.expected_size import prepare_for_loaded
 from prefect_torch.ckpt.state.index import INDEX_FILE, StateIndex
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.local import LocalStorage
@@ -60,6 +61,7 @@ def _load(
     reader.read(plan.blocks)
     for finish in (*plan.finish, *plan.last):
         finish()
+    prepare_for_loaded(index, *rank_and_size)
 
 
 @contextmanager

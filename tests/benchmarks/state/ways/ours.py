@@ -5,6 +5,7 @@ import tempfile
 from contextlib import contextmanager
 
 import prefect_torch.ckpt.state.save  # noqa: F401 - as a rank's process does before the training begins
+import torch
 from plan import WORLD_SIZE
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext, get_checkpoint, report
 from prefect_torch.ckpt.reporting.api import start_session
@@ -12,6 +13,7 @@ from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
+from prefect_torch.tasks.rank.resources.available_memory import available_bytes
 
 from ways import WAYS
 
@@ -78,6 +80,18 @@ class Ours:
         self.load()
 
 
+def step_twice(training):
+    """Take the first steps of a training, watched as a rank's process watches them."""
+    from prefect_torch.ckpt.state.expected_size import watch_steps
+
+    watch_steps(available_bytes)
+    for parameter in training.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        training.optimizer.step()
+    training.optimizer.zero_grad()
+
+
 def run(plan):
     from measure import measure
     from training import Training
@@ -90,4 +104,6 @@ def run(plan):
     context = TrainContext(plan.rank, plan.rank, 0, WORLD_SIZE, WORLD_SIZE, RUN, attempt)
     session = RankSession(context, store, connect(Address("127.0.0.1", port)), restored)
     start_session(session)
+    if plan.phase == "save" and WAYS[plan.way].option == "state":
+        step_twice(training)
     measure(plan, Ours(plan, training, store, session), training)

@@ -1,0 +1,117 @@
+"""Memory for the first report of a state, whose pages are touched in the background of the training before that report.
+
+Pages that no one has touched make the first copy into them take ten times as long as a later one.
+"""
+
+import os
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .host_memory import HostMemory
+
+LEAST_BYTES = 4 * 2**20  # below, a first copy takes a millisecond
+_PART_BYTES = 2 * 2**20  # touched between two looks at whether the memory is wanted: half a millisecond
+_PAGE_BYTES = 4096  # the smallest of any machine
+_NICER = 10
+
+
+class SpareMemory:
+    """Memory whose pages a thread of low priority touches.
+
+    Args:
+        size: The size in bytes.
+
+    """
+
+    def __init__(self, size: int) -> None:
+        from .host_memory import HostMemory  # noqa: PLC0415 - torch, which only a training with a state needs
+
+        self.size = size
+        self.touched_bytes = 0
+        self._memory: HostMemory | None = HostMemory(size)
+        self._is_wanted = threading.Event()
+        self._thread = threading.Thread(target=self._touch, name="prefect-torch-spare-memory", daemon=True)
+        self._thread.start()
+
+    def take(self) -> "HostMemory":
+        """Return the memory, touched as far as the thread came; it no longer writes to it."""
+        self._is_wanted.set()
+        self._thread.join()  # a zero that it writes after a value has been staged would be stored
+        memory, self._memory = self._memory, None
+        assert memory is not None
+        return memory
+
+    def wait(self) -> None:
+        """Wait until every page is touched."""
+        self._thread.join()
+
+    def _touch(self) -> None:
+        _lower_priority()
+        assert self._memory is not None
+        pages = self._memory.tensor
+        while self.touched_bytes < self.size and not self._is_wanted.is_set():
+            stop = min(self.touched_bytes + _PART_BYTES, self.size)
+            pages[self.touched_bytes : stop : _PAGE_BYTES].zero_()  # torch lets other threads run meanwhile
+            self.touched_bytes = stop
+
+
+_lock = threading.Lock()
+_is_expected = False
+_spare: SpareMemory | None = None
+
+
+def expect_reports(*, expected: bool) -> None:
+    """Set whether this process may report states: if not, no memory is kept for them."""
+    global _is_expected  # noqa: PLW0603 - a rank is a process
+    with _lock:
+        _is_expected = expected
+    if not expected:
+        release()
+
+
+def prepare(size: int) -> SpareMemory | None:
+    """Begin to touch `size` bytes for the first report of a state, unless this process has already begun, or reports none.
+
+    Args:
+        size: An estimate: memory that is larger is trimmed, one that is too small is given back.
+
+    """
+    global _spare  # noqa: PLW0603 - as above
+    with _lock:
+        if _is_expected and _spare is None and size >= LEAST_BYTES:
+            _spare = SpareMemory(size)
+            return _spare
+    return None
+
+
+def take(size: int) -> "HostMemory | None":
+    """Return the prepared memory with at least `size` bytes, cut to these; None without, or where it is too small.
+
+    No more is prepared afterwards: whoever takes memory keeps it for all reports.
+    """
+    global _is_expected  # noqa: PLW0603 - as above
+    with _lock:
+        _is_expected = False
+    spare = release()
+    if spare is None or spare.size < size:
+        return None
+    memory = spare.take()
+    memory.trim(size)
+    return memory
+
+
+def release() -> SpareMemory | None:
+    """Forget the prepared memory, which is given back unless the caller keeps what this returns."""
+    global _spare
+    with _lock:
+        spare, _spare = _spare, None
+    return spare
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # the system on which a thread has a priority of its own
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)

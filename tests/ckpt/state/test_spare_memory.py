@@ -1,0 +1,168 @@
+"""Memory for the first report of a state, touched before that report."""
+
+import ctypes
+import mmap
+import threading
+
+import pytest
+import torch
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.state import expected_size, spare_memory
+from prefect_torch.ckpt.state.host_memory import HostMemory
+from prefect_torch.ckpt.state.image import StagingBuffer
+from prefect_torch.ckpt.state.plan import TensorShard, plan_writes
+from ranks import Attempt, as_rank, folder, in_training
+from states import check_equal
+
+MIB = 2**20
+pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mincore"), reason="needs mincore to see pages")
+
+
+def resident_bytes(tensor):
+    """Return how much of the tensor's memory has pages."""
+    num_pages = -(-len(tensor) // mmap.PAGESIZE)
+    pages = (ctypes.c_ubyte * num_pages)()
+    start, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(num_pages * mmap.PAGESIZE)
+    assert ctypes.CDLL(None, use_errno=True).mincore(start, size, pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+@pytest.fixture
+def expected():
+    spare_memory.expect_reports(expected=True)
+    yield
+    spare_memory.expect_reports(expected=False)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """Return the memory that is prepared, all of it touched before the training goes on."""
+    found = []
+
+    def prepare(size, _prepare=spare_memory.prepare):
+        if (spare := _prepare(size)) is not None:
+            spare.wait()
+            found.append(spare)
+
+    monkeypatch.setattr(spare_memory, "prepare", prepare)
+    return found
+
+
+def test_prepared_memory_has_all_its_pages_before_it_is_taken(expected):
+    assert resident_bytes(HostMemory(16 * MIB).tensor) == 0
+    spare_memory.prepare(16 * MIB).wait()
+    assert resident_bytes(spare_memory.take(16 * MIB).tensor) == 16 * MIB
+
+
+def test_memory_is_taken_while_it_is_still_touched_and_nothing_writes_to_it_afterwards(expected):
+    spare_memory.prepare(64 * MIB)
+    memory = spare_memory.take(64 * MIB).tensor
+    memory[::4096] = 1
+    assert not any(thread.name == "prefect-torch-spare-memory" for thread in threading.enumerate())
+    assert memory[::4096].all()
+
+
+def test_memory_that_is_too_large_is_given_back_behind_what_is_needed(expected):
+    spare_memory.prepare(16 * MIB).wait()
+    memory = spare_memory.take(5 * MIB + 1)
+    whole = memory.tensor.untyped_storage().nbytes()
+    assert len(memory.tensor) == 5 * MIB + mmap.PAGESIZE
+    assert resident_bytes(torch.empty(0, dtype=torch.uint8).set_(memory.tensor.untyped_storage())) == len(memory.tensor) < whole
+
+
+def test_memory_that_is_too_small_is_given_back_before_other_is_allocated(expected):
+    spare_memory.prepare(8 * MIB).wait()
+    assert spare_memory.take(8 * MIB + 1) is None
+    assert spare_memory.release() is None
+
+
+def test_a_process_that_reports_nothing_keeps_no_memory():
+    assert spare_memory.prepare(16 * MIB) is None
+
+
+def test_small_states_start_no_thread(expected):
+    assert spare_memory.prepare(spare_memory.LEAST_BYTES - 1) is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_first_report_after_a_load_stages_into_touched_memory(store, world_size, monkeypatch, prepared):
+    buffers = []
+
+    def buffer(*arguments, **options):
+        buffers.append(StagingBuffer(*arguments, **options))
+        return buffers[-1]
+
+    monkeypatch.setattr("prefect_torch.ckpt.state.save.StagingBuffer", buffer)
+
+    def state(value):
+        return {"model": torch.nn.Linear(1500, 2500).requires_grad_(False), "large": torch.full((3_000_000,), float(value))}
+
+    def first(session, rank):
+        session.report({}, state=state(1))
+
+    assert Attempt(store, world_size).run(first) == [None] * world_size
+    attempt = Attempt(store, world_size)
+    loaded = state(0)
+    with as_rank(attempt.session(0)):
+        attempt.restored.load_state(loaded)
+        (spare,) = prepared
+        buffers.clear()
+        assert attempt.run(lambda session, rank: session.report({}, state=loaded)) == [None] * world_size
+    assert len(buffers) == world_size
+    assert spare._memory is None, "no rank has staged into it"
+    again = state(0)
+    store.checkpoint(store.latest()).load_state(again)
+    check_equal(again, loaded)
+
+
+def test_the_second_step_of_an_optimizer_prepares_memory_for_all_that_have_stepped(store, prepared):
+    models = [torch.nn.Linear(1000, 1000) for _ in range(3)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models[:2]]
+    expected_size.note_module(models[2])
+    with in_training(Attempt(store).session()) as session:
+        expected_size.watch_steps(lambda: 2**40)
+        for number in (0, 1, 0):
+            assert not prepared
+            models[number](torch.ones(1, 1000)).sum().backward()
+            optimizers[number].step()
+        (spare,) = prepared
+        assert 7 * 4_004_000 < spare.size < 7 * 4_004_000 + MIB
+        state = {"models": torch.nn.ModuleList(models), "optimizers": optimizers}
+        session.report({}, state=state)
+        assert spare._memory is None, "the report has staged elsewhere"
+
+
+def test_steps_prepare_no_more_than_a_quarter_of_the_available_memory(store, prepared):
+    model = torch.nn.Linear(1000, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with as_rank(Attempt(store).session()):
+        expected_size.watch_steps(lambda: 8_000_000)
+        for _ in range(3):
+            model(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+    assert not prepared
+
+
+def test_a_report_of_a_directory_gives_the_memory_back(store, tmp_path):
+    with in_training(Attempt(store).session()) as session:
+        spare_memory.prepare(16 * MIB)
+        session.report({}, folder(tmp_path / "files", weights="x"))
+        assert spare_memory.release() is None
+
+
+def test_an_estimate_suffices_for_what_a_rank_stages():
+    for sizes in ([4_000] * 100, [MIB - 4] * 7, [64 * MIB, 4, 4], [3 * MIB + 4] * 5):
+        shards = [_shard(number, size) for number, size in enumerate(sizes)]
+        for world_size in (1, 2, 3, 8):
+            for of_rank in plan_writes([shards] * world_size):
+                chunks = [(torch.float32, (write.stop - write.start,)) for write in of_rank]
+                assert len(StagingBuffer(chunks).data) <= expected_size.expected_bytes(sizes, world_size)
+
+
+def _shard(number, size):
+    return TensorShard(f"t{number}", (f"t{number}",), "float32", 4, (size // 4,), (0,), (size // 4,))
