@@ -1,13 +1,17 @@
 """The result of a sweep, read from its storage: while it runs, when it has ended, and when it has failed."""
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.history import newest_metrics, read_history
-from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.opening import StorageLike
+from prefect_torch.flows.monitoring.sweeps.notebook import sweep_html
+from prefect_torch.flows.monitoring.sweeps.parameters import parameters_of
+from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
 from prefect_torch.flows.sweeps.definition import Definition, read_definition
 from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, decode_event, history_of, score_in
 from prefect_torch.flows.sweeps.journal import read_journal
@@ -148,6 +152,11 @@ class SweepResult:
             ]
         )
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the parameters in a picture, the best trials, and the line that loads a checkpoint."""
+        metric, mode = self.metrics[0], self.modes[0]
+        return sweep_html(self.path, metric, mode, [_seen(trial, metric) for trial in self.trials])
+
     @classmethod
     def from_storage(cls, storage: StorageLike, name: str) -> "SweepResult":
         """Read the result of a sweep that has ended, has failed or still runs; costs a few reads, and more for running trials.
@@ -186,6 +195,13 @@ class SweepResult:
         scores = [_score(trial, metric, mode) for metric, mode in zip(self.metrics, self.modes, strict=True)]
         known = [score for score in scores if score is not None]
         return known if len(known) == len(scores) else None
+
+
+def _seen(trial: Trial, metric: str) -> SeenTrial:
+    score = None if trial.state == "failed" else find_score(trial.metrics, metric)
+    value = None if score is None or math.isnan(score) else float(score)
+    parameters = parameters_of(trial.config)
+    return SeenTrial(trial.number, trial.run, trial.state, trial.reason, parameters, trial.metrics, value)
 
 
 def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:

@@ -1,6 +1,7 @@
 """The page of a sweep, and what it is made from: its view, its curves, the importance of its parameters."""
 
 import base64
+import html
 import math
 import random
 import re
@@ -12,6 +13,7 @@ from memory_storage import MemoryStorage
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows import SweepResult
 from prefect_torch.flows.monitoring.sweeps import view as views
 from prefect_torch.flows.monitoring.sweeps.page import SweepContext, write_sweep
 from prefect_torch.flows.monitoring.sweeps.parameters import at_equal_steps, importances, parameters_of, varied
@@ -203,3 +205,20 @@ def test_the_curve_of_a_trial_that_was_trained_again_has_each_step_once(view):
     view.read()
     assert [step for step, _ in view.trials()[4].curve.points] == [0, 1]
     assert view.trials()[4].curve.attempts == 2
+
+
+def test_a_notebook_shows_the_best_trials_and_the_line_that_loads_a_checkpoint(tmp_path):
+    store_sweep(tmp_path)
+    shown = SweepResult.from_storage(tmp_path, "digits")._repr_html_()
+    rows = ET.fromstring(shown).findall(".//tbody/tr")
+    assert [row.find("td").text for row in rows] == ["3", "4", "0", "1", "2"]  # the failed one last
+    assert "1 running, 2 completed, 1 paused, 1 failed" in shown
+    assert "ValueError: the loss | is NaN" in shown
+    assert "data:image/svg+xml" in shown
+    assert f"SweepResult.from_storage({str(tmp_path)!r}, 'digits').best.checkpoint" in html.unescape(shown)
+
+
+def test_a_notebook_shows_a_sweep_without_a_value(tmp_path):
+    empty = SweepResult("a<b", f"{tmp_path}/a<b", [], ["loss"], ["min"])
+    assert "<b>a&lt;b</b>" in empty._repr_html_()
+    assert "no trial yet" in empty._repr_html_()
