@@ -62,9 +62,11 @@ bench: install
 chaos: install
 	$(BIN)/python tests/benchmarks/chaos.py
 
-# Kills ranks, the flow and the S3 server at random while it trains: ten minutes.
+# Kills ranks, the flow and the S3 server at random while it trains: ten minutes. Then ranks, trials and sweeps, twenty times each.
 soak: install
 	$(BIN)/python tests/benchmarks/soak.py
+	$(BIN)/python tests/benchmarks/sweep_soak.py --where here
+	$(BIN)/python tests/benchmarks/sweep_soak.py --where deployment
 
 # The wheel in clean environments without constraints, one for each PYTHONS; WITH=--without-torch where torch has no small build.
 PYTHONS ?= $(PYTHON)

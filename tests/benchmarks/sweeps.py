@@ -1,4 +1,4 @@
-"""What the search of a sweep finds, beside peers; what a sweep costs is measured by sweep_cost.py.
+"""What the search of a sweep finds, beside peers.
 
     python tests/benchmarks/sweeps.py [--seeds 40]
 
