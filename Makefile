@@ -52,6 +52,7 @@ bench: install
 	$(BIN)/python tests/benchmarks/agreement.py
 	$(BIN)/python tests/benchmarks/idle_leader.py
 	$(BIN)/python tests/benchmarks/leader_memory.py
+	$(BIN)/python tests/benchmarks/many_checkpoints.py
 	$(BIN)/python tests/benchmarks/directories.py
 	$(BIN)/python tests/benchmarks/sweeps.py
 	TORCH='$(TORCH)' $(BIN)/python tests/benchmarks/peers/install.py
