@@ -1,5 +1,6 @@
 """One rank's state in a report: captured when it is reported, staged by one copy, stored in the background."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import torch
 import xxhash
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.protocol import Transfer
+from prefect_torch.ckpt.text import show_some
 
 from .flatten import Describer, Leaf, flatten, is_small, is_unowned
 from .image import StagingBuffer
@@ -20,6 +22,8 @@ from .planner import StateDecision, StateDescription
 from .values import Value, capture_values, digest_tensors
 
 BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: a load must read a whole block to verify any byte of it
+_MUCH_TO_COMPARE = 64 * 2**20  # takes some ten milliseconds
+_logger = logging.getLogger(__name__)
 
 Put = Callable[[str, Sequence[memoryview]], Transfer]
 
@@ -99,6 +103,7 @@ class StateSaver:
         self._buffer: StagingBuffer | None = None
         self._staged_shards: list[TensorShard] | None = None
         self._staged: StateSnapshot | None = None
+        self._has_warned = False
 
     def capture(self, state: Mapping[str, Any]) -> StateSnapshot:
         """Return a snapshot of `state` with copies of its plain values.
@@ -124,9 +129,24 @@ class StateSaver:
             if (described := self._describer.describe(leaf)) is not None:
                 snapshot.shards.append(described[0])
                 snapshot.tensors.append(described[1])
+        self._warn_of_costs(compared)
         snapshot.values.extend(capture_values(plain))
         snapshot.digests.update(digest_tensors(compared))
         return snapshot
+
+    def _warn_of_costs(self, compared: Sequence[Leaf]) -> None:
+        """Log once, on rank 0, that large tensors are compared, as those of a `state_dict()` are, and what to give instead."""
+        count = sum(leaf.value.nbytes for leaf in compared)
+        if self._has_warned or self.rank != 0 or count < _MUCH_TO_COMPARE:
+            return
+        self._has_warned = True
+        _logger.warning(
+            "%d MiB of the reported state are tensors of no module and no optimizer (%s), such as those of a state_dict(): "
+            "every rank reads all of them at each report, to find where they differ. Give the objects themselves, as in "
+            'report(..., state={"model": model, "optimizer": optimizer}): then each rank reads only what it stores; mark what '
+            "is each rank's own with RankLocal",
+            *(count // 2**20, show_some([leaf.name for leaf in compared])),
+        )
 
     def has_changed(self, snapshot: StateSnapshot) -> bool:
         """Return whether the structure differs from the one that was described last, which it then is."""

@@ -276,3 +276,21 @@ def test_large_tensors_of_other_shapes_or_on_one_rank_only_are_each_ranks_own(st
     assert torch.equal(load(store, {"t": big(5, 60_000)}, 1)["t"], held[1]["t"])
     with pytest.raises(StateMismatchError, match=r"'more.a' is not in the checkpoint for this rank"):
         load(store, {"more": {"a": big(5)}}, 1)
+
+
+@pytest.mark.parametrize(("world_size", "as_objects", "num_warnings"), [(2, False, 1), (2, True, 0), (1, False, 0)])
+def test_a_large_state_dict_is_told_once_to_be_given_as_its_object(
+    tmp_path, caplog, monkeypatch, world_size, as_objects, num_warnings
+):
+    monkeypatch.setattr("prefect_torch.ckpt.state.save._MUCH_TO_COMPARE", 2**20)
+    store = CheckpointStore.open(tmp_path, "run")
+    model = torch.nn.Linear(600, 600)
+
+    def train(session, _rank):
+        for _ in range(3):
+            session.report({}, state={"model": model if as_objects else model.state_dict()})
+
+    assert Attempt(store, world_size).run(train) == [None] * world_size
+    warned = [record.getMessage() for record in caplog.records if "tensors of no module" in record.getMessage()]
+    assert len(warned) == num_warnings
+    assert all("model.weight" in text and 'state={"model": model' in text for text in warned)
