@@ -38,11 +38,15 @@ class SpareMemory:
 
     def take(self) -> "HostMemory":
         """Return the memory, touched as far as the thread came; it no longer writes to it."""
-        self._is_wanted.set()
-        self._thread.join()  # a zero that it writes after a value has been staged would be stored
+        self.stop()
         memory, self._memory = self._memory, None
         assert memory is not None
         return memory
+
+    def stop(self) -> None:
+        """End the thread: a zero that it wrote after a value was staged would be stored, and no process ends well under it."""
+        self._is_wanted.set()
+        self._thread.join()
 
     def wait(self) -> None:
         """Wait until every page is touched."""
@@ -108,6 +112,8 @@ def release() -> SpareMemory | None:
     global _spare
     with _lock:
         spare, _spare = _spare, None
+    if spare is not None:
+        spare.stop()
     return spare
 
 

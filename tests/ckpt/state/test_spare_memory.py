@@ -85,6 +85,12 @@ def test_a_process_that_reports_nothing_keeps_no_memory():
     assert spare_memory.prepare(16 * MIB) is None
 
 
+def test_the_end_of_a_session_ends_the_thread(store):
+    with as_rank(Attempt(store).session()):
+        spare_memory.prepare(256 * MIB)
+    assert not any(thread.name == "prefect-torch-spare-memory" for thread in threading.enumerate())
+
+
 def test_small_states_start_no_thread(expected):
     assert spare_memory.prepare(spare_memory.LEAST_BYTES - 1) is None
 
