@@ -58,6 +58,7 @@ bench: install
 	TORCH='$(TORCH)' $(BIN)/python tests/benchmarks/peers/install.py
 	$(BIN)/python tests/benchmarks/state
 	$(BIN)/python tests/benchmarks/goodput.py
+	$(BIN)/python tests/benchmarks/goodput_machines.py
 
 # Kills a training at every file event of a save, a prune and a resume: about ten minutes on two idle cores.
 chaos: install

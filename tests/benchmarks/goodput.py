@@ -33,11 +33,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from goodput_training import STEP_S
+
 HERE = Path(__file__).parent
 WAYS = ["ours_state", "ours_folder", "ray_sync", "ray_async"]
 RESULT = HERE / "results" / "goodput.txt"
 LONGEST_START_S = 180.0
 LONGEST_END_S = 120.0
+COLUMNS = (
+    f"{'way':<12} {'kills':>5} {'steps':>6} {'goodput':>8} {'lost p50/max':>14} {'restart p50/max':>18} {'stall p50/max':>20}"
+)
 
 
 @dataclass(frozen=True)
@@ -118,10 +123,10 @@ def read_notes(notes, rank):
 
 
 def living_ranks(notes):
-    """Return the pids of the newest attempt, once every rank of it has done a step."""
+    """Return the first notes of the newest attempt's ranks, once every rank of it has done a step."""
     newest = [read_notes(notes, rank)[-1:] for rank in range(2)]
-    pids = [process[0]["pid"] for (process,) in newest if any("step" in note for note in process)] if all(newest) else []
-    return pids if len(pids) == 2 and all(is_alive(pid) for pid in pids) else []
+    ranks = [process[0] for (process,) in newest if any("step" in note for note in process)] if all(newest) else []
+    return ranks if len(ranks) == 2 and all(is_alive(rank["pid"]) for rank in ranks) else []
 
 
 def is_alive(pid):
@@ -130,8 +135,8 @@ def is_alive(pid):
     return False
 
 
-def disturb(process, notes, seconds, every_s, chance):
-    """Kill ranks until the training has ended by itself; return when each kill was."""
+def disturb(process, notes, seconds, every_s, disturb_one, meanwhile=lambda: None):
+    """Call `disturb_one` with the living ranks until the training has ended by itself; return when each call was."""
     kills, deadline = [], time.monotonic() + LONGEST_START_S
     while not (notes / "began").exists():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -143,14 +148,19 @@ def disturb(process, notes, seconds, every_s, chance):
         now = time.time()
         if now > began + seconds + LONGEST_END_S:
             raise RuntimeError("the training does not end")
-        if due <= now < began + seconds - every_s / 3 and (pids := living_ranks(notes)):
-            os.kill(chance.choice(pids), signal.SIGKILL)
+        if due <= now < began + seconds - every_s / 3 and (ranks := living_ranks(notes)):
+            disturb_one(ranks)
             kills.append(time.time())
             due += every_s * max(1, -(-(now - due) // every_s))
+        meanwhile()
         time.sleep(0.05)
     if process.returncode:
         raise RuntimeError(f"the training ended with {process.returncode}")
     return kills
+
+
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
 
 
 def measure(way, options):
@@ -158,15 +168,16 @@ def measure(way, options):
         scratch = Path(folder)
         seconds = options.minutes * 60
         process, notes = start(way, seconds, scratch)
+        chance = random.Random(options.seed)
         try:
-            kills = disturb(process, notes, seconds, options.every, random.Random(options.seed))
+            kills = disturb(process, notes, seconds, options.every, lambda ranks: kill(chance.choice(ranks)["pid"]))
         except RuntimeError as exc:
             raise RuntimeError(f"{way}: {exc}\n{(scratch / 'log').read_text()[-6000:]}") from exc
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what Ray has left running, and ours has not
             process.wait()
-        return describe(way, notes, kills)
+        return describe(way, notes, kills)[1]
 
 
 def describe(way, notes, kills):
@@ -188,8 +199,8 @@ def describe(way, notes, kills):
             for place, stall_s in enumerate(note["stall_s"] for note in process if "stall_s" in note):
                 stalls[number, place].append(stall_s)
     slower = [max(both) for both in stalls.values()]
-    goodput = last_step * 0.05 / (ended - began)
-    return (
+    goodput = last_step * STEP_S / (ended - began)
+    return goodput, (
         f"{way:<12} {len(kills):>5} {last_step:>6} {goodput:>8.1%} "
         f"{_spread(lost, '{:.0f}'):>14} {_spread(restarts, '{:.1f} s'):>18} "
         f"{_spread([it * 1e3 for it in slower], '{:.0f} ms'):>20}"
@@ -213,11 +224,7 @@ def main():
     options = parser.parse_args()
     sys.path[:0] = [str(HERE / "peers")]
     header = f"{' '.join(sys.argv)}   Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
-    columns = (
-        f"{'way':<12} {'kills':>5} {'steps':>6} {'goodput':>8} "
-        f"{'lost p50/max':>14} {'restart p50/max':>18} {'stall p50/max':>20}"
-    )
-    rows = [header, columns]
+    rows = [header, COLUMNS]
     print(*rows, sep="\n", flush=True)
     for way in options.ways:
         rows.append(f"{measure(way, options)}   load {os.getloadavg()[0]:.1f}")

@@ -1,7 +1,8 @@
-"""The training of goodput.py: plain torch, the same for everybody; only how it checkpoints differs."""
+"""The training of goodput.py and goodput_machines.py: plain torch, the same for everybody; only how it checkpoints differs."""
 
 import json
 import os
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -33,7 +34,7 @@ class Model:
         import torch
         import torch.distributed as dist
 
-        self._note(pid=os.getpid(), first_step=self.step)
+        self._note(pid=os.getpid(), host=socket.gethostname(), first_step=self.step)
         goes_on = torch.ones(1)
         while goes_on.item():
             started_s = time.perf_counter()
