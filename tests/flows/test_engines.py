@@ -1,9 +1,13 @@
 """Trainings on machines that real clusters lend: Ray, Dask, Slurm; and Kubernetes, as far as its API goes."""
 
+import re
+import subprocess
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from engine_servers import (
     HAS_SLURM,
@@ -16,6 +20,7 @@ from engine_servers import (
 from prefect_dask import DaskTaskRunner
 from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.attempts import read_outcomes
 from prefect_torch.flows import (
     FailureConfig,
     KubernetesCluster,
@@ -89,6 +94,51 @@ def test_a_training_on_slurm(tmp_path, run, monkeypatch):
         cluster = SlurmCluster(ranks_per_node=2, leader_address=LOOPBACK)
         result = train("trainings:train_epochs", {"epochs": 1}, ScalingConfig(num_workers=2, cluster=cluster), run)
     assert result.return_value == {"begun": 0, "attempt": 1}
+
+
+@pytest.mark.skipif(not HAS_SLURM, reason="needs root and Debian's slurmctld and slurmd")
+def test_a_training_outlives_slurmd_and_fails_clearly_without_its_only_machine(tmp_path, run, monkeypatch):
+    """In an allocation, slurmd is killed after a checkpoint, and the agent two checkpoints later; nothing of either is left."""
+    store = CheckpointStore.open(run.storage, run.name)
+
+    def disturb():
+        wait_until(store.list, "a checkpoint", 120)
+        psutil.Process(int((tmp_path / "slurmd.pid").read_text())).kill()
+        reached = len(store.list())
+        wait_until(lambda: len(store.list()) >= reached + 2, "two more checkpoints", 60)
+        for agent in running("machine.agent", tmp_path):
+            agent.kill()
+
+    with slurm_cluster(tmp_path) as configuration:
+        monkeypatch.setenv("SLURM_CONF", configuration)
+        said = subprocess.run(["salloc", "--no-shell", "--nodes=1"], capture_output=True, text=True, check=True).stderr
+        monkeypatch.setenv("SLURM_JOB_ID", re.search(r"job allocation (\d+)", said)[1])
+        monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+        disturbing = threading.Thread(target=disturb)
+        disturbing.start()
+        cluster = SlurmCluster(ranks_per_node=2, leader_address=LOOPBACK, wait_s=0)
+        scaling, config = ScalingConfig(num_workers=2, cluster=cluster), {"epochs": 1000, "pause_s": 0.1}
+        reason = r"^2 ranks wanted, the cluster has room for 0: Slurm: its command ended with \d+: .*srun: error: "
+        try:
+            with pytest.raises(NotEnoughMachinesError, match=reason):
+                train("trainings:train_epochs", config, scaling, run, failure=FAILURE)
+        finally:
+            disturbing.join()
+    outcomes = read_outcomes(store)
+    assert [(it.ending, it.kind) for it in outcomes] == [("failed", "infrastructure")] * 2
+    assert "its agent is gone" in outcomes[0].error
+    assert_task_runs_of_ranks_are_final(run.storage, num_attempts=1)
+    wait_until(lambda: not [*running("machine.agent", tmp_path), *running("rank.main", tmp_path)], "no process of ours", 10)
+
+
+def running(word: str, folder: Path) -> list[psutil.Process]:
+    """Return the processes with `word` among their arguments whose Slurm is configured in `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(word in argument for argument in process.cmdline()):
+                found += [process] if process.environ().get("SLURM_CONF", "").startswith(str(folder)) else []
+    return found
 
 
 @pytest.mark.parametrize("knows_job_sets", [False, True])

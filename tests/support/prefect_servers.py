@@ -239,9 +239,15 @@ class Proxy:
         self._open.discard(source)
 
 
-def assert_task_runs_of_ranks_are_final(storage: str) -> None:
-    """Wait until the API shows each rank of each attempt of the run "run" once, in a final state."""
-    attempts = list(list_attempts(CheckpointStore.open(storage, "run")))
+def assert_task_runs_of_ranks_are_final(storage: str, num_attempts: int | None = None) -> None:
+    """Wait until the API shows each rank of each attempt of the run "run" once, in a final state.
+
+    Args:
+        storage: The storage of the run.
+        num_attempts: How many of the attempts have started ranks; None for all.
+
+    """
+    attempts = list(list_attempts(CheckpointStore.open(storage, "run")))[:num_attempts]
     flow_runs = sorted({attempt.owner.flow_run_id for attempt in attempts})
     expected = sorted(f"rank-{rank}" for attempt in attempts for rank in range(attempt.world_size))
 
