@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from prefect import flow, get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
@@ -14,6 +14,7 @@ from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.gpus import GpusBusyError, GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Machines
+from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
@@ -90,6 +91,25 @@ def evaluate(
         Field(gt=0, allow_inf_nan=False),
         shown_as("Poll interval (seconds)", "How often to look for new checkpoints while watching."),
     ] = 10.0,
+    working_dir: Annotated[
+        str | None,
+        WithoutNull(),
+        BeforeValidator(none_if_empty),
+        shown_as(
+            "Working directory",
+            "A directory of the flow's machine that comes along to all machines, of up to 100 MiB: ranks run in a copy of it, "
+            "and import from it. When empty, ranks use the flow's own, where that exists.",
+            default="",
+        ),
+    ] = None,
+    log_ranks: Annotated[
+        Literal["all", "rank0", "local0"],
+        shown_as(
+            "Log ranks",
+            "Whose lines go to Prefect's log: those of all ranks, of rank 0, or of each machine's first rank. The last lines "
+            "of a rank that fails do in any case.",
+        ),
+    ] = "all",
 ) -> dict[str, Metrics]:
     """Evaluate checkpoints on several ranks, attach the metrics to them, and return these by checkpoint id.
 
@@ -108,6 +128,8 @@ def evaluate(
         name: The evaluation's name; `CheckpointConfig(checkpoint_score_attribute="eval/accuracy")` scores by its metric.
         watch: Whether to evaluate each new checkpoint until the flow run that trains the run has ended.
         poll_s: How often to look for new checkpoints, in seconds.
+        working_dir: A directory whose copy comes along to all machines, as `RunConfig.working_dir`; the flow's own if None.
+        log_ranks: Whose lines go to Prefect's log; the last lines of a rank that fails do in any case.
 
     Raises:
         Exception: The first failure: the function's own exception, from a RankFailedError with the rank's traceback, or the
@@ -121,8 +143,10 @@ def evaluate(
     tie_embedded_server()
     scaling = scaling or ScalingConfig()
     seat, machines = seat_for(scaling), machines_for(scaling)
-    job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling)
-    chosen = _choose(configured_storage(storage), run, checkpoints, name, poll_s if watch else None)
+    place = configured_storage(storage)
+    code = None if working_dir is None else pack_directory(working_dir, place.url, check_evaluation_name(name))
+    job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling, code, log_ranks)
+    chosen = _choose(place, run, checkpoints, name, poll_s if watch else None)
     with outlast_api_outages():
         return _evaluate_all(job, seat, machines, chosen)
 

@@ -14,10 +14,10 @@ from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, GpusBusyError, KubernetesCluster, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import TrainFunction, pack_function
 from prefect_torch.tasks.training.start import lineage_of, refuse_if_alive
-from prefect_torch.tasks.training.working_dir import pack_directory
 
 from .arguments import initial_checkpoint
 

@@ -21,12 +21,12 @@ from prefect_torch.tasks import (
     ScalingConfig,
 )
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.training.job import TrainJob
-from prefect_torch.tasks.training.working_dir import pack_directory
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 

@@ -22,12 +22,12 @@ from prefect_torch.flows.sweeps.history import Source, TrialRecord
 from prefect_torch.flows.sweeps.search import Search, TrialEnd
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import DecisionMaker, TrainJob
-from prefect_torch.tasks.training.working_dir import pack_directory
 
 from .arguments import machines_for, seat_for
 from .leading import lead_training, set_terminated_state

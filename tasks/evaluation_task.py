@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -15,8 +15,10 @@ from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.tasks.gang.gang import meet
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
+from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
+from prefect_torch.tasks.gang.rank_logs import RankLogs
 from prefect_torch.tasks.gang.termination import Termination
-from prefect_torch.tasks.options.config import ScalingConfig
+from prefect_torch.tasks.options.config import RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.function import PackedFunction
@@ -34,12 +36,16 @@ class EvaluationJob:
         function: The function that every rank runs.
         name: The name of the evaluation.
         scaling: The ranks and their devices.
+        working_dir: The directory whose copy the ranks run in; None for the flow's own.
+        log_ranks: Whose lines go to Prefect; of the others, only the last ones of a rank that fails.
 
     """
 
     function: PackedFunction
     name: str
     scaling: ScalingConfig
+    working_dir: WorkingDirectory | None = None
+    log_ranks: Literal["all", "rank0", "local0"] = "all"
 
 
 @task(
@@ -74,6 +80,8 @@ def evaluate_checkpoint(
     try:
         with library_logs_in_run():
             check_free(store.committed(checkpoint.checkpoint_id), job.name)  # fails before hours of work
+            if job.working_dir is not None:
+                job.working_dir.store(store)
             termination = Termination(grace_s=0.0)
             metrics = termination.outlast(partial(_run, job, checkpoint, termination, seat, machines))
             store.attach_metrics(checkpoint.checkpoint_id, metrics, job.name)
@@ -110,7 +118,8 @@ def _run_ranks(
 ) -> Any:
     # Without it, Prefect marks the task runs of ranks as rolled back as soon as this one fails.
     with transaction(commit_mode=CommitMode.EAGER):
-        gang, key_value = meet(partial(_specs, job, checkpoint, seat, lease), None, lease)
+        logs = RankLogs(RunConfig(log_ranks=job.log_ranks), None)
+        gang, key_value = meet(partial(_specs, job, checkpoint, seat, lease), None, lease, logs=logs)
         try:
             return gang.run(key_value, None, termination)
         finally:
@@ -150,6 +159,7 @@ def _specs(
             visible_gpus=seat.environment,
             gpu_locks=seat.locks,
             evaluates=True,
+            working_dir=None if job.working_dir is None else job.working_dir.stored,
             master_host=None if lease is None else lease.machines[0].address,
         ),
         (job.scaling.most_workers,) if lease is None else lease.num_ranks,

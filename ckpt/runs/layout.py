@@ -12,6 +12,7 @@
 <run>/metrics/<attempt>-<last>-<count>.jsonl  metric history: `count` records that end with number `last`, written once
 <run>/logs/<attempt>/rank-<rank>.<part>.log  lines of a rank; the last part is written again while it grows
 <run>/code/<digest>.zip              the working directory of its ranks, named by the archive's digest
+<run>/evaluation-code/<name>/<digest>.zip  that of the ranks of an evaluation
 <run>/pins/<id>.<token>.json         a pin; unique per call (version 0.1 wrote <id>.json)
 <run>/quarantine/<id>.json           a damaged checkpoint's manifest, and the reason; its data stay where they are
 <run>/index/<count>-<token>.json     contents of `count` manifests, for fast reading; may be missing without harm
@@ -115,12 +116,11 @@ class Layout:
     def metrics_chunk(self, attempt: int, last: int, count: int) -> str:
         return f"{self.metrics}{attempt:06d}-{last:09d}-{count:04d}.jsonl"
 
-    @property
-    def codes(self) -> str:
-        return f"{self.run}/code/"
+    def codes(self, evaluation: str | None = None) -> str:
+        return f"{self.run}/code/" if evaluation is None else f"{self.run}/evaluation-code/{evaluation}/"
 
-    def code(self, digest: str) -> str:
-        return f"{self.codes}{digest}.zip"
+    def code(self, digest: str, evaluation: str | None = None) -> str:
+        return f"{self.codes(evaluation)}{digest}.zip"
 
     def logs(self, attempt: int) -> str:
         return f"{self.run}/logs/{attempt:06d}/"

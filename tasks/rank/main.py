@@ -118,7 +118,7 @@ def _enter_paths(spec: RankSpec, held: ExitStack) -> PackedFunction:
         enter_paths(function, is_elsewhere=is_elsewhere)
         return function
     layout = _open_run(spec).layout
-    download_missing(spec.storage, spec.run, [layout.code(spec.working_dir.digest)])
+    download_missing(spec.storage, spec.run, [layout.code(spec.working_dir.digest, spec.working_dir.evaluation)])
     copy = held.enter_context(unpacked(spec.working_dir, spec.storage, spec.run))
     function = within(function, spec.working_dir.root, copy)
     enter_paths(function, is_elsewhere=is_elsewhere)

@@ -28,12 +28,15 @@ class StoredDirectory:
         root: The directory on the flow's machine.
         bytes: The size of the archive.
         digest: xxh3-128 of the archive, by which it is named.
+        evaluation: The name of the evaluation that it belongs to; None for a training, whose archives are stored apart: each
+            deletes its former ones, and both may run at the same time.
 
     """
 
     root: str
     bytes: int
     digest: str
+    evaluation: str | None = None
 
 
 @contextmanager
@@ -55,7 +58,7 @@ def unpacked(directory: StoredDirectory, storage: StorageSpec, run: str) -> Iter
     entry = FileEntry(_ARCHIVE, directory.bytes, directory.digest, 0)
 
     def download(_: str, path: Path) -> None:
-        got = stored.storage.get_file(stored.layout.code(directory.digest), path)
+        got = stored.storage.get_file(stored.layout.code(directory.digest, directory.evaluation), path)
         if (got.bytes, got.digest) != (directory.bytes, directory.digest):
             raise CheckpointCorruptError(f"the archive of working_dir in {stored.path} is not what was stored")
 

@@ -6,11 +6,10 @@ from typing import Protocol
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
-
-from .working_dir import WorkingDirectory
 
 
 class DecisionMaker(Protocol):

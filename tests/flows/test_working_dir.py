@@ -4,7 +4,8 @@ import sys
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.flows import Hosts, RunConfig, ScalingConfig, train
+from prefect_torch.flows import Hosts, RunConfig, ScalingConfig, evaluate, train
+from ranks import Attempt, folder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -18,6 +19,19 @@ def main():
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, [VALUE, Path("settings.txt").read_text(), __file__, os.getcwd()])
     return told
+"""
+
+EVALUATE = """
+import os
+import torch
+import torch.distributed as dist
+from beside import VALUE
+
+def measure():
+    print(f"rank {dist.get_rank()} measures")
+    total = torch.tensor(VALUE)
+    dist.all_reduce(total)
+    return {"total": total.item(), "place": os.getcwd()}
 """
 
 
@@ -36,3 +50,28 @@ def test_ranks_run_in_a_copy_of_the_working_directory(tmp_path, monkeypatch, clu
         assert (value, settings, file) == (7, "slow", f"{cwd}/training_of_project.py")
         assert not cwd.startswith(str(project))
     assert len(CheckpointStore.open(run.storage, "run").keys("run/code/")) == 1
+
+
+def test_an_evaluation_on_machines_brings_its_own_directory_and_shows_the_lines_of_few_ranks(tmp_path, monkeypatch, caplog):
+    """The directory of a training that may run at the same time stays where it is."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    project = tmp_path / "project"
+    project.mkdir()
+    for name, text in {"evaluation_of_project.py": EVALUATE, "beside.py": "VALUE = 7"}.items():
+        (project / name).write_text(text)
+    store = CheckpointStore.open(str(tmp_path / "store"), "run")
+    Attempt(store).session().report({}, folder(tmp_path / "c", a="1"))
+    store.storage.put_bytes(store.layout.code("of-the-training"), b"")
+    (evaluated,) = evaluate(
+        "evaluation_of_project:measure",
+        store.spec.url,
+        "run",
+        scaling=ScalingConfig(num_workers=2, cluster=Hosts(["a", "b"], command="exec", leader_address="127.0.0.1", wait_s=0)),
+        working_dir=str(project),
+        log_ranks="rank0",
+    ).values()
+    assert evaluated["total"] == 14
+    assert not evaluated["place"].startswith(str(project))
+    assert [it.getMessage() for it in caplog.records if it.getMessage().endswith(" measures")] == ["rank 0 measures"]
+    assert store.keys("run/code/") == ["run/code/of-the-training.zip"]
+    assert len(store.keys("run/evaluation-code/eval/")) == 1

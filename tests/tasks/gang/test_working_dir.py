@@ -8,10 +8,10 @@ import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.tasks.gang.machine import working_dir as packing
+from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.rank.function import PackedFunction
 from prefect_torch.tasks.rank.working_dir import unpacked, within
-from prefect_torch.tasks.training import working_dir as packing
-from prefect_torch.tasks.training.working_dir import pack_directory
 
 
 @pytest.fixture(autouse=True)

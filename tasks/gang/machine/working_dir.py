@@ -39,26 +39,27 @@ class WorkingDirectory:
     archive: bytes = field(repr=False)
 
     def store(self, run: Run) -> None:
-        """Store the archive beside the run, unless it is there, and delete those of former directories.
+        """Store the archive beside the run, unless it is there, and delete those of former directories of its kind.
 
         Raises:
             StorageError, OSError: If the storage fails.
 
         """
-        key = run.layout.code(self.stored.digest)
-        there = run.keys(run.layout.codes)
+        key = run.layout.code(self.stored.digest, self.stored.evaluation)
+        there = run.keys(run.layout.codes(self.stored.evaluation))
         if key not in there:
             run.storage.put_bytes(key, self.archive)
         if former := set(there) - {key}:
             run.storage.delete(former)  # the ranks of older attempts are fenced
 
 
-def pack_directory(directory: str, storage: str) -> WorkingDirectory:
+def pack_directory(directory: str, storage: str, evaluation: str | None = None) -> WorkingDirectory:
     """Return `directory` packed, without version control, virtual environments, caches and what `.prefectignore` names.
 
     Args:
         directory: Its path.
         storage: The storage's location, which is left out where it lies within.
+        evaluation: The name of the evaluation whose ranks run in it; None for those of a training.
 
     Raises:
         ValueError: If there is no such directory, or its files have more than 100 MiB.
@@ -73,7 +74,7 @@ def pack_directory(directory: str, storage: str) -> WorkingDirectory:
     if sum(sizes.values()) > _MOST_BYTES:
         raise ValueError(_explain_size(root, sizes))
     archive = _pack(root, sorted(sizes))
-    stored = StoredDirectory(str(root), len(archive), xxhash.xxh3_128_hexdigest(archive))
+    stored = StoredDirectory(str(root), len(archive), xxhash.xxh3_128_hexdigest(archive), evaluation)
     return WorkingDirectory(stored, archive)
 
 
