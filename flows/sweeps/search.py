@@ -171,6 +171,8 @@ class Search:
             report = RungReport(math.nan if at is None else at, value, request.checkpoint)
             if trial.reports and _is_same(trial.reports[-1], report):  # a leader asks again: this process was started again
                 return Verdict(trial.state == "running", trial.milestone)
+            if score is None and self._search.scheduler is not None:
+                return self._decide_without_metric(trial, request)
             decision = self._decide({**self.trials, number: replace(trial, reports=(*trial.reports, report))}, trial, request)
             cloned = None if decision.clone is None else self._clone(number, decision.clone)
             if decision.state != "running":
@@ -191,6 +193,17 @@ class Search:
             )
             return Verdict(decision.state == "running", decision.milestone)
 
+    def _decide_without_metric(self, trial: TrialRecord, request: DecisionRequest) -> Verdict:
+        """Return that a trial goes on to a report with the metric, and asks there; at a limit, it has failed if it had none."""
+        limit = self._reached_limit(request)
+        if limit is None:
+            return Verdict(True, trial.milestone)
+        end = TrialEnd("completed", limit, request.metrics)
+        if all(math.isnan(report.value) for report in trial.reports):
+            end = self._judged(end)
+        self.end(trial.number, end, is_judged=True)
+        return Verdict(False)
+
     @property
     def _limits(self) -> dict[str, float]:
         limits = dict(self._search.stop or {})
@@ -203,11 +216,16 @@ class Search:
         return 1 if self._search.modes[0] == "min" else -1
 
     def _decide(self, history: History, trial: TrialRecord, request: DecisionRequest) -> Decision:
+        limit = self._reached_limit(request)
+        return self._scheduler.decide(history, trial.number) if limit is None else Decision("completed", reason=limit)
+
+    def _reached_limit(self, request: DecisionRequest) -> str | None:
+        """Return which limit a report has reached, in words."""
         for name, limit in self._limits.items():
             reached = time_of(name, request.step, request.num_reports, request.metrics)
             if reached is not None and reached >= limit:
-                return Decision("completed", reason=f"{name}={reached:g} has reached {limit:g}")
-        return self._scheduler.decide(history, trial.number)
+                return f"{name}={reached:g} has reached {limit:g}"
+        return None
 
     def _clone(self, number: int, clone: Clone) -> Cloned | None:
         """Return the run in which a trial goes on from another's checkpoint, pinned before; None if that has none."""
@@ -243,11 +261,11 @@ class Search:
         budget_s = self._search.time_budget_s
         return budget_s is not None and self._clock() - self._started_s >= budget_s
 
-    def end(self, number: int, end: TrialEnd) -> TrialRecord:
-        """Record that the run of a trial has ended."""
+    def end(self, number: int, end: TrialEnd, *, is_judged: bool = False) -> TrialRecord:
+        """Record that the run of a trial has ended; a completed one has failed if it had no metric, unless that is judged."""
         with self._lock:
             trial = self.trials[number]
-            if end.outcome == "completed":
+            if end.outcome == "completed" and not is_judged:
                 end = self._judged(end)
             self._tell(trial, end.outcome, end.metrics)
             self._record(TrialEnded(number, end.outcome, end.reason, end.metrics, operations=self._study.take_operations()))

@@ -6,6 +6,7 @@ and the trial's number: its suggestion depends on these and on the study, and on
 
 import hashlib
 import importlib
+import importlib.util
 import logging
 import math
 import warnings
@@ -78,6 +79,7 @@ def check_sampler(search: SearchConfig, space: Nested) -> str:
 
     Raises:
         ValueError: If it does not fit the space or the metrics.
+        ImportError: If it needs a package that is not installed.
 
     """
     is_grid = has_grid(space)
@@ -88,6 +90,8 @@ def check_sampler(search: SearchConfig, space: Nested) -> str:
         raise ValueError(f"the space has a grid, which sampler={name!r} does not enumerate: give choice([...]), or 'grid'")
     if len(search.metrics) > 1 and name == "cmaes":
         raise ValueError(f"sampler={name!r} optimizes one metric: give nsga2 or tpe for {len(search.metrics)}")
+    if name == "cmaes" and importlib.util.find_spec("cmaes") is None:
+        raise ImportError("sampler='cmaes' needs the package cmaes: pip install 'prefect-torch[sweep]'")
     return name
 
 

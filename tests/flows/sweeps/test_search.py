@@ -1,12 +1,16 @@
 """Searches of simulated trials."""
 
+import importlib.util
 import math
 
 import pytest
+from prefect_torch.ckpt.reporting.decisions import Verdict
+from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.flows import SearchConfig, SweepFailedError, choice, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.history import decode_event
 from prefect_torch.flows.sweeps.search import Search, TrialEnd
 from prefect_torch.flows.sweeps.space import parse_space
+from prefect_torch.flows.sweeps.study import check_sampler
 from simulated_sweeps import Simulation
 
 
@@ -185,6 +189,35 @@ def test_a_metric_that_never_appears_ends_the_search_after_three_trials():
     assert {it.state for it in search.trials.values()} == {"failed"}
     with pytest.raises(SweepFailedError, match=r"3 trials .* has the metric 'val_loss'; its last report has accuracy, loss"):
         search.next_trial()
+
+
+@pytest.mark.parametrize("scheduler", ["asha", "hyperband", "median"])
+def test_with_a_scheduler_too_a_metric_that_never_appears_ends_the_search(scheduler):
+    config = configured(metric="val_loss", scheduler=scheduler, max_t=3, max_concurrent=1)
+    simulation = Simulation(config, SPACE, fall_to_distance, epochs=9)
+    with pytest.raises(SweepFailedError, match=r"3 trials .* has the metric 'val_loss'; its last report has loss"):
+        simulation.lead()
+    assert simulation.total == 3 * 3
+
+
+def test_a_metric_that_only_some_reports_have_is_decided_by_those():
+    entries = []
+    config = configured(scheduler="asha", max_t=9, num_trials=3)
+    search = Search(config, parse_space(SPACE), 0, [], entries.append, "sweep")
+    number = search.next_trial().number
+    recorded = len(entries)
+    assert search.decide(number, DecisionRequest(0, 1, 1, {"other": 1}, "a")) == Verdict(True, 1)
+    assert len(entries) == recorded
+    search.decide(number, DecisionRequest(1, 2, 2, {"loss": 0.5}, "b"))
+    assert [(report.time, report.value) for report in search.trials[number].reports] == [(2, 0.5)]
+    search.decide(number, DecisionRequest(2, 9, 9, {"other": 1}, "c"))
+    assert (search.trials[number].state, search.trials[number].reason) == ("completed", "step=9 has reached 9")
+
+
+def test_a_sampler_whose_package_is_missing_names_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"sampler='cmaes' needs the package cmaes: pip install 'prefect-torch\[sweep\]'"):
+        check_sampler(configured(sampler="cmaes"), parse_space(SPACE))
 
 
 def test_more_failures_than_allowed_end_the_search():
