@@ -55,6 +55,7 @@ bench: install
 	$(BIN)/python tests/benchmarks/many_checkpoints.py
 	$(BIN)/python tests/benchmarks/directories.py
 	$(BIN)/python tests/benchmarks/sweeps.py
+	$(BIN)/python tests/benchmarks/sweep_cost.py
 	TORCH='$(TORCH)' $(BIN)/python tests/benchmarks/peers/install.py
 	$(BIN)/python tests/benchmarks/state
 	$(BIN)/python tests/benchmarks/goodput.py
