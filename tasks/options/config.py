@@ -216,6 +216,7 @@ class CheckpointConfig(_Config):
                 "give checkpoint_score_order='min', or 'max' if that is meant",
                 stacklevel=3,
             )
+            self.model_fields_set.add("checkpoint_score_order")  # a flow validates its arguments again: it warns once
         return self
 
     def policy(self) -> RetentionPolicy:

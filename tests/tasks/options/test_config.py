@@ -1,6 +1,7 @@
 import warnings
 
 import pytest
+from prefect_torch.flows import train
 from prefect_torch.tasks import CheckpointConfig
 
 
@@ -25,3 +26,12 @@ def test_other_scores_and_a_given_order_warn_of_nothing(fields):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         CheckpointConfig(**fields)
+
+
+def test_a_flow_that_validates_its_arguments_again_repeats_no_warning():
+    with pytest.warns(UserWarning, match="looks like a loss"):
+        given = CheckpointConfig(checkpoint_score_attribute="loss")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = train.validate_parameters({"train_fn": "module:function", "checkpoint": given})
+    assert again["checkpoint"] == given
