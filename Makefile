@@ -53,6 +53,7 @@ bench: install
 	$(BIN)/python tests/benchmarks/idle_leader.py
 	$(BIN)/python tests/benchmarks/leader_memory.py
 	$(BIN)/python tests/benchmarks/many_checkpoints.py
+	$(BIN)/python tests/benchmarks/report_events.py
 	$(BIN)/python tests/benchmarks/directories.py
 	$(BIN)/python tests/benchmarks/sweeps.py
 	$(BIN)/python tests/benchmarks/sweep_cost.py

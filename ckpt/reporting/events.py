@@ -11,6 +11,8 @@ from prefect_torch.ckpt.runs.metrics import Metrics, from_json, to_json
 
 from .key_value import KeyValue
 
+_MOST_AT_ONCE = 64  # events that one request reads: some 20 KB
+
 
 @dataclass(frozen=True, slots=True)
 class ReportEvent:
@@ -95,16 +97,30 @@ class EventReceiver:
         self._received = 0
 
     def drain(self) -> Iterator[Sent]:
-        """Yield the events that arrived since the last call."""
-        while self._key_value.check(key := f"event/{self._received}"):
-            fields = from_json(json.loads(self._key_value.get([key], 1.0)[0]))
-            assert isinstance(fields, dict)
-            self._key_value.delete(key)
-            self._received += 1
-            kind = fields.pop("type")
-            if kind == CommitEvent.__name__:
-                yield CommitEvent(**fields)
-            elif kind == DecisionRequest.__name__:
-                yield DecisionRequest(**fields)
-            else:
-                yield ReportEvent(MetricRecord(**fields["record"]), fields["progress"])
+        """Yield the events that arrived since the last call; those of a burst are read together."""
+        count = 1
+        while values := self._arrived(count):
+            count = min(2 * count, _MOST_AT_ONCE)
+            for value in values:
+                self._key_value.delete(f"event/{self._received}")
+                self._received += 1
+                yield _decode(value)
+
+    def _arrived(self, count: int) -> list[bytes]:
+        """Return the next `count` events if all have arrived, else the next one, else none."""
+        for wanted in sorted({count, 1}, reverse=True):
+            keys = [f"event/{number}" for number in range(self._received, self._received + wanted)]
+            if self._key_value.check(keys[-1]):  # sent in order, over one connection: those before it are there, too
+                return self._key_value.get(keys, 1.0)
+        return []
+
+
+def _decode(value: bytes) -> Sent:
+    fields = from_json(json.loads(value))
+    assert isinstance(fields, dict)
+    kind = fields.pop("type")
+    if kind == CommitEvent.__name__:
+        return CommitEvent(**fields)
+    if kind == DecisionRequest.__name__:
+        return DecisionRequest(**fields)
+    return ReportEvent(MetricRecord(**fields["record"]), fields["progress"])
