@@ -1,13 +1,21 @@
 """Asking a cluster for more machines while an attempt runs; the agents are real processes on this machine."""
 
 import logging
+import os
+import subprocess
+import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
 from prefect_torch.tasks import Hosts, ScalingConfig
-from prefect_torch.tasks.gang.engines.cluster import Wanted
+from prefect_torch.tasks.gang.engines.cluster import Cluster, Wanted
+from prefect_torch.tasks.gang.engines.starting import AGENT
 from prefect_torch.tasks.gang.machine import regrowth as regrowth_module
+from prefect_torch.tasks.gang.machine.agent import KEY_VARIABLE
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from pydantic import ValidationError
 
@@ -43,6 +51,51 @@ def test_machines_are_held_as_soon_as_the_cluster_has_some_that_are_not_in_use(t
         wait_for(lambda: regrowth.room)
         assert regrowth.room == 1
         assert len(agents()) >= 1
+    finally:
+        regrowth.stop()
+    assert not agents()
+
+
+class Counted(Cluster):
+    """A cluster that starts its agents itself, two ranks each, and lends what is left of the machines that a file counts."""
+
+    kind: Literal["counted"] = "counted"
+    file: str
+
+    @contextmanager
+    def lend(self, wanted, agents):
+        names = {f"m{number}" for number in range(int(Path(self.file).read_text()))} - wanted.avoid
+        started = []
+        for name in sorted(names):
+            command = [sys.executable, "-m", AGENT, *agents.arguments(name, 2)]
+            agents.expect(name)
+            started.append(subprocess.Popen(command, env={**os.environ, KEY_VARIABLE: agents.key}))
+        try:
+            yield
+        finally:
+            for agent in started:
+                agent.kill()
+                agent.wait()
+
+
+def test_an_engine_that_knows_nothing_of_regrowth_is_asked_like_any_other(tmp_path):
+    """It starts agents in its own way, and lends more as soon as it has more."""
+    counted = tmp_path / "machines"
+    counted.write_text("1")
+    asked = []
+
+    def wanted():
+        asked.append(1)
+        return Wanted(1, 4, use_gpu=False, avoid=frozenset({"m0"}), in_use=frozenset({"m0"}))
+
+    regrowth = Regrowth(Counted(file=str(counted), leader_address=LOOPBACK), wanted, 0.01)
+    try:
+        wait_for(lambda: len(asked) > 1)
+        assert regrowth.room == 0
+        (tmp_path / "more").write_text("3")
+        (tmp_path / "more").rename(counted)
+        wait_for(lambda: regrowth.room)
+        assert regrowth.room == 4
     finally:
         regrowth.stop()
     assert not agents()
