@@ -100,7 +100,7 @@ class Players:
     def _be(self, peers, got_s):
         for number in range(self.rounds):
             topic = f"report {number}"
-            peers.exchange(topic, intent(peers.rank, number))
+            peers.exchange(topic, intent(peers.rank, number), merge=merge_intents)
             peers.decision(topic)
             got_s[number].append(time.monotonic())
             if number:
