@@ -5,8 +5,8 @@
 - A sweep of 200 real trials of one rank, whose training takes a millisecond and reports once, one trial at a time, on local
   disk with Prefect's embedded server: the time from the end of one trial's function to the beginning of the next one's, without
   that from the start of the rank's process to the function.
-- A search of 10,000 trials without trainings, with its journal in a local directory: the memory of the process, and the time of its
-  decisions and records for each trial. Then the journal is read once more, as by a sweep that is started again.
+- A search of 10,000 trials without trainings, with its journal in a local directory: the memory of the process, and the time of
+  its decisions and records for each trial. Then the journal is read once more, as by a sweep that is started again.
 
 Prints both, and writes them to tests/benchmarks/results/sweep_cost.txt.
 """
