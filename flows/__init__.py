@@ -1,11 +1,14 @@
 """The flows `train`, `sweep`, `evaluate` and `prune`, their configurations and results.
 
 Imports are lazy: Prefect makes a flow's form from the schemas of all its parameters, which takes a tenth of a second for each
-flow, and a program that trains needs no other.
+flow, and a program that trains needs no other. Only what ties Prefect's embedded server to this process is imported at once: a
+flow of the user's own may start that server before it uses one of these.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from . import embedded_server as _embedded_server  # noqa: F401 - its import has an effect
 
 if TYPE_CHECKING:
     from prefect_torch.flows.sweeps.journal import JournalDamagedError

@@ -126,6 +126,7 @@ def nothing_of_this_machine() -> Iterator[None]:
         patch.setenv("AWS_CONFIG_FILE", os.devnull)
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")  # embedded servers would reach beyond loopback
         patch.setenv("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
         yield
 

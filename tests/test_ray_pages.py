@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "docs/extensions/ray_pages.py"
+RESULTS = Path(__file__).parent / "benchmarks/results"
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +39,33 @@ def test_a_callback_for_any_loop_has_ten_lines():
     program = ast.parse(re.search(r"```python\n# any_loop.py\n(.*?)```", page, re.DOTALL)[1])
     (callback,) = (node for node in program.body if isinstance(node, ast.ClassDef) and node.name == "ReportEveryEpoch")
     assert len(ast.unparse(callback).replace("\n\n", "\n").splitlines()) <= 10
+
+
+def measured(name):
+    """Return the goodput in percent and the median restart in seconds of each way in a result file, in its order."""
+    row = r"^(\w+) +\d+ +\d+ +([\d.]+)% +\S+ / \S+ +([\d.]+) s / "
+    found = re.findall(row, (RESULTS / name).read_text(), re.MULTILINE)
+    return [(way, int(float(goodput) + 0.5), float(restart_s)) for way, goodput, restart_s in found]
+
+
+def test_the_figures_of_the_comparison_are_those_that_were_measured():
+    page = (SCRIPT.parents[1] / "how-to/ray-comparison.md").read_text()
+    kills = measured("goodput.txt")
+    peers = {name: [row for row in kills if row[0].startswith(name)] for name in ("ray", "ours")}
+
+    def span(name, column, unit):
+        values = sorted({row[column] for row in peers[name]})
+        return f"{' to '.join(str(each) for each in dict.fromkeys((values[0], values[-1])))} {unit}"
+
+    assert f"| {span('ray', 2, 's')} | {span('ours', 2, 's')}, including" in page
+    assert f"| {span('ray', 1, '%')} | {span('ours', 1, '%')} |" in page
+    ours, rays, ours_loud, rays_loud = (row[1] for row in measured("goodput_machines.txt"))
+    assert f"| {rays} %, {rays_loud} % | {ours} %, {ours_loud} % |" in page
+
+
+def test_the_figures_of_lost_machines_are_those_that_were_measured():
+    page = (SCRIPT.parents[1] / "how-to/several-machines.md").read_text()
+    rows = measured("goodput_machines.txt")
+    assert [way for way, _, _ in rows] == ["ours", "ray", "ours", "ray"]
+    for (_, goodput, restart_s), (_, rays, rays_s) in (rows[:2], rows[2:]):
+        assert f"| {goodput} % | {rays} % | {restart_s:.0f} s | {rays_s:.0f} s |" in page
