@@ -19,7 +19,6 @@ import psutil
 import pytest
 import yaml
 from playwright.sync_api import Page, expect, sync_playwright
-from playwright.sync_api import TimeoutError as PageTimeoutError
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import PrefectServer, rows, wait_until
@@ -143,37 +142,37 @@ def shoot(page, tmp_path):
 
 
 def run_by_form(stack: Stack, page: Page, function: str, run: str, shoot=None) -> str:
-    """Fill the Run form of `train`, submit it, and return the id of the flow run."""
-    submit_form(stack, page, function, run, shoot)
-
-    def started() -> list[str]:
-        runs = rows(stack.server.api, "flow_runs")
-        return [it["id"] for it in runs if (it["parameters"].get("run") or {}).get("name") == run]
-
-    wait_until(started, stack.story)
-    return started()[0]
-
-
-def submit_form(stack: Stack, page: Page, function: str, run: str, shoot=None, *, tries: int = 3) -> None:
-    """Fill the form and submit it; a page that is still being built takes neither, so that a user does it again."""
+    """Fill the Run form of `train`, submit it once, and return the id of the flow run that the server has made of it."""
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name("train/train")
     page.goto(f"{stack.server.url}/v2/deployments/deployment/{deployment.id}/run")
-    page.get_by_role("textbox", name="Training function").fill(f"{SUPPORT / 'seen_training.py'}:{function}")
-    page.get_by_role("spinbutton", name="Ranks (Optional)").fill("2")
-    page.get_by_role("textbox", name="Run name (Optional)").fill(run)
-    page.get_by_role("tabpanel", name="Path or URL").get_by_role("textbox").fill(str(stack.storage))
-    page.get_by_role("spinbutton", name="Keep best (Optional)").fill("2")
-    page.get_by_role("textbox", name="Score (Optional)").fill("val_accuracy")
+    fill_form(page, f"{SUPPORT / 'seen_training.py'}:{function}", run, str(stack.storage))
     if shoot is not None:
         shoot("run-form")
-    page.get_by_role("button", name="Submit").click()
-    try:
-        page.wait_for_url(re.compile("tab=Runs"), timeout=30_000)
-    except PageTimeoutError:
-        if tries == 1:
-            raise
-        submit_form(stack, page, function, run, tries=tries - 1)
+    with page.expect_response(re.compile(f"/deployments/{deployment.id}/create_flow_run$")) as answered:
+        page.get_by_role("button", name="Submit").click()
+    assert answered.value.ok, f"{answered.value.status}: {answered.value.text()}"
+    page.wait_for_url(re.compile("tab=Runs"))
+    made = answered.value.json()
+    assert made["parameters"]["run"]["name"] == run
+    return made["id"]
+
+
+def fill_form(page: Page, train_fn: str, run: str, storage: str) -> None:
+    """Fill the form once it shows the defaults of the flow, and see that it keeps what is filled in."""
+    expect(page.get_by_role("spinbutton", name="Keep newest (Optional)")).to_have_value("1")
+    values = {
+        page.get_by_role("textbox", name="Training function"): train_fn,
+        page.get_by_role("spinbutton", name="Ranks (Optional)"): "2",
+        page.get_by_role("textbox", name="Run name (Optional)"): run,
+        page.get_by_role("tabpanel", name="Path or URL").get_by_role("textbox"): storage,
+        page.get_by_role("spinbutton", name="Keep best (Optional)"): "2",
+        page.get_by_role("textbox", name="Score (Optional)"): "val_accuracy",
+    }
+    for box, value in values.items():
+        box.fill(value)
+    for box, value in values.items():
+        expect(box).to_have_value(value)
 
 
 def open_artifact(page: Page, key: str) -> None:
