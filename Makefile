@@ -87,9 +87,11 @@ azurite: .venv/azurite/node_modules
 .venv/azurite/node_modules: | .venv/dependencies
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv/azurite azurite@3.37.0; fi
 
-# Links every file of the package into .venv; again each time, since a new file needs a link of its own.
+# Links every file of the package into .venv; again each time, since a new file needs a link of its own. Compiles them, as pip
+# does those it copies: where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process would compile them again.
 install: .venv/dependencies
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation -c constraints.txt -e .
+	@$(BIN)/python -m compileall -q build
 
 .venv/dependencies: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
