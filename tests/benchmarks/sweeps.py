@@ -1,6 +1,6 @@
 """What the search of a sweep finds, beside peers.
 
-    python tests/benchmarks/sweeps.py [--seeds 40]
+    python tests/benchmarks/sweeps.py [--seeds 100]
 
 Trials are simulated: the real search, schedulers and journal entries decide, and a training is a formula. Measured are
 
@@ -172,7 +172,7 @@ def compare_populations():
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=40, help=f"of the comparison; the first {PRINTED} are printed")
+    parser.add_argument("--seeds", type=int, default=100, help=f"of the comparison; the first {PRINTED} are printed")
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     write_results("sweeps.txt", options.seeds, [*compare_halving(options.seeds), *compare_populations()])

@@ -1,10 +1,7 @@
 """Asynchronous successive halving by promotion, and hyperband of it.
 
 L. Li et al., A System for Massively Parallel Hyperparameter Tuning (ASHA), MLSys 2020, algorithm 2: a trial pauses at a rung,
-and the best 1/eta of those that have reached it are resumed, the highest rung first. The best one is resumed also of fewer than
-eta, as in Optuna's SuccessiveHalvingPruner: tests/benchmarks/sweeps.py finds better values with it.
-
-Hyperband: L. Li et al., JMLR 2018.
+and the best 1/eta of those that have reached it are resumed, the highest rung first. Hyperband: L. Li et al., JMLR 2018.
 """
 
 import math
@@ -23,7 +20,7 @@ class Asha:
         grace_period: The time of the first rung.
         reduction_factor: Of the trials at a rung, one in this many is resumed; each rung is this many times the one before.
         max_t: The time at which a trial is complete.
-        population: The number of trials.
+        population: The number of trials. Once all have paused, the best goes on even where there are fewer than eta.
         brackets: The number of the first rung of the trials of each bracket, and how many trials in a row each gets.
 
     """
@@ -113,8 +110,10 @@ class Asha:
             for it in history.values()
             if len(it.reports) > rung and it.state != "failed" and self.bracket_of(it.number) == bracket
         ]
-        # The best goes on also of fewer than eta: what it shows at late rungs is what the sampler needs first.
-        count = max(1, math.floor(len(reached) / self.reduction_factor))
+        count = math.floor(len(reached) / self.reduction_factor)
+        is_last_call = len(history) >= self.population and not any(it.state == "running" for it in history.values())
+        if is_last_call and not any(len(it.reports) > rung + 1 for it in reached):
+            count = max(1, count)
         best = best_first(reached, rung)[:count]
         for trial in best:
             is_number = not math.isnan(trial.reports[rung].value)

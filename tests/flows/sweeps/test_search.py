@@ -163,7 +163,7 @@ def best_of(search, count):
 def test_halving_gives_up_a_trial_as_soon_as_it_cannot_be_resumed():
     config = configured(scheduler="asha", max_t=9, keep_best_trials=1)
     simulation = Simulation(config, SPACE, fall_to_distance, epochs=9)
-    search = simulation.lead(stop_after=55)
+    search = simulation.lead(stop_after=35)
     assert len(search.trials) < 27
     assert simulation.deleted
     states = {it.state for it in simulation.lead().trials.values()}
