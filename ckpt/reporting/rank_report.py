@@ -206,7 +206,7 @@ class ReportPreparation:
                 *(self._rank, step),
             )
             return Report(given.started_s, step, metrics, given.progress, awaits_commits=upload == "sync")
-        if given.checkpoint is not None and given.state is None:
+        if spare_memory.kept is not None and given.checkpoint is not None and given.state is None:
             spare_memory.release()  # this training stores what it wrote itself
         directory = self._directory(given.checkpoint, cleanup)
         files = () if directory is None else tuple(scan_files(directory))

@@ -64,7 +64,7 @@ class SpareMemory:
 
 _lock = threading.Lock()
 _is_expected = False
-_spare: SpareMemory | None = None
+kept: SpareMemory | None = None  # until the first report
 
 
 def expect_reports(*, expected: bool) -> None:
@@ -83,11 +83,11 @@ def prepare(size: int) -> SpareMemory | None:
         size: An estimate: memory that is larger is trimmed, one that is too small is given back.
 
     """
-    global _spare  # noqa: PLW0603 - as above
+    global kept  # noqa: PLW0603 - as above
     with _lock:
-        if _is_expected and _spare is None and size >= LEAST_BYTES:
-            _spare = SpareMemory(size)
-            return _spare
+        if _is_expected and kept is None and size >= LEAST_BYTES:
+            kept = SpareMemory(size)
+            return kept
     return None
 
 
@@ -109,9 +109,9 @@ def take(size: int) -> "HostMemory | None":
 
 def release() -> SpareMemory | None:
     """Forget the prepared memory, which is given back unless the caller keeps what this returns."""
-    global _spare
+    global kept
     with _lock:
-        spare, _spare = _spare, None
+        spare, kept = kept, None
     if spare is not None:
         spare.stop()
     return spare
