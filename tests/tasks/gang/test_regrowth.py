@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +23,12 @@ LOOPBACK = "127.0.0.1"
 
 
 def agents() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "machine.agent" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # a process that ends just now, or has ended and was not waited for
+            if "machine.agent" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def wait_for(condition):
