@@ -46,9 +46,9 @@ def _lines(client: SyncPrefectClient, flow_run_id: str, names: dict[UUID, str], 
     while page := client.read_logs(wanted, limit=_PAGE, offset=offset, sort=LogSort.TIMESTAMP_ASC):
         offset += len(page)
         for line in page:
-            name = names.get(line.task_run_id, "") if line.task_run_id is not None else ""
+            name = names.get(line.task_run_id, "task run") if line.task_run_id is not None else "flow"
             if rank is None or _is_of(rank, name, line.message):
-                yield f"{line.timestamp:%H:%M:%S} {name or 'flow'}: {line.message}"
+                yield f"{line.timestamp:%H:%M:%S} {name}: {line.message}"
 
 
 def _is_of(rank: int, task_run: str, message: str) -> bool:

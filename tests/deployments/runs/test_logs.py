@@ -7,6 +7,7 @@ from prefect import flow, get_run_logger, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import LogCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect_servers import rows, wait_until
 from stored_runs import store_run
 
 
@@ -57,6 +58,8 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
     store_run(local, tmp_path / "scratch", flow_run_id=flow_run_id)
     lines = [(None, "begins"), (ranks[0], "zero"), (ranks[1], "one"), *((ranks[1], f"line {number}") for number in range(250))]
     lines.insert(1, (ranks[2], "rank 4: four"))
+    ours = {"id": {"any_": [flow_run_id]}}
+    wait_until(lambda: len(rows(prefect_server.api, "task_runs", flow_runs=ours)) == len(ranks), "task runs are stored")
     with get_client(sync_client=True) as client:
         client.create_logs([
             LogCreate(
