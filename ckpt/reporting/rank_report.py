@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
-from prefect_torch.ckpt.files.folder import adopt_files, check_apart, existing_directory, read_metadata, scan_files
-from prefect_torch.ckpt.files.lent_directories import LentDirectories
+from prefect_torch.ckpt.files.folder import (
+    LentDirectories,
+    adopt_files,
+    check_apart,
+    existing_directory,
+    read_metadata,
+    scan_files,
+)
 from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.manifest import MAX_STEP
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, SupportsIndex
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext
 from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
-from prefect_torch.ckpt.files.lent_directories import LentDirectories
+from prefect_torch.ckpt.files.folder import LentDirectories
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.run import Run
