@@ -35,7 +35,7 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
     A flow run without a deployment, or below another flow run, can do neither: Prefect could not start it again.
 
     Args:
-        termination: How the body is told; its ranks have the grace for a last checkpoint.
+        termination: Where the request is recorded; its ranks have the grace for a last checkpoint.
         yields_to_urgent: Whether the flow run leaves its work pool to a waiting one of a more urgent work queue.
 
     Raises:

@@ -13,8 +13,8 @@ _GET_S = 5.0  # for what is known to be set
 class Node:
     """The machine of a rank, where neighbouring ranks share one.
 
-    Whoever comes last sends the messages of all its ranks; whoever comes first reads a decision for all. So no rank has to be
-    there before the others, and none does more than one request to the store of all ranks.
+    The last rank to arrive sends the messages of all its ranks, and the first one reads a decision for all. So no rank has to
+    be there before the others, and none does more than one request to the store of all ranks.
 
     Attributes:
         key_value: The dictionary that its ranks share. It may raise ConnectionError: the process that serves it is gone.

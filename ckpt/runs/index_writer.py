@@ -96,7 +96,7 @@ class IndexWriter:
         write_segments(self._run.storage, self._run.layout, entries)
 
     def _committed(self, listed: ListedCheckpoint) -> Manifest | None:
-        """Return the manifest without attached metrics; None if it is gone or cannot be read, as readers are told."""
+        """Return the manifest without attached metrics; None if it is gone or cannot be read."""
         try:
             return self._run.committed(listed.id)
         except (CheckpointNotFoundError, CheckpointCorruptError, UnsupportedFormatError):

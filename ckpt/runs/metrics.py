@@ -59,7 +59,7 @@ def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
         try:
             item = to_item()
         except Exception as exc:  # for example a tensor on the meta device
-            raise ValueError(f"metric {name!r} is a {type(value).__name__} that tells no value: {exc}") from exc
+            raise ValueError(f"metric {name!r} is a {type(value).__name__} without a value: {exc}") from exc
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
     if isinstance(value, str):  # subclasses, numpy.str_ and enums among them

@@ -119,7 +119,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     if count == 0:
         return memoryview(bytearray())
     memory = (ctypes.c_char * count).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]  # kept by whoever keeps the memory
+    memory.owner = tensor  # type: ignore[attr-defined]  # kept as long as the memory is
     return memoryview(memory).cast("B")
 
 

@@ -18,7 +18,7 @@ from .plan import Step
 INDEX_FILE = ".state.json"
 DCP_METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own
 _WHAT = "the index of a state"
-_WHAT_OF_RANK = "what a rank tells of a state"
+_WHAT_OF_RANK = "a rank's part of the index of a state"
 _OWN = re.compile(r"@rank(?P<rank>[0-9]+)$")
 _RANK_FILE = re.compile(r"__[0-9]+_[01]\.distcp")
 DTYPE_BYTES = {

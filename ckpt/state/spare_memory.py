@@ -94,7 +94,7 @@ def prepare(size: int) -> SpareMemory | None:
 def take(size: int) -> "HostMemory | None":
     """Return the prepared memory with at least `size` bytes, cut to these; None without, or where it is too small.
 
-    No more is prepared afterwards: whoever takes memory keeps it for all reports.
+    No more is prepared afterwards, since memory that is taken is kept for all reports.
     """
     global _is_expected  # noqa: PLW0603 - as above
     with _lock:

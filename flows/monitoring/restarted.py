@@ -1,4 +1,4 @@
-"""The restart of a crashed flow run by an automation, as the labels of the new flow run tell it."""
+"""The restart of a crashed flow run by an automation, from the labels of the new flow run."""
 
 from dataclasses import dataclass
 from uuid import UUID

@@ -1,4 +1,4 @@
-"""The fork servers of this process, each of which forks ranks in surroundings of its own; imports neither torch nor prefect.
+"""The fork servers of this process, one for each context in which ranks are forked; imports neither torch nor prefect.
 
 Linux only: elsewhere libraries of the system may have threads, or connections to devices, that a fork would break.
 """
@@ -39,7 +39,7 @@ def python_command(module: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ProcessContext:
     """Everything that a process has from the one that starts it; a rank may be forked only where a new process had the same.
 
     Attributes:
@@ -56,7 +56,7 @@ class Surroundings:
     client: int
 
     @classmethod
-    def of_rank(cls, environment: Mapping[str, str]) -> "Surroundings":
+    def of_rank(cls, environment: Mapping[str, str]) -> "ProcessContext":
         """Return those of a rank with `environment` that the calling thread would start."""
         kept = sorted((name, value) for name, value in environment.items() if not _NOT_READ_AT_IMPORT.fullmatch(name))
         thread = Path("/proc/thread-self")
@@ -78,13 +78,13 @@ class ForkServer:
 
     """
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, context: ProcessContext) -> None:
         self.has_refused = False
         self._control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with end:
             self._process = subprocess.Popen(
-                [*python_command("prefect_torch.tasks.rank.starting.fork_server"), str(end.fileno()), surroundings.torch_place],
-                env=dict(surroundings.environment),
+                [*python_command("prefect_torch.tasks.rank.starting.fork_server"), str(end.fileno()), context.torch_place],
+                env=dict(context.environment),
                 pass_fds=[end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -129,10 +129,10 @@ class ForkServer:
 
 
 class ForkServers:
-    """The fork servers of a process, by their surroundings; the least recently used one is closed for a new one."""
+    """The fork servers of a process, by their context; the least recently used one is closed for a new one."""
 
     def __init__(self) -> None:
-        self._servers: dict[Surroundings, ForkServer] = {}
+        self._servers: dict[ProcessContext, ForkServer] = {}
         self._lock = threading.Lock()
 
     def find(self, environment: Mapping[str, str]) -> ForkServer | None:
@@ -144,13 +144,13 @@ class ForkServers:
         """
         if sys.platform != "linux":
             return None
-        surroundings = Surroundings.of_rank(environment)
+        context = ProcessContext.of_rank(environment)
         with self._lock:
-            server = self._servers.pop(surroundings, None)
+            server = self._servers.pop(context, None)
             if server is None or not (server.is_alive or server.has_refused):
-                server = self._start(surroundings, server)
+                server = self._start(context, server)
             if server is not None:
-                self._servers[surroundings] = server  # the last one is the most recently used
+                self._servers[context] = server  # the last one is the most recently used
         return None if server is None or server.has_refused else server
 
     def close(self) -> None:
@@ -159,13 +159,13 @@ class ForkServers:
             while self._servers:
                 self._servers.popitem()[1].close()
 
-    def _start(self, surroundings: Surroundings, died: ForkServer | None) -> ForkServer | None:
+    def _start(self, context: ProcessContext, died: ForkServer | None) -> ForkServer | None:
         if died is not None:
             died.close()
         while len(self._servers) >= _MOST_SERVERS:
             self._servers.pop(next(iter(self._servers))).close()
         try:
-            return ForkServer(surroundings)
+            return ForkServer(context)
         except OSError:
             return None
 

@@ -94,7 +94,7 @@ class GpuSeat:
     Args:
         count: How many; 0 for ranks without a GPU.
         wait_s: How long to wait for as many; None for unlimited.
-        owner: What others that wait for them are told, such as the name of the flow run.
+        owner: The name shown to others that wait for them, such as the name of the flow run.
         pool: The GPUs of this machine, where they are known.
 
     """

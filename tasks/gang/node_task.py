@@ -44,14 +44,14 @@ def train_node(group: RankGroup, machine: Machine | None, logs: RankLogs | None,
 
     """
     connected: Future[KeyValue] = Future()
-    beat = Heartbeat(connected.result, group.ranks[0])
+    heartbeat = Heartbeat(connected.result, group.ranks[0])
     with ThreadPoolExecutor(len(group.specs), "ranks") as pool:
 
         def run(spec: RankSpec) -> Any:
             prefix = f"rank {spec.rank}: "
             log = RankLog(spec.rank, prefix=prefix) if logs is None else logs.of(spec, prefix)
             try:
-                return run_rank(spec, machine, stop, beat, log)
+                return run_rank(spec, machine, stop, heartbeat, log)
             except BaseException as exc:  # the others of the machine would wait for this one, and nobody would know
                 announce_exit(connected.result(), RankExit(spec.rank, None, "died", repr(exc)))
                 raise

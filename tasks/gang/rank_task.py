@@ -123,21 +123,21 @@ class Heartbeat:
             self.connected().add(self._key, 1)
 
 
-def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, beat: Heartbeat, log: RankLog) -> Any:
+def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat: Heartbeat, log: RankLog) -> Any:
     """Run one rank to its end, and return what its function returned, or the state of a rank that failed or was stopped.
 
     Args:
         spec: The rank.
         machine: Its machine; None for this one.
         stop: Whether it is to be stopped.
-        beat: The heartbeat of this task run.
+        heartbeat: The heartbeat of this task run.
         log: Where its lines go.
 
     """
     rank = LocalRank(spec) if machine is None else machine.start(spec)
     try:
         stop.follow(rank.wake)
-        stopped = _supervise(rank, stop, beat, lambda: has_announced_failure(beat.connected(), spec.rank), log)
+        stopped = _supervise(rank, stop, heartbeat, lambda: has_announced_failure(heartbeat.connected(), spec.rank), log)
     finally:
         rank.kill()
         result = rank.finish()
@@ -147,8 +147,8 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, beat: Hea
         if result.kind not in CONSEQUENCES:
             log.write_all()
         # The rank may have announced it; if its process died, it has not.
-        announce_exit(beat.connected(), RankExit(spec.rank, None, "died", result.error))
-        return _failed(spec, result, beat.connected())
+        announce_exit(heartbeat.connected(), RankExit(spec.rank, None, "died", result.error))
+        return _failed(spec, result, heartbeat.connected())
     return None if result.return_value is None else _load_value(result.return_value)
 
 
@@ -161,7 +161,7 @@ def _load_value(pickled: bytes) -> Any:
 
 
 def _supervise(
-    started: StartedRank, stop: StopOrder, beat: Callable[[], None], has_failed: Callable[[], bool], log: RankLog
+    started: StartedRank, stop: StopOrder, heartbeat: Callable[[], None], has_failed: Callable[[], bool], log: RankLog
 ) -> str | None:
     """Log lines until the process has exited; return why it was stopped, or None if it exited by itself.
 
@@ -172,7 +172,7 @@ def _supervise(
     terminate_at_s, kill_at_s = math.inf, math.inf
     for lines in started.lines(_POLL_S):
         log.write(lines)
-        beat()
+        heartbeat()
         now_s = time.monotonic()
         if not is_stopping and stop.reason is not None:
             is_stopping, terminate_at_s = True, now_s

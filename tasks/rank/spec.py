@@ -111,7 +111,7 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """How a rank ended, as its process tells the task that supervises it.
+    """How a rank ended, as its process reports it to the task that supervises it.
 
     Attributes:
         return_value: What its function returned, pickled; None if it failed, or if the value cannot be pickled.

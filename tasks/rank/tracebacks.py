@@ -30,7 +30,7 @@ def has_user_frames(error: BaseException) -> bool:
 
 
 def is_defect(error: BaseException) -> bool:
-    """Return whether `error` was raised by this package, and not in order to tell a user of a mistake."""
+    """Return whether `error` was raised by this package, other than to report a mistake of the user."""
     if error.__cause__ is not None and _is_ours(type(error.__cause__).__module__):
         return False
     files = _files(error)

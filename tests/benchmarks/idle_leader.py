@@ -3,7 +3,8 @@
     python tests/benchmarks/idle_leader.py [--ranks 1000] [--per-node 8] [--seconds 20]
 
 A real training flow with a Prefect server of its own leads ranks on simulated machines: one process holds a real link for each
-machine, says that it has room, beats each second, and starts no rank; it says that all ranks have returned when the time is up.
+machine, says that it has room, sends a heartbeat each second, and starts no rank; it says that all ranks have returned when
+the time is up.
 So everything of the leader is real: links, task runs, supervision, the store.
 
     CPU         of the flow's process while all ranks run, in percent of one core
@@ -27,8 +28,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 import psutil
-from prefect_torch.tasks.gang.engines.cluster import Agents, Cluster, Wanted
-from prefect_torch.tasks.gang.machine.link import BEAT_S, LinkError, greet_leader
+from prefect_torch.tasks.gang.engines.cluster import Agents, Cluster, MachineRequest
+from prefect_torch.tasks.gang.machine.link import HEARTBEAT_S, LinkError, greet_leader
 from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.rank.plain_result import encode_result
 from prefect_torch.tasks.rank.spec import RankResult
@@ -46,7 +47,7 @@ class SimulatedMachines(Cluster):
     seconds: float
 
     @contextmanager
-    def lend(self, wanted: Wanted, agents: Agents) -> Iterator[None]:
+    def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Start the process."""
         for number in range(self.machines):
             agents.expect(f"machine-{number}")
@@ -97,11 +98,11 @@ def play():
     ends_s = None
     while ends_s is None or time.monotonic() < ends_s:
         for machine in machines:
-            machine.link.beat()
+            machine.link.send_heartbeat()
         if ends_s is None and Played.started == plan["machines"] * plan["per_node"]:
             ends_s = time.monotonic() + plan["seconds"] + 2 * _SETTLE_S
             print("all started", flush=True)
-        time.sleep(BEAT_S)
+        time.sleep(HEARTBEAT_S)
     for machine in machines:
         machine.end()
     time.sleep(600)  # the leader closes the links

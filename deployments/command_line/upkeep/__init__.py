@@ -1,1 +1,1 @@
-"""What changes a storage besides pins and prunes: copies of runs, and their deletion."""
+"""Copies and deletion of runs."""

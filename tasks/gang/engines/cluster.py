@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MachineRequest:
     """The ranks of one attempt that need machines.
 
     Attributes:
@@ -46,7 +46,7 @@ class Agents(Protocol):
         """Return the arguments of the agent's command, to come after "prefect-torch agent" or "python -m …".
 
         Args:
-            name: The machine's name in messages, and in `Wanted.avoid`; its host name if None.
+            name: The machine's name in messages, and in `MachineRequest.avoid`; its host name if None.
             slots: How many ranks it has room for; None for as many as it has GPUs, or one without.
 
         """
@@ -101,7 +101,7 @@ class Cluster(BaseModel, ABC):
     )
 
     @abstractmethod
-    def lend(self, wanted: Wanted, agents: Agents) -> AbstractContextManager[None]:
+    def lend(self, wanted: MachineRequest, agents: Agents) -> AbstractContextManager[None]:
         """Start one agent on each of several machines, and release the machines at the end of the context.
 
         Called for each attempt. More agents than are needed may be started: the first that come and have room for

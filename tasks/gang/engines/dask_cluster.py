@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from .cluster import Agents, Cluster, Wanted
+from .cluster import Agents, Cluster, MachineRequest
 
 
 class DaskCluster(Cluster):
@@ -35,7 +35,7 @@ class DaskCluster(Cluster):
     )
 
     @contextmanager
-    def lend(self, wanted: Wanted, agents: Agents) -> Iterator[None]:
+    def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Submit an agent to each worker that is not to be avoided, from a process of its own."""
         order: dict[str, Any] = {
             "address": self.address,

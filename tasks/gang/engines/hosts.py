@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .cluster import Agents, Cluster, Wanted
+from .cluster import Agents, Cluster, MachineRequest
 from .starting import AGENT
 
 
@@ -38,7 +38,7 @@ class Hosts(Cluster):
         super().__init__(**(fields if hosts is None else {"hosts": hosts, **fields}))
 
     @contextmanager
-    def lend(self, wanted: Wanted, agents: Agents) -> Iterator[None]:
+    def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Run the command for every host that is not to be avoided."""
         slots = self.ranks_per_host
         if slots is None and not wanted.use_gpu:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from pydantic import Field
 
-from .cluster import Agents, Cluster, Wanted
+from .cluster import Agents, Cluster, MachineRequest
 from .kubernetes_job import JOB_SET_GROUP, JOB_SET_VERSION, AgentPods, job, job_set, machine_of, secret
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -44,7 +44,7 @@ class KubernetesCluster(Cluster):
     )
 
     @contextmanager
-    def lend(self, wanted: Wanted, agents: Agents) -> Iterator[None]:
+    def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Create the Job, and delete it in the end."""
         cluster = _Api(self.namespace)
         pods = AgentPods(
@@ -118,7 +118,7 @@ class _Api:
 
     def delete(self, pods: AgentPods) -> None:
         """Delete the Job or JobSet, and with it its pods and the Secret."""
-        with suppress(self.error):  # its owner, or whoever looked after it, was first
+        with suppress(self.error):  # its owner, or a garbage collector, was first
             if self._has_job_sets:
                 self._custom.delete_namespaced_custom_object(*self._job_sets(), pods.name, propagation_policy="Background")
             else:

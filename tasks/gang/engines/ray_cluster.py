@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from .cluster import Agents, Cluster, Wanted
+from .cluster import Agents, Cluster, MachineRequest
 
 
 class RayCluster(Cluster):
@@ -39,7 +39,7 @@ class RayCluster(Cluster):
     )
 
     @contextmanager
-    def lend(self, wanted: Wanted, agents: Agents) -> Iterator[None]:
+    def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Reserve a placement group in a process of its own, whose end releases it."""
         order: dict[str, Any] = {
             "address": self.address,

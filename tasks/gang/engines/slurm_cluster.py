@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from pydantic import Field
 
-from .cluster import Agents, Cluster, Wanted
+from .cluster import Agents, Cluster, MachineRequest
 from .starting import AGENT
 
 
@@ -44,7 +44,7 @@ class SlurmCluster(Cluster):
     )
 
     @contextmanager
-    def lend(self, wanted: Wanted, agents: Agents) -> Iterator[None]:
+    def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Start one agent on each machine by one srun, which waits for the allocation."""
         slots = self.ranks_per_node or self.gpus_per_node or 1
         fewest, most = math.ceil(wanted.fewest / slots), math.ceil(wanted.most / slots)
@@ -62,7 +62,7 @@ class SlurmCluster(Cluster):
         agents.run(shlex.join([*self._srun(nodes[0], wanted, in_job is not None), *program]), ["Slurm"])
         yield
 
-    def _srun(self, nodes: str, wanted: Wanted, in_job: bool) -> list[str]:
+    def _srun(self, nodes: str, wanted: MachineRequest, in_job: bool) -> list[str]:
         return [
             "srun",
             f"--nodes={nodes}",

@@ -24,7 +24,7 @@ from prefect_torch.tasks.gang.process import RankProcess
 from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
 
 from .interface import interface_of
-from .link import BEAT_S, Link, LinkError, greet_leader
+from .link import HEARTBEAT_S, Link, LinkError, greet_leader
 from .versions import versions
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Agent:
             signal.signal(number, lambda *_: self._terminated.set())
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal; the connection tells when the leader is gone
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
         returncode = 0
         try:
             while True:
@@ -137,7 +137,7 @@ class Agent:
             held = self._seat.locks[header["local_rank"] : header["local_rank"] + 1]
         self._ranks[header["rank"]] = _Rank(self._link, header, {**kept, **header["environment"]}, spec, held)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Beat, and close the connection when the leader no longer does."""
         is_reported = False
         with suppress(LinkError):
@@ -145,13 +145,13 @@ class Agent:
                 if self._terminated.is_set() and not is_reported:
                     self._link.send({"type": "terminated"})
                     is_reported = True
-                self._link.beat()
+                self._link.send_heartbeat()
                 if time.monotonic() - self._link.heard_s > _SILENT_S:
                     break
                 if is_reported:
-                    self._has_ended.wait(BEAT_S)
+                    self._has_ended.wait(HEARTBEAT_S)
                 else:
-                    self._terminated.wait(BEAT_S)
+                    self._terminated.wait(HEARTBEAT_S)
         self._link.close()
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from prefect_torch.tasks.gang.engines.cluster import Cluster, Wanted
+from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 
 from .agent_command import AgentCommand
 from .door import Door
@@ -38,7 +38,7 @@ class Gathering:
 
     """
 
-    def __init__(self, cluster: Cluster, wanted: Wanted) -> None:
+    def __init__(self, cluster: Cluster, wanted: MachineRequest) -> None:
         self.key = secrets.token_hex(32)
         self._cluster, self._wanted = cluster, wanted
         self._expected: list[str] = []
@@ -158,7 +158,7 @@ class Gathering:
 
 
 @contextmanager
-def gather(cluster: Cluster, wanted: Wanted) -> Iterator[Gathering]:
+def gather(cluster: Cluster, wanted: MachineRequest) -> Iterator[Gathering]:
     """Ask a cluster for machines, and let them go at the end of the context."""
     gathering = Gathering(cluster, wanted)
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.storage.opening import open_storage
-from prefect_torch.tasks.gang.engines.cluster import Cluster, Wanted
+from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.machine_report import CLOCK, InspectionOrder
 from prefect_torch.tasks.rank.rendezvous import Address
 
@@ -56,7 +56,7 @@ def inspect_machines(cluster: Cluster, num_ranks: int, storage: StorageSpec | No
         StorageError, OSError: If this machine itself cannot write to the storage.
 
     """
-    wanted = Wanted(1, num_ranks, use_gpu=False, avoid=frozenset())
+    wanted = MachineRequest(1, num_ranks, use_gpu=False, avoid=frozenset())
     with _written(storage) as key, gather(cluster, wanted) as gathering, _listening(gathering.host) as leader:
         machines = gathering.wait(lambda: None, everyone=True)
         order = InspectionOrder(leader, storage, key)

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from prefect import get_run_logger
-from prefect_torch.tasks.gang.engines.cluster import Cluster, Wanted
+from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
 from .gathering import gather
@@ -86,7 +86,7 @@ class Machines:
         in_use = frozenset(machine.name for machine in lease.machines)
         regrowth = Regrowth(
             self._cluster,
-            lambda: Wanted(1, missing, self._use_gpu, self._lost_lately() | in_use, in_use),
+            lambda: MachineRequest(1, missing, self._use_gpu, self._lost_lately() | in_use, in_use),
             self._regrow_after_s,
         )
         try:
@@ -101,7 +101,7 @@ class Machines:
         avoid = self._lost_lately()
         deadline_s = time.monotonic() + self._cluster.wait_s
         while True:
-            wanted = Wanted(self._fewest, self._most, self._use_gpu, avoid)
+            wanted = MachineRequest(self._fewest, self._most, self._use_gpu, avoid)
             try:
                 with ExitStack() as tried:
                     lease = self._try(wanted, tried, raise_if_requested)
@@ -116,7 +116,7 @@ class Machines:
             else:
                 _sleep(_AGAIN_S, raise_if_requested)
 
-    def _try(self, wanted: Wanted, tried: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
+    def _try(self, wanted: MachineRequest, tried: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
         gathering = tried.enter_context(gather(self._cluster, wanted))
         machines = gathering.wait(raise_if_requested)
         num_ranks = _fill(machines, wanted.most)
@@ -138,7 +138,7 @@ def _fill(machines: Sequence[RemoteMachine], most: int) -> list[int]:
     return num_ranks
 
 
-def _shortage(wanted: Wanted, machines: Sequence[RemoteMachine], missing: list[str]) -> str:
+def _shortage(wanted: MachineRequest, machines: Sequence[RemoteMachine], missing: list[str]) -> str:
     there = [f"{machine.name}: {machine.slots}" for machine in machines]
     avoided = [f"{name}: lost some minutes ago" for name in sorted(wanted.avoid)]
     room = sum(machine.slots for machine in machines)
@@ -146,7 +146,7 @@ def _shortage(wanted: Wanted, machines: Sequence[RemoteMachine], missing: list[s
     return f"{_ranks(wanted)} wanted, the cluster has room for {room}: {reasons}"
 
 
-def _ranks(wanted: Wanted) -> str:
+def _ranks(wanted: MachineRequest) -> str:
     return f"{wanted.fewest} ranks" if wanted.fewest == wanted.most else f"at least {wanted.fewest} ranks"
 
 

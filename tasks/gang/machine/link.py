@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-BEAT_S = 1.0  # between two beats, both ways
+HEARTBEAT_S = 1.0  # between two heartbeats, both ways
 _PROTOCOL = b"prefect-torch agent, protocol 1\n"
 _NONCE_BYTES = 32
 _CODE_BYTES = 32
@@ -23,7 +23,7 @@ _LENGTHS = struct.Struct(">IQ")
 _LONGEST_HEADER = 1 << 26
 _LONGEST_BODY = 1 << 32
 _CHUNK = 1 << 20
-_BEAT = {"type": "beat"}
+_HEARTBEAT = {"type": "heartbeat"}
 
 
 class LinkError(ConnectionError):
@@ -60,8 +60,8 @@ class Link:
         with self._sending:
             self._send(header, body)
 
-    def beat(self) -> None:
-        """Send a beat, unless a message is being sent, which is as good as one.
+    def send_heartbeat(self) -> None:
+        """Send a heartbeat, unless a message is being sent, which is as good as one.
 
         Raises:
             LinkError: If the other end is gone.
@@ -69,12 +69,12 @@ class Link:
         """
         if self._sending.acquire(blocking=False):
             try:
-                self._send(_BEAT, b"")
+                self._send(_HEARTBEAT, b"")
             finally:
                 self._sending.release()
 
     def receive(self) -> tuple[dict[str, Any], bytes]:
-        """Return the next message that is no beat.
+        """Return the next message that is no heartbeat.
 
         Raises:
             LinkError: If the other end is gone, or the message is not from it.
@@ -90,7 +90,7 @@ class Link:
                 raise LinkError("a message is not from the other end of the connection")
             self._num_received += 1
             fields = json.loads(header)
-            if fields != _BEAT:
+            if fields != _HEARTBEAT:
                 return fields, body
 
     def close(self) -> None:

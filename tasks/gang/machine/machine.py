@@ -12,11 +12,11 @@ import cloudpickle
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.rank.spec import RankSpec
 
-from .link import BEAT_S, Link, LinkError
+from .link import HEARTBEAT_S, Link, LinkError
 from .remote_rank import RemoteRank
 
 SILENT_S = 10.0
-_ASLEEP_S = 2 * BEAT_S
+_ASLEEP_S = 2 * HEARTBEAT_S
 # What the libraries of storages read.
 _OF_STORAGES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "FSSPEC_")
 
@@ -105,7 +105,7 @@ class RemoteMachine:
         self._lose("the attempt is over")
 
     def look(self, slept_s: float) -> None:
-        """Send a beat, and lose the machine if it has sent none for ten seconds.
+        """Send a heartbeat, and lose the machine if it has sent none for ten seconds.
 
         Args:
             slept_s: For how long of the time since the last call this process was stopped itself.
@@ -116,7 +116,7 @@ class RemoteMachine:
             self._lose(f"it has sent nothing for {SILENT_S:g} s, so it, or the network to it, is gone")
         elif self.lost is None:
             try:
-                self._link.beat()
+                self._link.send_heartbeat()
             except LinkError as exc:
                 self._lose(str(exc))
 
@@ -161,7 +161,7 @@ class Pulse:
     def __init__(self) -> None:
         self.machines: list[RemoteMachine] = []
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="beats", daemon=True).start()
+        threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def stop(self) -> None:
         """Beat no longer."""
@@ -169,7 +169,7 @@ class Pulse:
 
     def _run(self) -> None:
         looked_s = time.monotonic()
-        while not self._stopped.wait(BEAT_S):
+        while not self._stopped.wait(HEARTBEAT_S):
             passed_s, looked_s = time.monotonic() - looked_s, time.monotonic()
             for machine in tuple(self.machines):
                 machine.look(passed_s if passed_s > _ASLEEP_S else 0.0)

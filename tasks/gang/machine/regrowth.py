@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 
 from prefect import get_run_logger
-from prefect_torch.tasks.gang.engines.cluster import Cluster, Wanted
+from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
 from .gathering import gather
@@ -27,7 +27,7 @@ class Regrowth:
 
     """
 
-    def __init__(self, cluster: Cluster, wanted: Callable[[], Wanted], every_s: float) -> None:
+    def __init__(self, cluster: Cluster, wanted: Callable[[], MachineRequest], every_s: float) -> None:
         self.room = 0
         self._cluster, self._wanted, self._every_s = cluster, wanted, every_s
         self._stopped = threading.Event()

@@ -11,7 +11,7 @@ _FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max
 
 
 def available_bytes(proc: Path = _PROC) -> int:
-    """Return the available memory in bytes; 0 where the system does not tell, as outside of Linux.
+    """Return the available memory in bytes; 0 where it is unknown, as outside of Linux.
 
     Args:
         proc: The directory in which the kernel describes processes and the machine.

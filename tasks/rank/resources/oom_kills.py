@@ -1,4 +1,4 @@
-"""How many processes the kernel has killed for lack of memory; the count tells such a kill from any other SIGKILL."""
+"""How many processes the kernel has killed for lack of memory; the count distinguishes such a kill from any other SIGKILL."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.gang import fork_servers
-from prefect_torch.tasks.gang.fork_servers import ForkServer, ForkServers, Surroundings, python_command
+from prefect_torch.tasks.gang.fork_servers import ForkServer, ForkServers, ProcessContext, python_command
 from prefect_torch.tasks.gang.process import RankProcess
 from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.rank.rendezvous import Address
@@ -203,7 +203,7 @@ def test_a_supervisor_that_is_killed_takes_the_rank_and_the_server_along(tmp_pat
 
 
 def test_a_server_ends_with_its_client_also_while_it_imports():
-    server = ForkServer(Surroundings.of_rank(variables()))
+    server = ForkServer(ProcessContext.of_rank(variables()))
     with soon() as wait:
         wait(lambda: "-u" not in psutil.Process(server._process.pid).cmdline())  # its title is set, and its imports begin
     server._control.close()
@@ -275,16 +275,16 @@ def test_where_a_fork_is_not_safe_with_the_compiler_ranks_are_forked_without(ran
 
 
 def test_a_server_is_shared_where_a_new_process_would_find_the_same(monkeypatch):
-    plain = Surroundings.of_rank({"A": "1"})
-    assert Surroundings.of_rank({"A": "1", "RANK": "3", "CUDA_VISIBLE_DEVICES": "2", "PREFECT_API_URL": "x"}) == plain
-    assert Surroundings.of_rank({"A": "1", "OMP_NUM_THREADS": "3"}) != plain
+    plain = ProcessContext.of_rank({"A": "1"})
+    assert ProcessContext.of_rank({"A": "1", "RANK": "3", "CUDA_VISIBLE_DEVICES": "2", "PREFECT_API_URL": "x"}) == plain
+    assert ProcessContext.of_rank({"A": "1", "OMP_NUM_THREADS": "3"}) != plain
     before = os.umask(0o123)
     try:
-        assert Surroundings.of_rank({"A": "1"}) != plain
+        assert ProcessContext.of_rank({"A": "1"}) != plain
     finally:
         os.umask(before)
     monkeypatch.setattr(sys, "path", [])
-    assert Surroundings.of_rank({"A": "1"}) != plain
+    assert ProcessContext.of_rank({"A": "1"}) != plain
 
 
 def test_the_server_used_longest_ago_makes_room(monkeypatch):
@@ -293,8 +293,8 @@ def test_the_server_used_longest_ago_makes_room(monkeypatch):
     class Server:
         is_alive, has_refused = True, False
 
-        def __init__(self, surroundings):
-            self.name = dict(surroundings.environment)["NAME"]
+        def __init__(self, context):
+            self.name = dict(context.environment)["NAME"]
 
         def close(self):
             closed.append(self.name)

@@ -55,11 +55,11 @@ def greet(opened):
     return make
 
 
-def test_messages_arrive_in_order_with_their_bytes_and_beats_are_not_seen(greet):
+def test_messages_arrive_in_order_with_their_bytes_and_heartbeats_are_not_seen(greet):
     leader, agent = greet()
     for number in range(3):
         leader.send({"number": number}, bytes([number]) * 1_000)
-        leader.beat()
+        leader.send_heartbeat()
     assert [agent.receive() for _ in range(3)] == [({"number": number}, bytes([number]) * 1_000) for number in range(3)]
     agent.send({"answer": "ü"})
     assert leader.receive() == ({"answer": "ü"}, b"")
@@ -155,7 +155,7 @@ def test_a_flood_of_silent_strangers_keeps_no_agent_waiting(door):
     begun = time.monotonic()
     link = come_in(door)
     wait_for(lambda: entered)
-    assert time.monotonic() - begun < links.BEAT_S + 3  # less than one stranger may take to be given up
+    assert time.monotonic() - begun < links.HEARTBEAT_S + 3  # less than one stranger may take to be given up
     assert [hello["name"] for _, hello in entered] == ["good"]
     assert len(door._strangers) <= 256
     link.close()

@@ -12,7 +12,7 @@ from typing import Literal
 import psutil
 import pytest
 from prefect_torch.tasks import Hosts, ScalingConfig
-from prefect_torch.tasks.gang.engines.cluster import Cluster, Wanted
+from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.engines.starting import AGENT
 from prefect_torch.tasks.gang.machine import regrowth as regrowth_module
 from prefect_torch.tasks.gang.machine.agent import KEY_VARIABLE
@@ -43,7 +43,7 @@ def test_machines_are_held_as_soon_as_the_cluster_has_some_that_are_not_in_use(t
 
     def wanted():
         asked.append(1)
-        return Wanted(1, 2, use_gpu=False, avoid=frozenset({"a"}), in_use=frozenset({"a"}))
+        return MachineRequest(1, 2, use_gpu=False, avoid=frozenset({"a"}), in_use=frozenset({"a"}))
 
     (tmp_path / "a").touch()
     cluster = Hosts(["a", "b"], command=f"test -e {tmp_path}/{{host}} && exec {{agent}}", leader_address=LOOPBACK)
@@ -90,7 +90,7 @@ def test_an_engine_that_knows_nothing_of_regrowth_is_asked_like_any_other(tmp_pa
 
     def wanted():
         asked.append(1)
-        return Wanted(1, 4, use_gpu=False, avoid=frozenset({"m0"}), in_use=frozenset({"m0"}))
+        return MachineRequest(1, 4, use_gpu=False, avoid=frozenset({"m0"}), in_use=frozenset({"m0"}))
 
     regrowth = Regrowth(Counted(file=str(counted), leader_address=LOOPBACK), wanted, 0.01)
     try:
