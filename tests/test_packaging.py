@@ -85,6 +85,8 @@ def built(tmp_path_factory) -> Path:
     sources, built = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("built")
     for name in [*FOLDERS, "pyproject.toml", "MANIFEST.in", "constraints.txt", "README.md", "LICENSE"]:
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, sources / name)
+    (sources / "tests").mkdir()
+    (sources / "tests/test_loose.py").touch()  # setuptools takes such files along, without what they need
     _build(sources, f"build_sdist({str(built)!r})")
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -104,12 +106,14 @@ def _run(command: list[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_the_sdist_carries_the_constraints_and_the_wheel_every_module(built):
+def test_the_sdist_carries_no_loose_tests_and_the_wheel_every_module(built):
     (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
     with tarfile.open(sdist) as archive:
-        assert f"{sdist.name.removesuffix('.tar.gz')}/constraints.txt" in archive.getnames()
+        carried = {Path(name).relative_to(sdist.name.removesuffix(".tar.gz")) for name in archive.getnames()}
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+    assert {Path("constraints.txt"), Path("LICENSE"), *SOURCES} <= carried
+    assert not [path for path in carried if path.parts[:1] == ("tests",)]
     for source in SOURCES:
         assert f"{_package(source.parent).replace('.', '/')}/{source.name}" in names
     data = ("job_templates/kubernetes.json", "command_line/ray/equivalents.json")
