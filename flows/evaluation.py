@@ -110,6 +110,15 @@ def evaluate(
             "of a rank that fails do in any case.",
         ),
     ] = "all",
+    log_level: Annotated[
+        Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Field(title="From this level on")]
+        | Annotated[None, Field(title="All lines")],
+        shown_as(
+            "Log level",
+            "Only lines of at least this level go to Prefect's log: lines that begin with one, as loggers write them; others "
+            "count as INFO, and tracebacks as ERROR.",
+        ),
+    ] = None,
 ) -> dict[str, Metrics]:
     """Evaluate checkpoints on several ranks, attach the metrics to them, and return these by checkpoint id.
 
@@ -130,6 +139,8 @@ def evaluate(
         poll_s: How often to look for new checkpoints, in seconds.
         working_dir: A directory whose copy comes along to all machines, as `RunConfig.working_dir`; the flow's own if None.
         log_ranks: Whose lines go to Prefect's log; the last lines of a rank that fails do in any case.
+        log_level: The lowest level of the lines that go to Prefect's log; all lines if None. Where some do not go there, all
+            are stored beside the run, for `prefect-torch logs --evaluation`.
 
     Raises:
         Exception: The first failure: the function's own exception, from a RankFailedError with the rank's traceback, or the
@@ -145,7 +156,7 @@ def evaluate(
     seat, machines = seat_for(scaling), machines_for(scaling)
     place = configured_storage(storage)
     code = None if working_dir is None else pack_directory(working_dir, place.url, check_evaluation_name(name))
-    job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling, code, log_ranks)
+    job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling, code, log_ranks, log_level)
     chosen = _choose(place, run, checkpoints, name, poll_s if watch else None)
     with outlast_api_outages():
         return _evaluate_all(job, seat, machines, chosen)

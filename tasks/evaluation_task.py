@@ -1,6 +1,6 @@
 """The Prefect task that evaluates one checkpoint: a group of ranks runs the user's function, and its metrics are attached."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -10,13 +10,14 @@ from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.runs.evaluations import check_free
+from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.tasks.gang.gang import meet
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
-from prefect_torch.tasks.gang.rank_logs import RankLogs
+from prefect_torch.tasks.gang.rank_logs import RankLogs, rank_logs
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.config import RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -38,6 +39,8 @@ class EvaluationJob:
         scaling: The ranks and their devices.
         working_dir: The directory whose copy the ranks run in; None for the flow's own.
         log_ranks: Whose lines go to Prefect; of the others, only the last ones of a rank that fails.
+        log_level: The lowest level of the lines that go to Prefect; None for all. All lines are stored beside the run if some
+            do not go to Prefect.
 
     """
 
@@ -46,6 +49,7 @@ class EvaluationJob:
     scaling: ScalingConfig
     working_dir: WorkingDirectory | None = None
     log_ranks: Literal["all", "rank0", "local0"] = "all"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None = None
 
 
 @task(
@@ -83,7 +87,7 @@ def evaluate_checkpoint(
             if job.working_dir is not None:
                 job.working_dir.store(store)
             termination = Termination(grace_s=0.0)
-            metrics = termination.outlast(partial(_run, job, checkpoint, termination, seat, machines))
+            metrics = termination.outlast(partial(_run, job, store, checkpoint, termination, seat, machines))
             store.attach_metrics(checkpoint.checkpoint_id, metrics, job.name)
     except RankFailedError as exc:
         if _is_pruned(store, checkpoint.checkpoint_id):
@@ -100,12 +104,18 @@ def evaluate_checkpoint(
 
 
 def _run(
-    job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination, seat: GpuSeat, machines: Machines | None
+    job: EvaluationJob,
+    store: CheckpointStore,
+    checkpoint: CheckpointRef,
+    termination: Termination,
+    seat: GpuSeat,
+    machines: Machines | None,
 ) -> Metrics:
     try:
         seat.take(termination.raise_if_requested)
-        with nullcontext() if machines is None else machines.lend(termination.raise_if_requested) as lease:
-            metrics = _run_ranks(job, checkpoint, termination, seat, lease)
+        lent = nullcontext() if machines is None else machines.lend(termination.raise_if_requested)
+        with lent as lease, _logs(job, store, checkpoint) as logs:
+            metrics = _run_ranks(job, checkpoint, termination, seat, lease, logs)
     finally:
         seat.release()
     if metrics is None:
@@ -113,12 +123,17 @@ def _run(
     return dict(metrics)
 
 
+def _logs(job: EvaluationJob, store: CheckpointStore, checkpoint: CheckpointRef) -> AbstractContextManager[RankLogs]:
+    files = LogFiles(store, store.layout.evaluation_logs(job.name, checkpoint.checkpoint_id))
+    files.remove_former()
+    return rank_logs(RunConfig(log_ranks=job.log_ranks, log_level=job.log_level), files)
+
+
 def _run_ranks(
-    job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination, seat: GpuSeat, lease: Lease | None
+    job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination, seat: GpuSeat, lease: Lease | None, logs: RankLogs
 ) -> Any:
     # Without it, Prefect marks the task runs of ranks as rolled back as soon as this one fails.
     with transaction(commit_mode=CommitMode.EAGER):
-        logs = RankLogs(RunConfig(log_ranks=job.log_ranks), None)
         gang, key_value = meet(partial(_specs, job, checkpoint, seat, lease), None, lease, logs=logs)
         try:
             return gang.run(key_value, None, termination)

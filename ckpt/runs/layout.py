@@ -11,6 +11,7 @@
 <run>/latest.json                    a hint; may be stale or missing without harm
 <run>/metrics/<attempt>-<last>-<count>.jsonl  metric history: `count` records that end with number `last`, written once
 <run>/logs/<attempt>/rank-<rank>.<part>.log  lines of a rank; the last part is written again while it grows
+<run>/evaluation-logs/<name>/<id>/rank-<rank>.<part>.log  of a rank that evaluated a checkpoint
 <run>/code/<digest>.zip              the working directory of its ranks, named by the archive's digest
 <run>/evaluation-code/<name>/<digest>.zip  that of the ranks of an evaluation
 <run>/pins/<id>.<token>.json         a pin; unique per call (version 0.1 wrote <id>.json)
@@ -125,8 +126,11 @@ class Layout:
     def logs(self, attempt: int) -> str:
         return f"{self.run}/logs/{attempt:06d}/"
 
-    def log(self, attempt: int, rank: int, part: int) -> str:
-        return f"{self.logs(attempt)}rank-{rank}.{part:06d}.log"
+    def evaluations_logs(self, name: str) -> str:
+        return f"{self.run}/evaluation-logs/{name}/"
+
+    def evaluation_logs(self, name: str, checkpoint_id: str) -> str:
+        return f"{self.evaluations_logs(name)}{checkpoint_id}/"
 
     def pin(self, checkpoint_id: str, token: str) -> str:
         return f"{self.pins}{checkpoint_id}.{token}.json"
@@ -169,6 +173,11 @@ def attempt_number(key: str) -> int:
     """Return the attempt number of the claim at `key`; 0 if `key` is no claim's."""
     claim = _CLAIM.fullmatch(key.rpartition("/")[2])
     return 0 if claim is None else int(claim["number"])
+
+
+def log_name(rank: int, part: int) -> str:
+    """Return the name of a part of a rank's log."""
+    return f"rank-{rank}.{part:06d}.log"
 
 
 def stem(key: str) -> str:

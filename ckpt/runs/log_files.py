@@ -1,4 +1,4 @@
-"""What the ranks of an attempt print, as files beside the run."""
+"""What the ranks of an attempt or an evaluation print, as files beside the run."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,6 +7,7 @@ from threading import Lock
 
 from prefect_torch.ckpt.text import utc_now
 
+from .layout import log_name
 from .run import Run
 
 _PART_BYTES = 1 << 20
@@ -21,25 +22,30 @@ class _Part:
 
 
 class LogFiles:
-    """The log files of one attempt's ranks, in parts of 1 MiB, since most storages cannot append.
+    """The log files of the ranks of one attempt or evaluation, in parts of 1 MiB, since most storages cannot append.
 
     The newest part of a rank is written again while it grows. Lines may be appended from any thread.
 
     Args:
         run: The run.
-        attempt: The attempt's number.
+        folder: Where they lie in its storage, a prefix of its layout.
 
     Attributes:
         num_lost: How many parts were dropped, since the storage failed for too long.
 
     """
 
-    def __init__(self, run: Run, attempt: int) -> None:
+    def __init__(self, run: Run, folder: str) -> None:
         self.num_lost = 0
-        self._run, self._attempt = run, attempt
+        self._run, self._folder = run, folder
         self._newest: dict[int, _Part] = {}
         self._unstored: dict[str, bytearray] = {}
         self._changing = Lock()
+
+    def remove_former(self) -> None:
+        """Remove the files of an earlier evaluation of the same checkpoint under the same name; costs a listing."""
+        if former := self._run.keys(self._folder):
+            self._run.storage.delete(former)
 
     def append(self, rank: int, lines: Sequence[str]) -> None:
         """Append lines to a rank's log, with the time; nothing is stored before `flush`."""
@@ -50,7 +56,7 @@ class LogFiles:
             if part.text and len(part.text) + len(text) > _PART_BYTES:
                 part = self._newest[rank] = _Part(part.number + 1)
             part.text += text
-            self._unstored[self._run.layout.log(self._attempt, rank, part.number)] = part.text
+            self._unstored[self._folder + log_name(rank, part.number)] = part.text
             while len(self._unstored) > len(self._newest) + _MOST_UNSTORED_PARTS:
                 del self._unstored[next(iter(self._unstored))]
                 self.num_lost += 1
@@ -74,21 +80,20 @@ class LogFiles:
                     del self._unstored[key]
 
 
-def read_logs(run: Run, attempt: int, rank: int | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the lines of an attempt's log files, each with the name of its rank, rank by rank.
+def read_logs(run: Run, folder: str, rank: int | None = None) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the log files in a folder, each with the name of its rank, rank by rank.
 
     Args:
         run: The run.
-        attempt: The attempt's number.
+        folder: Where they lie in its storage, a prefix of its layout.
         rank: Only the lines of this rank.
 
     """
-    prefix = run.layout.logs(attempt)
-    names = [key.removeprefix(prefix) for key in run.keys(prefix)]
+    names = [key.removeprefix(folder) for key in run.keys(folder)]
     for name in sorted(names, key=_order):
         file = name.partition(".")[0]
         if rank is None or file == f"rank-{rank}":
-            for line in run.storage.get_bytes(prefix + name).decode(errors="replace").splitlines():
+            for line in run.storage.get_bytes(folder + name).decode(errors="replace").splitlines():
                 yield file, line
 
 

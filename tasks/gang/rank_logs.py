@@ -10,7 +10,6 @@ from contextvars import copy_context
 from prefect import get_run_logger
 from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.runs.log_files import LogFiles
-from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.rank.spec import RankSpec
 
@@ -58,7 +57,7 @@ class RankLog:
 
 
 class RankLogs:
-    """The lines of an attempt's ranks.
+    """The lines of the ranks of an attempt or an evaluation.
 
     Args:
         config: Which of them go to Prefect.
@@ -77,19 +76,17 @@ class RankLogs:
 
 
 @contextmanager
-def rank_logs(config: RunConfig, run: Run, attempt: int) -> Iterator[RankLogs]:
-    """Yield the logs of an attempt's ranks; where some lines do not go to Prefect, all are stored every ten seconds.
+def rank_logs(config: RunConfig, files: LogFiles) -> Iterator[RankLogs]:
+    """Yield the logs of ranks; where some lines do not go to Prefect, all are stored every ten seconds.
 
     Args:
         config: Which lines go to Prefect.
-        run: The run.
-        attempt: The attempt's number.
+        files: Where the lines are stored.
 
     """
     if config.log_ranks == "all" and config.log_level is None:
         yield RankLogs(config, None)
         return
-    files = LogFiles(run, attempt)
     ended = threading.Event()
     thread = threading.Thread(target=copy_context().run, args=(_store, files, ended), name="log-files", daemon=True)
     thread.start()

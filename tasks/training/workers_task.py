@@ -14,6 +14,7 @@ from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.reporting.key_value import KeyValue
 from prefect_torch.ckpt.reporting.session import ReportSettings
 from prefect_torch.ckpt.runs.attempts import Attempt, Ending, Outcome, record_world_size, write_outcome
+from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.records import check_depth
@@ -165,7 +166,7 @@ class _Leader:
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         termination.raise_if_requested()
         specs_at = partial(_specs, job, attempt, restored, self._seat, lease)
-        with rank_logs(job.run_config, self._store, attempt) as logs:
+        with rank_logs(job.run_config, LogFiles(self._store, self._store.layout.logs(attempt))) as logs:
             gang, key_value = meet(specs_at, job.failure.hang_timeout_s, lease, regrowth, logs)
             recorder.on_request = partial(self._decide, key_value)
             try:

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.deployments.command_line.program import run as run_command
 from prefect_torch.flows import Hosts, RunConfig, ScalingConfig, evaluate, train
 from ranks import Attempt, folder
 
@@ -28,7 +29,8 @@ import torch.distributed as dist
 from beside import VALUE
 
 def measure():
-    print(f"rank {dist.get_rank()} measures")
+    print(f"rank {dist.get_rank()} begins")
+    print(f"ERROR:me:rank {dist.get_rank()} measures")
     total = torch.tensor(VALUE)
     dist.all_reduce(total)
     return {"total": total.item(), "place": os.getcwd()}
@@ -52,7 +54,9 @@ def test_ranks_run_in_a_copy_of_the_working_directory(tmp_path, monkeypatch, clu
     assert len(CheckpointStore.open(run.storage, "run").keys("run/code/")) == 1
 
 
-def test_an_evaluation_on_machines_brings_its_own_directory_and_shows_the_lines_of_few_ranks(tmp_path, monkeypatch, caplog):
+def test_an_evaluation_on_machines_brings_its_own_directory_and_shows_the_lines_of_few_ranks(
+    tmp_path, monkeypatch, caplog, capsys
+):
     """The directory of a training that may run at the same time stays where it is."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     project = tmp_path / "project"
@@ -62,6 +66,8 @@ def test_an_evaluation_on_machines_brings_its_own_directory_and_shows_the_lines_
     store = CheckpointStore.open(str(tmp_path / "store"), "run")
     Attempt(store).session().report({}, folder(tmp_path / "c", a="1"))
     store.storage.put_bytes(store.layout.code("of-the-training"), b"")
+    (former := tmp_path / "store/run/evaluation-logs/eval" / next(store.ids()) / "rank-9.000000.log").parent.mkdir(parents=True)
+    former.write_text("an earlier evaluation with ten ranks")
     (evaluated,) = evaluate(
         "evaluation_of_project:measure",
         store.spec.url,
@@ -69,9 +75,22 @@ def test_an_evaluation_on_machines_brings_its_own_directory_and_shows_the_lines_
         scaling=ScalingConfig(num_workers=2, cluster=Hosts(["a", "b"], command="exec", leader_address="127.0.0.1", wait_s=0)),
         working_dir=str(project),
         log_ranks="rank0",
+        log_level="WARNING",
     ).values()
     assert evaluated["total"] == 14
     assert not evaluated["place"].startswith(str(project))
-    assert [it.getMessage() for it in caplog.records if it.getMessage().endswith(" measures")] == ["rank 0 measures"]
+    assert [it.getMessage() for it in caplog.records if it.getMessage().endswith((" begins", " measures"))] == [
+        "ERROR:me:rank 0 measures"
+    ]
     assert store.keys("run/code/") == ["run/code/of-the-training.zip"]
     assert len(store.keys("run/evaluation-code/eval/")) == 1
+    capsys.readouterr()
+    assert run_command(["logs", store.spec.url, "run", "--evaluation", "eval"]) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.endswith((" measures", " begins"))]
+    ends = [line.partition(": ")[0] + line.split(" ", 2)[2] for line in printed]
+    assert ends == [
+        f"rank-{rank}{line}" for rank in range(2) for line in (f"rank {rank} begins", f"ERROR:me:rank {rank} measures")
+    ]
+    assert not former.exists()
+    assert run_command(["logs", store.spec.url, "run", "--evaluation", "other"]) == 1
+    assert "no log of evaluation 'other' lies beside run 'run'" in capsys.readouterr().err

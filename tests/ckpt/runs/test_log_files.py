@@ -13,11 +13,11 @@ def run():
 
 
 def texts(run, attempt=1, rank=None):
-    return [(name, line.partition(" ")[2]) for name, line in read_logs(run, attempt, rank)]
+    return [(name, line.partition(" ")[2]) for name, line in read_logs(run, run.layout.logs(attempt), rank)]
 
 
 def test_lines_are_read_rank_by_rank_in_their_order(run):
-    files = LogFiles(run, 1)
+    files = LogFiles(run, run.layout.logs(1))
     files.append(10, ["ten"])
     files.append(2, ["a", "b"])
     files.flush()
@@ -32,7 +32,7 @@ def test_lines_are_read_rank_by_rank_in_their_order(run):
 
 def test_a_long_log_is_stored_in_parts_of_which_only_the_last_is_written_again(run, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_BYTES", 200)
-    files = LogFiles(run, 1)
+    files = LogFiles(run, run.layout.logs(1))
     put, put_bytes = [], run.storage.put_bytes
     monkeypatch.setattr(run.storage, "put_bytes", lambda key, data: (put.append((key, len(data))), put_bytes(key, data)))
     lines = [f"line {number}" for number in range(30)]
@@ -48,7 +48,7 @@ def test_a_long_log_is_stored_in_parts_of_which_only_the_last_is_written_again(r
 
 def test_lines_survive_a_storage_that_fails_for_a_while(run, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_BYTES", 50)
-    files = LogFiles(run, 1)
+    files = LogFiles(run, run.layout.logs(1))
     with monkeypatch.context() as patched:
         patched.setattr(run.storage, "put_bytes", lambda key, data: (_ for _ in ()).throw(OSError("full")))
         for number in range(100):
