@@ -127,6 +127,9 @@ def nothing_of_this_machine() -> Iterator[None]:
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")  # embedded servers would reach beyond loopback
+        # A server imports every collection of blocks when it starts, for half of its time; saving a block registers it, too.
+        patch.setenv("PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION", "false")
+        patch.setenv("PREFECT_SERVER_REGISTER_BLOCKS_ON_START", "false")
         patch.setenv("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
         yield
 

@@ -183,7 +183,7 @@ def open_artifact(page: Page, key: str) -> None:
 
 
 def test_a_training_is_started_in_the_form_watched_through_a_lost_rank_and_looked_at(stack, page, shoot):
-    flow_run_id = run_by_form(stack, page, "train_fn", "seen", shoot)
+    flow_run_id = run_by_form(stack, page, "train_once_more", "seen", shoot)
     page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
     page.get_by_role("tab", name="Task Runs").click()
     for rank in ("rank-0", "rank-1"):

@@ -23,7 +23,7 @@ import prefect
 from filelock import FileLock
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing import utilities
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts
@@ -87,14 +87,21 @@ def prepared_home(home: Path) -> Path:
 
 @contextmanager
 def server_of_this_process() -> Iterator[None]:
-    """Have flows of this process run against a server of their own, whose database is ready."""
+    """Have flows of this process run against a server of their own, whose database is ready.
+
+    They send no heartbeats: at the end of each flow Prefect waits until the thread that does wakes up, up to a second.
+    """
 
     def folder() -> str:
         made = tempfile.mkdtemp()
         shutil.copyfile(_empty_database(), Path(made, "prefect-test.db"))
         return made
 
-    with mock.patch.object(utilities, "mkdtemp", folder), utilities.prefect_test_harness(server_startup_timeout=_PATIENCE_S):
+    with (
+        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
+        mock.patch.object(utilities, "mkdtemp", folder),
+        utilities.prefect_test_harness(server_startup_timeout=_PATIENCE_S),
+    ):
         end_senders()
         yield
 
