@@ -1,5 +1,8 @@
 """Trials as flow runs of a deployment that a process serves."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,21 +16,31 @@ from prefect_torch.flows import RunConfig, SearchConfig, sweep, uniform
 
 SUPPORT = Path(__file__).parents[2] / "support"
 NAME = "trials-of-a-test"
+LONGEST_END_S = 30
 
 
 @pytest.fixture
-def served(monkeypatch):
-    monkeypatch.setenv("PREFECT_RUNNER_POLL_FREQUENCY", "1")
-    monkeypatch.setenv("PREFECT_API_URL", PREFECT_API_URL.value())
+def served():
+    env = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value(), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+    command = [sys.executable, SUPPORT / "serve_trials.py", NAME]
     with (
-        subprocess.Popen([sys.executable, SUPPORT / "serve_trials.py", NAME]) as server,
+        subprocess.Popen(command, env=env, start_new_session=True) as server,
         get_client(sync_client=True) as client,
     ):
         try:
             wait_until(lambda: is_known(client), "the deployment")
             yield f"train/{NAME}"
         finally:
-            server.terminate()
+            end_group(server)
+
+
+def end_group(server) -> None:
+    """Let the process end by itself, and then leave nothing of what it started, which has its process group."""
+    server.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(LONGEST_END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
 
 
 def is_known(client) -> bool:
@@ -54,7 +67,12 @@ def test_trials_are_flow_runs_of_a_deployment_that_pause_and_go_on_from_their_ch
     assert [record.step for record in result.best.result.history] == [0, 1, 2, 3]  # none was trained twice
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name(served)
-        found = [it for it in client.read_flow_runs() if it.deployment_id == deployment.id]
+
+        def runs():
+            return [it for it in client.read_flow_runs() if it.deployment_id == deployment.id]
+
+        wait_until(lambda: all(it.state is not None and it.state.is_final() for it in runs()), "every flow run is over")
+        found = runs()
     assert [it.name for it in found].count(result.best.run) == attempts
     assert {it.state_name for it in found} == {"Completed"}
     assert list((tmp_path / "deployed").glob("a*ed/*")) == []
