@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from prefect_torch.ckpt.context import rank_and_world_size
 from prefect_torch.ckpt.errors import CheckpointError, CheckpointNotFoundError
-from prefect_torch.ckpt.files.download import copy_folder, download, readable_files
+from prefect_torch.ckpt.files.download import NodeCopy, copy_folder, download, readable_files
 from prefect_torch.ckpt.files.folder import USER_METADATA_FILE, existing_directory, read_metadata
 from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_folder
 from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
@@ -37,12 +37,14 @@ class Checkpoint:
         path: The absolute path of a local directory, or the path or URL of a committed checkpoint.
         id: The id of a committed checkpoint; None for a plain directory.
         store: The run of a committed checkpoint; None for a plain directory.
+        node_copy: Keeps what is downloaded to load a state for the other ranks of this node; None where there are none.
 
     """
 
     path: str
     id: str | None
     store: Run | None
+    node_copy: NodeCopy | None = None
     open_run: ClassVar[Callable[[str, str], Run]] = Run.open
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -197,9 +199,9 @@ class Checkpoint:
         """Restore `state`, as it was given to `report(..., state=...)`, in place; every byte is verified before it is used.
 
         The ranks read in parallel, each only the data it needs: for a DTensor its own part, whatever the number of ranks that
-        stored it. Names that `state` leaves out are not read; a dict below a name gets back every item it held. All names,
-        shapes and dtypes are compared before anything changes; after an error while reading, parts of `state` are restored
-        and others not.
+        stored it. What all ranks of a node need from a bucket is downloaded once, below `TMPDIR`, if there is room. Names that
+        `state` leaves out are not read; a dict below a name gets back every item it held. All names, shapes and dtypes are
+        compared before anything changes; after an error while reading, parts of `state` are restored and others not.
 
         On GPUs it waits for the work that this thread has queued on the current streams; work on other streams must be awaited
         by these before. Afterwards every stream sees the values. A tensor below a name for which `state` holds none, such as an
@@ -225,7 +227,7 @@ class Checkpoint:
 
         own_rank, own_world_size = rank_and_world_size()
         loading = (own_rank if rank is None else rank, own_world_size if world_size is None else world_size)
-        load_state(self._source(), state, loading, rank_local)
+        load_state(self._source(), state, loading, rank_local, self.node_copy)
 
     def to_safetensors(self, path: str | PathLike[str], *, key: str = "model") -> str:
         """Write the whole tensors of a reported state to one safetensors file, verified, and return its path.

@@ -156,10 +156,20 @@ def copy_folder(source: Path, target: Path, paths: Iterable[str] | None) -> None
 
 
 class NodeCopy:
-    """Keeps the files it has verified among the node's downloads until it is released."""
+    """Keeps the files it has verified among the node's downloads until it is released.
 
-    def __init__(self) -> None:
+    Args:
+        num_readers: The number of processes on this node that need them.
+
+    """
+
+    def __init__(self, num_readers: int = 1) -> None:
+        self.num_readers = num_readers
         self._kept = ExitStack()
+
+    def __reduce__(self) -> "tuple[type[NodeCopy], tuple[int]]":
+        """Pickle a copy that keeps nothing: files are kept by a process."""
+        return type(self), (self.num_readers,)
 
     def verify(self, run: Run, manifest: Manifest, level: VerifyLevel) -> None:
         """Verify as `CheckpointStore.verify` does; files read from a bucket for it are kept, if there is room.
@@ -169,23 +179,39 @@ class NodeCopy:
             CheckpointNotFoundError: If the checkpoint is being pruned.
 
         """
-        is_in_place = run.storage.local_path(run.layout.data(manifest.id)) is not None
-        if level != "digest" or is_in_place or not _has_room(manifest.total_bytes):
+        if level != "digest" or not _can_keep(run, manifest, manifest.files):
             verify(run, manifest, level)
             return
         verify(run, manifest, "size")
+        if self.keep(run, manifest, manifest.files) is None:
+            verify(run, manifest, level)
+
+    def keep(self, run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Path | None:
+        """Return a directory with `files`, verified, of which each was downloaded once on this node.
+
+        None if there are none, if they are read in place, if there is no room, or if the disk fails.
+
+        Raises:
+            CheckpointCorruptError: If a file differs from the committed one.
+            CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
+
+        """
+        if not files or not _can_keep(run, manifest, files):
+            return None
         try:
-            self._kept.enter_context(cached_files(run, manifest, manifest.files))
+            return self._kept.enter_context(cached_files(run, manifest, files))
         except CheckpointError:
             raise
-        except OSError as exc:  # an error of this machine's disk, which a verification does not need
+        except OSError as exc:  # an error of this machine's disk, which nobody needs for a read or a verification
             _logger.warning("checkpoint %s is not kept on this node, so each reader reads it again: %s", manifest.id, exc)
-            verify(run, manifest, level)
+            return None
 
     def release(self) -> None:
         """Release the files as soon as no other process on this node reads them; do nothing if there are none."""
         self._kept.close()
 
 
-def _has_room(num_bytes: int) -> bool:
-    return shutil.disk_usage(tempfile.gettempdir()).free >= _ROOM * num_bytes
+def _can_keep(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> bool:
+    if run.storage.local_path(run.layout.data(manifest.id)) is not None:
+        return False
+    return shutil.disk_usage(tempfile.gettempdir()).free >= _ROOM * sum(entry.bytes for entry in files)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, SupportsIndex
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext
 from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
+from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.files.folder import LentDirectories
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import clean_metrics
@@ -77,6 +78,9 @@ class RankSession:
     ) -> None:
         self.run = run
         self.restored = restored
+        self._node_copy: NodeCopy | None = None
+        if restored is not None and context.local_world_size > 1:
+            restored.node_copy = self._node_copy = NodeCopy(context.local_world_size)
         self._peers = peers = Peers(key_value, context.world_rank, context.world_size, node)
         self._events = EventSender(key_value)
         self._background = background = BackgroundCommits(settings.max_in_flight)
@@ -129,6 +133,8 @@ class RankSession:
             )
             intent = report.intent(self.context.world_rank, self._requests.num_requests, asks_leader=asks)
             agreement = self._rounds.agree(intent, meanwhile=report.stage_early)
+            if self._node_copy is not None:
+                self._node_copy.release()  # every rank has restored the checkpoint by now
             staged = report.stage(agreement, self._rounds.writes)
             self._commits.commit(staged)
             self._last_step, self._num_reports = report.step, self._num_reports + 1
@@ -150,6 +156,10 @@ class RankSession:
             raise failure
         assert self._decisions is not None
         self._decisions.follow(report.step, self._num_reports, report.metrics, agreement.checkpoint_id)
+
+    def _release_node_copy(self) -> None:
+        if self._node_copy is not None:
+            self._node_copy.release()
 
     def log_metrics(self, metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
         """Record metrics without a report; see `reporting.log_metrics`."""
@@ -173,6 +183,7 @@ class RankSession:
             PeerGoneError: If another rank failed.
 
         """
+        self._release_node_copy()
         self.wait_for_commits()
         failure = self._background.take_failure() or self._rounds.desynchronized
         if failure is not None:
@@ -198,6 +209,7 @@ class RankSession:
             flush_s: How long to wait for the commits.
 
         """
+        self._release_node_copy()
         self.wait_for_commits(flush_s)
         self._peers.end(RankExit(self.context.world_rank, self._num_reports, "failed", detail))
 

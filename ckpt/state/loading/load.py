@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import xxhash
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from prefect_torch.ckpt.files.download import found_files, in_place
+from prefect_torch.ckpt.files.download import NodeCopy, found_files, in_place
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.expected_size import prepare_for_loaded
@@ -20,24 +20,30 @@ from prefect_torch.ckpt.storage.protocol import Storage
 from .load_plan import LoadPlan, Redistribute
 from .read import StateReader
 from .restore import plan_restore
+from .shared_reads import SharedReads
 
 Source: TypeAlias = Path | tuple[Run, Manifest]  # a plain directory, or a committed checkpoint
 _logger = logging.getLogger(__name__)
 
 
 def load_state(
-    source: Source, state: MutableMapping[str, Any], rank_and_size: tuple[int, int], redistribute: Redistribute | None = None
+    source: Source,
+    state: MutableMapping[str, Any],
+    rank_and_size: tuple[int, int],
+    redistribute: Redistribute | None = None,
+    copy: NodeCopy | None = None,
 ) -> None:
     """Restore `state` in place; see `Checkpoint.load_state`.
 
     The files that a process of this node has downloaded from a bucket are read first. If these are damaged, those of the bucket
-    are.
+    are. With `copy`, files that all ranks of this node read are downloaded by one of them.
 
     Args:
         source: The checkpoint.
         state: The state to restore.
         rank_and_size: This rank and the number of ranks.
         redistribute: Called for values that were each rank's own, of another number of ranks.
+        copy: Keeps the downloads for the node's other ranks; None where there are none.
 
     """
     with _opened_copy(source) as reader:
@@ -49,16 +55,21 @@ def load_state(
             else:
                 return
     with opened(source) as reader:
-        _load(reader, state, rank_and_size, redistribute)
+        shared = None if copy is None or isinstance(source, Path) else SharedReads(*source, reader, copy)
+        _load(reader, state, rank_and_size, redistribute, shared)
 
 
 def _load(
-    reader: StateReader, state: MutableMapping[str, Any], rank_and_size: tuple[int, int], redistribute: Redistribute | None
+    reader: StateReader,
+    state: MutableMapping[str, Any],
+    rank_and_size: tuple[int, int],
+    redistribute: Redistribute | None,
+    shared: SharedReads | None = None,
 ) -> None:
-    index = read_index(reader)
+    index = read_index(reader) if shared is None else shared.read_file(INDEX_FILE, read_index)
     plan = LoadPlan(index, reader, *rank_and_size, redistribute)
     plan_restore(plan, index, state)
-    reader.read(plan.blocks)
+    (reader if shared is None else shared).read(plan.blocks)
     for finish in (*plan.finish, *plan.last):
         finish()
     prepare_for_loaded(index, *rank_and_size)

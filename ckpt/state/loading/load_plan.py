@@ -152,7 +152,8 @@ class LoadPlan:
     def value(self, name: str) -> Get:
         """Plan to read a stored value."""
         data: list[bytes] = []
-        self.blocks.append(value_block(self._index.values[name], lambda read: data.append(bytes(read))))
+        entry, is_of_all = self._index.values[name], rank_of(name) is None
+        self.blocks.append(value_block(entry, lambda read: data.append(bytes(read)), is_replicated=is_of_all))
         return lambda: read_value(data[0])
 
     def values_now(self, names: Sequence[str]) -> list[Any]:

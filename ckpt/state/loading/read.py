@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -38,6 +38,7 @@ class Block:
         into: Returns the memory to read them into; None where only a part of them is wanted.
         take: Called with them once they are read and verified, or None; it must not keep the memory.
         device: The device that `take` copies them to, or None.
+        is_replicated: Whether every rank reads them, as far as one can tell: a value of all, or of a tensor read whole.
 
     """
 
@@ -48,6 +49,7 @@ class Block:
     into: Into | None = None
     take: Take | None = None
     device: torch.device | None = None
+    is_replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +129,14 @@ class StateReader:
             )
 
 
-def value_block(value: ValueEntry, take: Take) -> Block:
+def value_block(value: ValueEntry, take: Take, *, is_replicated: bool = False) -> Block:
     """Return the read of one value."""
-    return Block(value.file, value.start, value.bytes, value.digest, take=take)
+    return Block(value.file, value.start, value.bytes, value.digest, take=take, is_replicated=is_replicated)
 
 
 def tensor_blocks(entry: TensorEntry, block_bytes: int, part: torch.Tensor, offsets: Sequence[int]) -> Iterator[Block]:
     """Yield the reads that fill `part`, which begins at `offsets` of the stored tensor, from every chunk that overlaps it."""
-    part = part.detach()
+    part, is_whole = part.detach(), tuple(part.shape) == entry.shape
     for chunk in entry.chunks:
         lower = [max(a, b) for a, b in zip(chunk.offsets, offsets, strict=True)]
         upper = [
@@ -145,7 +147,8 @@ def tensor_blocks(entry: TensorEntry, block_bytes: int, part: torch.Tensor, offs
             box = part
             for dimension, (low, high, start) in enumerate(zip(lower, upper, offsets, strict=True)):
                 box = box.narrow(dimension, low - start, high - low)
-            yield from _box_blocks(chunk, entry.item_bytes, block_bytes, lower, box)
+            for block in _box_blocks(chunk, entry.item_bytes, block_bytes, lower, box):
+                yield replace(block, is_replicated=True) if is_whole else block
 
 
 def _box_blocks(chunk: Chunk, item_bytes: int, block_bytes: int, lower: Sequence[int], box: torch.Tensor) -> Iterator[Block]:

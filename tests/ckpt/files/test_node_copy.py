@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -9,7 +10,11 @@ from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.state.index import DCP_METADATA_FILE, Chunk, TensorEntry
+from prefect_torch.ckpt.state.loading.read import Block, tensor_blocks
+from prefect_torch.ckpt.state.loading.shared_reads import files_in_common
 from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.protocol import StorageSpec
@@ -48,12 +53,16 @@ def report(storage, tmp_path, kind):
 def use(store, manifest, kind):
     checkpoint = store.checkpoint(manifest)
     if kind == "state":
-        state = {"w": torch.zeros(10_000), "epoch": 0}
-        checkpoint.load_state(state)
-        assert torch.equal(state["w"], torch.arange(10_000.0))
-        assert state["epoch"] == 3
+        use_state(checkpoint)
     else:
         assert read_files(checkpoint) == {"a": b"1", "b": b"2"}
+
+
+def use_state(checkpoint):
+    state = {"w": torch.zeros(10_000), "epoch": 0}
+    checkpoint.load_state(state)
+    assert torch.equal(state["w"], torch.arange(10_000.0))
+    assert state["epoch"] == 3
 
 
 def cached(node):
@@ -77,6 +86,79 @@ def test_a_start_reads_the_manifest_and_every_byte_once(bucket, node, tmp_path, 
     copy.release()
     assert cached(node) == []
     use(store, chosen, kind)  # who comes later reads for itself
+
+
+def test_the_ranks_of_a_node_download_a_replicated_state_once(bucket, node, tmp_path):
+    """They come one after the other, as slow ones do: it is kept until the first report."""
+    manifest = report(bucket, tmp_path, "state")
+    attempt = Attempt(open_run(bucket), world_size=8, nodes=(8,))
+    bucket.operations.clear()
+    turns = [Event() for _ in range(9)]
+    turns[0].set()
+
+    def train(session, rank):
+        turns[rank].wait(20)
+        use_state(session.restored)
+        if rank == 7:
+            assert cached(node)
+        turns[rank + 1].set()
+        session.report({})
+
+    assert attempt.run(train) == [None] * 8
+    reads = sorted(key for verb, key in bucket.operations if verb in (*DATA, "get_bytes") and "/checkpoints/" in key)
+    paths = [it.path for it in manifest.files if it.path != DCP_METADATA_FILE]
+    assert reads == sorted(open_run(bucket).layout.data(manifest.id, path) for path in paths)
+    assert cached(node) == []
+
+
+def test_a_rank_whose_copy_was_changed_reads_where_it_was_committed(bucket, node, tmp_path, caplog):
+    manifest = report(bucket, tmp_path, "state")
+    first, second = (open_run(bucket).checkpoint(manifest) for _ in range(2))
+    first.node_copy, second.node_copy = NodeCopy(2), NodeCopy(2)
+    use_state(first)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("prefect_torch.ckpt.files.cache._holds", lambda path, _: path.exists())
+        for path in cached(node):
+            path.write_bytes(bytes(path.stat().st_size))
+        use_state(second)
+    assert "reading it from where it was committed" in caplog.text
+    for each in (first, second):
+        each.node_copy.release()
+    assert cached(node) == []
+
+
+@pytest.mark.parametrize("why", ["one rank", "no room", "in place"])
+def test_a_rank_that_shares_nothing_reads_only_what_it_needs(bucket, node, tmp_path, monkeypatch, why):
+    storage = LocalStorage(tmp_path / "store") if why == "in place" else bucket
+    manifest = report(storage, tmp_path, "state")
+    if why == "no room":
+        monkeypatch.setattr("prefect_torch.ckpt.files.download._ROOM", 2**60)
+    checkpoint = open_run(storage).checkpoint(manifest)
+    checkpoint.node_copy = None if why == "one rank" else NodeCopy(8)
+    bucket.operations.clear()
+    use_state(checkpoint)
+    assert bucket.counts()["get_file"] == 0
+    assert cached(node) == []
+
+
+def test_files_of_a_sharded_state_are_not_shared():
+    files = [FileEntry("replicated", 1000, "", 0), FileEntry("sharded", 1000, "", 0), FileEntry("both", 1000, "", 0)]
+    blocks = [
+        Block("replicated", 0, 1000, "", is_replicated=True),
+        Block("sharded", 0, 1000, ""),
+        Block("both", 0, 900, ""),
+        Block("both", 900, 100, "", is_replicated=True),
+    ]
+    assert files_in_common(blocks, files, 1) == set()
+    assert files_in_common(blocks, files, 2) == {"replicated"}
+    assert files_in_common(blocks, files, 16) == {"replicated", "both"}  # 1.6 times the file, if each rank reads its part
+
+
+def test_a_tensor_is_a_replica_where_it_is_read_whole():
+    chunks = tuple(Chunk((row, 0), (2, 4), f"__{row // 2}_0.distcp", (0, 0), 0, ("",)) for row in (0, 2))
+    entry = TensorEntry(("w",), "float32", (4, 4), chunks)
+    assert [it.is_replicated for it in tensor_blocks(entry, 1 << 20, torch.zeros(4, 4), (0, 0))] == [True, True]
+    assert [it.is_replicated for it in tensor_blocks(entry, 1 << 20, torch.zeros(3, 4), (0, 0))] == [False, False]
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_nothing_of_it_is_kept(bucket, node, tmp_path):
