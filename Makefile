@@ -9,7 +9,7 @@ export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 # tests/conftest.py says how many workers "logical" is.
 SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test check gpu lint docs ray-pages screenshots bench chaos soak install s3rver azurite wheel-check
+.PHONY: demo test check gpu lint docs ray-pages screenshots bench chaos soak install s3rver azurite wheel-check floors
 
 demo: install
 	$(BIN)/python examples/digits.py
@@ -72,10 +72,16 @@ soak: install
 	$(BIN)/python tests/benchmarks/sweep_soak.py --where here
 	$(BIN)/python tests/benchmarks/sweep_soak.py --where deployment
 
-# The wheel in clean environments without constraints, one for each PYTHONS; WITH=--without-torch where torch has no small build.
+# The wheel in clean environments without constraints, one for each PYTHONS; WITH=--without-torch where torch has no small build,
+# WITH=--linked-torch to borrow the torch of .venv.
 PYTHONS ?= $(PYTHON)
 wheel-check: install
 	@set -e; for python in $(PYTHONS); do $(BIN)/python tests/wheel_check.py $$python --torch '$(TORCH)' $(WITH); done
+
+# The suite with the lowest versions that pyproject.toml allows; writes tests/benchmarks/results/floors.txt. FLOOR_TORCH as TORCH.
+FLOOR_TORCH ?= torch==2.6.0
+floors: install
+	$(BIN)/python tests/floors.py .venv/floors --torch '$(FLOOR_TORCH)'
 
 # An S3-speaking server that tests need for its odd listings; without npm, they are skipped.
 s3rver: .venv/s3rver/node_modules

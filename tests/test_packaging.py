@@ -8,12 +8,12 @@ import sys
 import tarfile
 import venv
 import zipfile
-from importlib.metadata import distribution
 from pathlib import Path
 
 import prefect_torch
 import pytest
 import tomllib
+from linked_torch import link_torch
 from packaging.requirements import Requirement
 from prefect_servers import PrefectServer
 from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
@@ -130,22 +130,10 @@ def clean(built, tmp_path_factory) -> Path:
     probe = subprocess.run([*pip, "--no-deps", "tenacity"], capture_output=True, text=True, check=False)
     if probe.returncode != 0 and "CI" not in os.environ:
         pytest.skip(f"{OFFLINE}: {probe.stderr[-200:]}")
-    (site_packages,) = (folder / "venv/lib").glob("python*/site-packages")
-    (site_packages / "torch-of-the-tests.pth").write_text(str(_torch_alone(folder / "torch")))
+    link_torch(folder / "venv", folder / "torch")
     (wheel,) = built.glob("*.whl")
     _run([*pip, str(wheel)], folder)
     return python
-
-
-def _torch_alone(folder: Path) -> Path:
-    """Return a folder with links to this interpreter's torch, and the CUDA libraries that it may need, and nothing else."""
-    folder.mkdir()
-    needed = [re.split(r"[^\w-]", line)[0] for line in distribution("torch").requires or ()]
-    for name in ["torch", *(name for name in needed if name.startswith(("nvidia", "cuda", "triton")))]:
-        found = distribution(name)
-        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
-            (folder / top).symlink_to(found.locate_file(top))
-    return folder
 
 
 def test_without_our_pins_everything_is_imported_and_no_server(clean, tmp_path):

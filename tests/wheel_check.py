@@ -1,9 +1,12 @@
 """Installs the wheel into a clean environment of another Python, without constraints, and uses it from elsewhere.
 
-    python tests/wheel_check.py python3.12 [--torch 'torch==2.13.0'] [--without-torch]
+    python tests/wheel_check.py python3.12 [--torch 'torch==2.13.0'] [--linked-torch] [--without-torch] [--record]
 
-By default: every module is imported, and the demo trains, loses a rank and resumes. Without torch (gigabytes, where it has
-no build for CPUs): the modules of checkpoints that need no torch are imported, and a stored run is verified through a block.
+By default: every module is imported, and the demo trains, loses a rank and resumes. --linked-torch, for CI: the demo alone,
+on the torch of the Python that runs this program, which has to be of the same version; tests/test_packaging.py imports every
+module in such an environment. Without torch (gigabytes, where it has no build for CPUs): the modules of checkpoints that need
+no torch are imported, and a stored run is verified through a block. --record writes the outcome to the line of this Python
+in tests/benchmarks/results/wheel_check.txt.
 """
 
 import argparse
@@ -18,6 +21,10 @@ from pathlib import Path
 import tomllib
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests/support"))
+from linked_torch import link_torch  # noqa: E402 - its folder is on no path before
+
+RESULTS = ROOT / "tests/benchmarks/results/wheel_check.txt"
 SOURCES = (
     "package",
     "ckpt",
@@ -31,6 +38,7 @@ SOURCES = (
     "LICENSE",
 )
 STORED_RUN = ROOT / "tests/support/stored_run_of_0_1"
+PREFECT = "from importlib.metadata import version; print(version('prefect'))"
 IMPORT_CHECKPOINTS = """
 import importlib, pkgutil
 import prefect_torch, prefect_torch.ckpt
@@ -61,7 +69,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("python")
     parser.add_argument("--torch", default="torch")
+    parser.add_argument("--linked-torch", action="store_true")
     parser.add_argument("--without-torch", action="store_true")
+    parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         check(Path(folder), options)
@@ -69,25 +79,43 @@ def main() -> None:
 
 def check(folder: Path, options: argparse.Namespace) -> None:
     """Build, install, import and use the wheel below `folder`."""
-    run([options.python, "-m", "venv", str(folder / "venv")])
+    run([options.python, "-m", "venv", "--without-pip", folder / "venv"])
     python = folder / "venv/bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
     wheel = build(folder)
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     shutil.copytree(STORED_RUN, elsewhere / "stored")
     if options.without_torch:
         requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-        run([python, "-m", "pip", "install", "-q", *[it for it in requirements if not it.startswith("torch")]])
-        run([python, "-m", "pip", "install", "-q", "--no-deps", wheel])
+        run([*pip, *[it for it in requirements if not it.startswith("torch")]])
+        run([*pip, "--no-deps", wheel])
         run([python, "-c", IMPORT_CHECKPOINTS.replace("{run}", str(elsewhere / "stored"))], elsewhere)
     else:
-        run([python, "-m", "pip", "install", "-q", *shlex.split(options.torch)])
-        run([python, "-m", "pip", "install", "-q", f"{wheel}[server]", "scikit-learn"])
-        run([python, "-c", IMPORT_ALL], elsewhere)
+        if options.linked_torch:
+            link_torch(folder / "venv", folder / "torch")
+        else:
+            run([*pip, *shlex.split(options.torch)])
+        run([*pip, f"{wheel}[server]", "scikit-learn"])
+        if not options.linked_torch:
+            run([python, "-c", IMPORT_ALL], elsewhere)
         shutil.copytree(ROOT / "examples", elsewhere / "examples")
         run([python, elsewhere / "examples/digits.py"], elsewhere)
     version = run([python, "--version"]).strip()
-    print(f"{version}: {'imported without torch' if options.without_torch else 'imported, trained, resumed'}", flush=True)
+    imported = "" if options.linked_torch else "imported, "
+    outcome = "imported without torch, a stored run verified" if options.without_torch else f"{imported}trained, resumed"
+    print(f"{version}: {outcome}", flush=True)
+    if options.record:
+        record(version, f"{outcome}; prefect {run([python, '-c', PREFECT]).strip()}, the newest of all else")
+
+
+def record(version: str, outcome: str) -> None:
+    """Replace the line of one Python in the file of results, and leave those of the others."""
+    arguments = shlex.join(it for it in sys.argv[2:] if it != "--record")
+    lines = dict(line.split(": ", 1) for line in RESULTS.read_text().splitlines()) if RESULTS.exists() else {}
+    lines[version] = f"{outcome}   $ python tests/wheel_check.py {arguments}".rstrip()
+    in_order = sorted(lines.items(), key=lambda it: [int(part) for part in it[0].split()[1].split(".")])
+    RESULTS.write_text("".join(f"{name}: {text}\n" for name, text in in_order))
 
 
 def build(folder: Path) -> Path:

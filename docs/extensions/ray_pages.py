@@ -2,8 +2,9 @@
 
     python docs/extensions/ray_pages.py
 
-The tables of docs/how-to/from-ray-train.md are the rows of `prefect-torch migrate-check`; docs/how-to/ray-behaviours.md and
-the table in docs/how-to/ray-comparison.md are made of the decorators in tests/test_ray_behaviours.py.
+The tables of docs/how-to/from-ray-train.md are the rows of `prefect-torch migrate-check`, of which README has the
+totals; docs/how-to/ray-behaviours.md and the table in docs/how-to/ray-comparison.md are made of the decorators in
+tests/test_ray_behaviours.py.
 """
 
 import ast
@@ -53,6 +54,7 @@ def pages() -> dict[Path, str]:
     moving, comparison = ROOT / "docs/how-to/from-ray-train.md", ROOT / "docs/how-to/ray-comparison.md"
     behaviours = read_behaviours(TESTS)
     return {
+        ROOT / "README.md": with_totals((ROOT / "README.md").read_text()),
         moving: _filled(moving.read_text(), {section.title: _section_table(section) for section in sections()}),
         ROOT / "docs/how-to/ray-behaviours.md": _behaviours_page(behaviours),
         comparison: _filled(comparison.read_text(), {"behaviours": summary(behaviours), "migrate-check": names_by_verdict()}),
@@ -78,9 +80,25 @@ def summary(behaviours: Sequence[Behaviour]) -> str:
 
 def names_by_verdict() -> str:
     """Return the table of the number of Ray's names by what migrate-check says of them."""
-    counts = Counter(row.verdict for section in sections() for row in section.rows)
-    by_verdict = [[verdict, str(count)] for verdict, count in sorted(counts.items())]
+    counts = _name_counts()
+    by_verdict = [[verdict, str(count)] for verdict, count in counts.items()]
     return _table(["migrate-check", "names"], [*by_verdict, ["all", str(counts.total())]])
+
+
+def with_totals(text: str) -> str:
+    """Return README with the number of Ray's names by what migrate-check says of them, in a sentence."""
+    counts = _name_counts()
+    *others, last = (f"{count} {verdict}" for verdict, count in counts.items())
+    sentence = f"of the {counts.total()} names that it knows, {', '.join(others).replace(' ', ' are ', 1)} and {last} here."
+    written, replaced = re.subn(r"of the \d+ names that it knows, .* here\.", sentence, text)
+    if replaced != 1:
+        raise ValueError("README has no sentence, or several, about the names that migrate-check knows")
+    return written
+
+
+def _name_counts() -> Counter[str]:
+    verdicts = sorted(row.verdict for section in sections() for row in section.rows)
+    return Counter(verdicts)
 
 
 def _read(mark: ast.Call) -> Behaviour:

