@@ -2,6 +2,8 @@
 
 import json
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
@@ -12,6 +14,9 @@ from prefect_torch.ckpt.runs.metrics import Metrics, from_json, to_json
 from .key_value import KeyValue
 
 _MOST_AT_ONCE = 64  # events that one request reads: some 20 KB
+_SLOTS = 4096  # events that may wait for a leader that is stopped, or busy
+_RECEIVED = "events received"
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,40 +84,63 @@ class EventSender:
     def __init__(self, key_value: KeyValue) -> None:
         self._key_value = key_value
         self._sent = 0
+        self._received = 0  # that the leader has received, when that was last read
         self._one_sender = threading.Lock()
 
     def send(self, event: Sent) -> None:
-        """Send `event` to the leader, without waiting for it."""
+        """Send `event` to the leader, without waiting for it, unless thousands of events wait."""
         body = to_json({"type": type(event).__name__, **asdict(event)})
         with self._one_sender:
-            self._key_value.set(f"event/{self._sent}", json.dumps(body).encode())
+            self._wait_for_slot()
+            self._key_value.set(_slot(self._sent), json.dumps(body).encode())
             self._sent += 1
+
+    def _wait_for_slot(self) -> None:
+        """Return once the leader has received the event that is in the slot of the next one."""
+        while self._sent - self._received >= _SLOTS:
+            if self._key_value.check(_RECEIVED):
+                self._received = int(self._key_value.get([_RECEIVED], 1.0)[0])
+            if self._sent - self._received >= _SLOTS:
+                time.sleep(_POLL_S)
 
 
 class EventReceiver:
-    """The leader's receiver."""
+    """The leader's receiver. It empties slots and deletes none: that would take a request for each event."""
 
     def __init__(self, key_value: KeyValue) -> None:
         self._key_value = key_value
         self._received = 0
+        self._read: deque[bytes] = deque()  # events that no `drain` has yielded yet
 
     def drain(self) -> Iterator[Sent]:
         """Yield the events that arrived since the last call; those of a burst are read together."""
         count = 1
-        while values := self._arrived(count):
-            count = min(2 * count, _MOST_AT_ONCE)
-            for value in values:
-                self._key_value.delete(f"event/{self._received}")
-                self._received += 1
-                yield _decode(value)
+        while self._read or self._receive(count):
+            count = min(2 * max(count, len(self._read)), _MOST_AT_ONCE)
+            while self._read:
+                yield _decode(self._read.popleft())
 
-    def _arrived(self, count: int) -> list[bytes]:
-        """Return the next `count` events if all have arrived, else the next one, else none."""
-        for wanted in sorted({count, 1}, reverse=True):
-            keys = [f"event/{number}" for number in range(self._received, self._received + wanted)]
-            if self._key_value.check(keys[-1]):  # sent in order, over one connection: those before it are there, too
-                return self._key_value.get(keys, 1.0)
-        return []
+    def _receive(self, count: int) -> bool:
+        """Read the next `count` events, or fewer if not all have arrived, and return whether there was any."""
+        while not self._is_full(self._received + count - 1):  # sent in order, over one connection: if it is there, all are
+            count //= 2
+            if count == 0:
+                return False
+        slots = [_slot(number) for number in range(self._received, self._received + count)]
+        self._read.extend(self._key_value.get(slots, 1.0))
+        self._received += count
+        self._key_value.set_all({**dict.fromkeys(slots, b""), _RECEIVED: str(self._received).encode()})
+        return True
+
+    def _is_full(self, number: int) -> bool:
+        slot = _slot(number)
+        was_used = number >= _SLOTS  # so it is there, perhaps empty, and needs no request to check that
+        return (was_used or self._key_value.check(slot)) and self._key_value.get([slot], 1.0)[0] != b""
+
+
+def _slot(number: int) -> str:
+    """Return the key of an event, which a later one uses again."""
+    return f"event/{number % _SLOTS}"
 
 
 def _decode(value: bytes) -> Sent:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -11,6 +11,10 @@ class KeyValue(Protocol):
 
     def set(self, key: str, value: bytes) -> None:
         """Store `value` and wake those that wait for `key`; ordered with this connection's requests, not with others'."""
+        ...
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """Store several values in one request, as `set` stores one."""
         ...
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
@@ -46,6 +50,12 @@ class MemoryKeyValue:
         """Store `value` and wake the threads that wait for `key`."""
         with self._changed:
             self._values[key] = value
+            self._changed.notify_all()
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """Store several values."""
+        with self._changed:
+            self._values.update(values)
             self._changed.notify_all()
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:

@@ -1,6 +1,6 @@
 """The store that the ranks of one machine share, beside that of all ranks, when a training has several machines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from prefect_torch.ckpt.reporting.key_value import KeyValue, MemoryKeyValue
@@ -56,6 +56,10 @@ class NodeKeyValue:
     def set(self, key: str, value: bytes) -> None:
         """Store `value`."""
         _try(lambda: self._key_value.set(key, value))
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """Store several values."""
+        _try(lambda: self._key_value.set_all(values))
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Return the values of `keys` as soon as all are set."""

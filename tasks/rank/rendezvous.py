@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,6 +106,10 @@ class TcpKeyValue:
     def set(self, key: str, value: bytes) -> None:
         """Store `value`."""
         self.store.set(_name(key), value)
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """Store several values in one request."""
+        self.store.multi_set([_name(key) for key in values], list(values.values()))
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Return the values of `keys` as soon as all are set.

@@ -44,7 +44,8 @@ def test_ranks_of_several_machines_agree_and_leave_nothing_behind(store, tmp_pat
     assert read_files(store.checkpoint(store.latest())) == {f"rank{rank}": b"9" for rank in range(WORLD)}
     assert answers == [[False] * 10] * WORLD
     attempt.events()
-    left = [key for key in attempt.key_value._values if not key.startswith(("end", "left/", "all ended"))]
+    assert not any(value for key, value in attempt.key_value._values.items() if key.startswith("event/"))  # slots used again
+    left = [key for key in attempt.key_value._values if not key.startswith(("end", "left/", "all ended", "event"))]
     assert len(left) <= 2 + len(NODES), left  # the last round's, and the decision on the last commit
     for node in attempt.nodes:
         left = list(node.key_value._values)

@@ -393,7 +393,8 @@ def test_exchanges_leave_nothing_behind(store, tmp_path, upload):
 
     assert attempt.run(work) == [None, None]
     attempt.events()
-    left = [key for key in attempt.key_value._values if not key.startswith(("end", "left/", "all ended"))]
+    assert not any(value for key, value in attempt.key_value._values.items() if key.startswith("event/"))  # slots used again
+    left = [key for key in attempt.key_value._values if not key.startswith(("end", "left/", "all ended", "event"))]
     assert len(left) <= 3, left  # the last round's, and the decision on the last commit
 
 
