@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -128,9 +128,9 @@ class Study:
         self._log = operation_log(operations)
         self._taken = len(self._log.operations)
         logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it tells of each study that it makes
-        storage = optuna.storages.JournalStorage(self._log)
+        self._storage = _study_storage(self._log)
         self._study = optuna.create_study(
-            storage=storage,
+            storage=self._storage,
             study_name=NAME,
             directions=["minimize" if mode == "min" else "maximize" for mode in search.modes],
             load_if_exists=True,
@@ -156,7 +156,8 @@ class Study:
 
     def observe(self, study_number: int, observation: Observation) -> None:
         """Add what a trial has shown; of one that was told before and went on, as another observation of its config."""
-        frozen = self._study.get_trials(deepcopy=False)[study_number]
+        study_id = self._storage.get_study_id_from_name(NAME)
+        frozen = self._storage.get_trial(self._storage.get_trial_id_from_study_id_trial_number(study_id, study_number))
         states = self._optuna.trial.TrialState
         state = {"complete": states.COMPLETE, "pruned": states.PRUNED, "failed": states.FAIL}[observation.ending]
         if not frozen.state.is_finished():
@@ -252,6 +253,30 @@ def operation_log(operations: Iterable[Operation]) -> Any:
             self.operations += logs
 
     return OperationLog()
+
+
+def _study_storage(log: Any) -> "optuna.storages.JournalStorage":
+    """Return the storage of a study that this process alone changes; a suggestion does not look through all of its trials."""
+    from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
+    from optuna.trial import FrozenTrial, TrialState  # noqa: PLC0415
+
+    class StudyStorage(JournalStorage):
+        _may_wait = True  # whether a trial may have been enqueued, which each suggestion asks
+
+        def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
+            self._may_wait |= template_trial is not None and template_trial.state == TrialState.WAITING
+            return super().create_new_trial(study_id, template_trial)
+
+        def get_all_trials(
+            self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+        ) -> list[FrozenTrial]:
+            if states != (TrialState.WAITING,):
+                return super().get_all_trials(study_id, deepcopy, states)
+            found = super().get_all_trials(study_id, deepcopy, states) if self._may_wait else []
+            self._may_wait = bool(found)
+            return found
+
+    return StudyStorage(log)
 
 
 def open_study_storage(storage: StorageLike, name: str) -> "optuna.storages.JournalStorage":
