@@ -21,7 +21,7 @@ import yaml
 from playwright.sync_api import Page, expect, sync_playwright
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect_servers import PrefectServer, rows, wait_until
+from prefect_servers import PrefectServer, rows, senders_follow, wait_until
 from prefect_torch.flows import Result, RunConfig, SearchConfig, choice, sweep, uniform
 
 CHROMIUM = shutil.which("chromium")
@@ -113,7 +113,7 @@ def stack(tmp_path_factory):
     started = Stack(tmp_path_factory.mktemp("stack"))
     try:
         started.start()
-        with temporary_settings({PREFECT_API_URL: started.server.api}):
+        with senders_follow(temporary_settings({PREFECT_API_URL: started.server.api})):
             yield started
     finally:
         started.stop()

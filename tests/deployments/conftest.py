@@ -4,7 +4,7 @@ import json
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect_servers import PrefectServer, end_senders
+from prefect_servers import PrefectServer, senders_follow
 from prefect_torch.deployments.command_line.program import run
 
 
@@ -16,8 +16,7 @@ def prefect_server(tmp_path_factory):
         server = PrefectServer(tmp_path_factory.mktemp("prefect"))
     try:
         server.start()
-        with temporary_settings({PREFECT_API_URL: server.api}):
-            end_senders()
+        with senders_follow(temporary_settings({PREFECT_API_URL: server.api})):
             yield server
     finally:
         server.stop()

@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -54,10 +54,31 @@ def rows(api: str, kind: str, **filters: object) -> list[dict]:
             return found
 
 
-def end_senders() -> None:
-    """Let events and log lines of this process go to the server of the settings: their senders keep the one they began with."""
-    for sender in (EventsWorker.instance(), APILogWorker.instance()):
-        sender.drain()
+def _drain_senders() -> None:
+    for kind in (EventsWorker, APILogWorker):
+        kind.instance().drain()
+
+
+def _begin_senders() -> None:
+    _drain_senders()
+    for kind in (EventsWorker, APILogWorker):
+        kind.instance()
+
+
+@contextmanager
+def senders_follow(change: AbstractContextManager[object]) -> Iterator[None]:
+    """Let events and log lines of this process go to the server of the settings that hold within a context.
+
+    Prefect's senders keep the server that they began with, even after its end: what they are given then is lost.
+    """
+    with change:
+        _begin_senders()
+        try:
+            yield
+        finally:
+            _drain_senders()
+    if PREFECT_API_URL.value() is not None:  # another server's context is around this one
+        _begin_senders()
 
 
 @cache
@@ -100,9 +121,8 @@ def server_of_this_process() -> Iterator[None]:
     with (
         temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
         mock.patch.object(utilities, "mkdtemp", folder),
-        utilities.prefect_test_harness(server_startup_timeout=_PATIENCE_S),
+        senders_follow(utilities.prefect_test_harness(server_startup_timeout=_PATIENCE_S)),
     ):
-        end_senders()
         yield
 
 

@@ -13,7 +13,7 @@ def deployment(name, folder, limit):
         f"{Path(__file__).parent / 'mortal_training.py'}:train_until_told",
         {"folder": str(folder / name)},
         run=RunConfig(name="run", storage=str(folder / name)),
-        checkpoint=CheckpointConfig(num_to_keep=3),
+        checkpoint=CheckpointConfig(num_to_keep=None),
     )
     made.entrypoint = "limited_training.train"
     made.concurrency_limit = limit
