@@ -126,8 +126,12 @@ class Layout:
     def logs(self, attempt: int) -> str:
         return f"{self.run}/logs/{attempt:06d}/"
 
+    @property
+    def all_evaluation_logs(self) -> str:
+        return f"{self.run}/evaluation-logs/"
+
     def evaluations_logs(self, name: str) -> str:
-        return f"{self.run}/evaluation-logs/{name}/"
+        return f"{self.all_evaluation_logs}{name}/"
 
     def evaluation_logs(self, name: str, checkpoint_id: str) -> str:
         return f"{self.evaluations_logs(name)}{checkpoint_id}/"

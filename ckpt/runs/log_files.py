@@ -1,13 +1,15 @@
 """What the ranks of an attempt or an evaluation print, as files beside the run."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
 from prefect_torch.ckpt.text import utc_now
 
 from .layout import log_name
+from .manifest import is_id
 from .run import Run
 
 _PART_BYTES = 1 << 20
@@ -95,6 +97,25 @@ def read_logs(run: Run, folder: str, rank: int | None = None) -> Iterator[tuple[
         if rank is None or file == f"rank-{rank}":
             for line in run.storage.get_bytes(folder + name).decode(errors="replace").splitlines():
                 yield file, line
+
+
+def delete_evaluation_logs(run: Run, is_deleted: Callable[[str], bool]) -> None:
+    """Delete the logs of all evaluations of those checkpoints of which `is_deleted` is true, by their ids; costs a listing.
+
+    Raises:
+        StorageError, OSError: If the storage fails.
+
+    """
+    logs = run.layout.all_evaluation_logs
+    by_checkpoint: dict[str, list[str]] = defaultdict(list)
+    for key in run.keys(logs):
+        _, _, below = key.removeprefix(logs).partition("/")
+        checkpoint_id, _, file = below.partition("/")
+        if is_id(checkpoint_id) and file:  # else another program's
+            by_checkpoint[checkpoint_id].append(key)
+    left = [key for it, keys in by_checkpoint.items() if is_deleted(it) for key in keys]
+    if left:
+        run.storage.delete(left)
 
 
 def _order(name: str) -> tuple[bool, int, int, str]:

@@ -11,6 +11,7 @@ from prefect_torch.ckpt.storage.folder_readers import is_read
 from .deletion_marks import DeletionMark, marked, remove_stale_marks
 from .evaluations import committed_id, evaluation_of, has_newer
 from .layout import attempt_number, stem, unreported_attempt
+from .log_files import delete_evaluation_logs
 from .manifest import Manifest, attempt_of, is_id
 from .retention import Plan, RetentionPolicy, overdue_evaluations, plan
 from .run import Run
@@ -85,6 +86,8 @@ def _delete_all(
             f"{len(failures)} of {len(dropped)} checkpoints of run {run.name!r} could not be deleted, "
             f"{manifest.id} first: {first}; the next prune tries again"
         ) from first
+    if deleted := {it.id for it in dropped if evaluations[it.id]} - kept:  # garbage collection finds those of the others
+        delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id in deleted)
     return kept
 
 
@@ -103,8 +106,8 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     """Delete data without a manifest that no process can still write or read in place; return the ids of their checkpoints.
 
     An id is garbage when its attempt has committed a later one (an attempt uploads in order, so this one was abandoned or
-    pruned), or when a newer attempt began and the data is older than `grace_s`. Evaluations are deleted with the data, or
-    after it.
+    pruned), or when a newer attempt began and the data is older than `grace_s`. Evaluations and their logs are deleted with
+    the data, or after it.
 
     Args:
         run: The run.
@@ -147,7 +150,9 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
         expired_s = now_s - keep_quarantined_days * _DAY_S
         expired = [it for it, since_s in quarantined.items() if it in data and it not in committed and since_s <= expired_s]
         garbage += _delete_quarantined(run, expired, data)
-    _delete_left_evaluations(run, manifests, kept=committed | (quarantined.keys() & (data.keys() - set(garbage))))
+    kept = committed | (quarantined.keys() & (data.keys() - set(garbage)))
+    _delete_left_evaluations(run, manifests, kept=kept)
+    delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
     _delete_unreported(run, newest_attempt, now_s - grace_s)
     remove_stale_marks(run, now_s)
     run.storage.remove_interrupted(f"{run.name}/", grace_s)

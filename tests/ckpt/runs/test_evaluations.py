@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.runs.history import lost_records, read_history
-from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.layout import Layout, log_name
+from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import Manifest, seal
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.quarantine import quarantine
@@ -239,6 +240,7 @@ def test_a_crash_at_any_operation_of_a_prune_leaves_no_evaluation_behind_that_th
         for checkpoint_id in fill(store, tmp_path, 1, 2, 3):
             store.attach_metrics(checkpoint_id, {"accuracy": 0.5})
             store.attach_metrics(checkpoint_id, {"bleu": 1}, name="other")
+            log_of(store, checkpoint_id)
         return store.storage
 
     fired = 0
@@ -254,6 +256,7 @@ def test_a_crash_at_any_operation_of_a_prune_leaves_no_evaluation_behind_that_th
             store.layout.manifest(left.id),
             *(store.layout.evaluation(left.id, name) for name in ("eval", "other")),
         }
+        assert evaluation_logs(store) == {store.layout.evaluation_logs("eval", left.id) + log_name(0, 0)}
     assert fired > 10
 
 
@@ -262,10 +265,48 @@ def test_evaluations_of_a_quarantined_checkpoint_go_with_its_data(store, tmp_pat
     store.attach_metrics(first, {"accuracy": 1})
     quarantine(store, first, "damaged")
     fill(store, tmp_path, 3)
+    log = log_of(store, first)
     collect_garbage(store, grace_s=0, keep_quarantined_days=7)
     assert store.storage.size(store.layout.evaluation(first, "eval")) > 0
+    assert evaluation_logs(store) == {log}
     collect_garbage(store, grace_s=0, keep_quarantined_days=0)
+    assert not evaluation_logs(store)
     assert not [info.key for info in store.storage.list("run/manifests/") if first in info.key]
+
+
+def log_of(store, checkpoint_id: str, name: str = "eval") -> str:
+    """Store a log of an evaluation as its flow does, and return its key."""
+    files = LogFiles(store, store.layout.evaluation_logs(name, checkpoint_id))
+    files.append(0, ["a line"])
+    files.flush()
+    return store.layout.evaluation_logs(name, checkpoint_id) + log_name(0, 0)
+
+
+def evaluation_logs(store) -> set[str]:
+    return set(store.keys("run/evaluation-logs/"))
+
+
+def test_logs_of_evaluations_go_with_the_checkpoints_that_a_prune_deletes(any_store, tmp_path):
+    store = any_store
+    first, second, third = fill(store, tmp_path, 1, 2, 3)
+    for checkpoint_id in (first, second, third):
+        store.attach_metrics(checkpoint_id, {"accuracy": 1})
+    logs = {it: {log_of(store, it), log_of(store, it, "other")} for it in (first, second, third)}
+    store.pin(first)
+    assert [it.id for it in store.prune(RetentionPolicy(1)).drop] == [second]
+    assert evaluation_logs(store) == logs[first] | logs[third]
+
+
+def test_logs_of_evaluations_that_a_prune_could_not_know_of_are_garbage(store, tmp_path):
+    """Of an evaluation that failed, or that went on after its checkpoint was pruned; what others left there stays."""
+    first, second = fill(store, tmp_path, 1, 2)
+    kept = {log_of(store, second), "run/evaluation-logs/notes.txt", "run/evaluation-logs/eval/readme/notes.txt"}
+    log_of(store, first)
+    for key in kept - {log_of(store, second)}:
+        store.storage.put_bytes(key, b"")
+    store.prune(RetentionPolicy(1))
+    collect_garbage(store, grace_s=0)
+    assert evaluation_logs(store) == kept
 
 
 def test_a_run_that_is_not_evaluated_pays_nothing(store, tmp_path):
