@@ -1,0 +1,53 @@
+"""A training whose machines are this one, each process of which is killed by its pid."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import psutil
+import pytest
+from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
+from prefect_torch.flows import FailureConfig, Hosts, RunConfig, ScalingConfig, train
+from prefect_torch.tasks.gang.engines.starting import AGENT
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def agents() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            found += [child] if "-m" in child.cmdline() and AGENT in child.cmdline() else []
+    return found
+
+
+def test_a_rank_its_guard_and_an_agent_are_killed_one_after_the_other(tmp_path):
+    """The two ranks go on each time; without an agent, on the machine that is left. No process outlives what started it."""
+
+    def disturb():
+        for attempt, victim in enumerate(("rank", "guard", "agent"), 1):
+            wait_until((tmp_path / f"{attempt}-{attempt}").exists, f"epoch {attempt} of attempt {attempt}")
+            agent = agents()[0]
+            (guard,) = agent.children()
+            (rank,) = guard.children()
+            {"rank": rank, "guard": guard, "agent": agent}[victim].kill()
+            psutil.wait_procs([agent, guard, rank], 30)
+            assert not any(process.is_running() for process in (agent, guard, rank))
+
+    config = {"epochs": 5, "told": str(tmp_path), "waits": dict.fromkeys(("1-1", "2-2", "3-3"), "never")}
+    cluster = Hosts(["a", "b"], command="exec {agent}", ranks_per_host=1, leader_address="127.0.0.1", wait_s=0)
+    run = RunConfig(name="run", storage=str(tmp_path / "store"))
+    failure = FailureConfig(max_failures=0, max_infrastructure_failures=3)
+    with ThreadPoolExecutor(1) as disturber:
+        disturbed = disturber.submit(disturb)
+        result = train(
+            "machine_trainings:train_exactly", config, ScalingConfig(num_workers=(1, 2), cluster=cluster), run, failure=failure
+        )
+        disturbed.result()
+    assert (result.return_value["begun"], result.return_value["world size"]) == (3, 1)
+    store = CheckpointStore.open(run.storage, "run")
+    assert [attempt.world_size for attempt in list_attempts(store)] == [2, 2, 2, 1]
+    assert [(it.ending, it.kind) for it in read_outcomes(store)] == [("failed", "infrastructure")] * 3 + [("completed", None)]
+    assert_task_runs_of_ranks_are_final(run.storage)
+    assert not agents()
