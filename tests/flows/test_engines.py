@@ -4,6 +4,7 @@ import re
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from engine_servers import (
 from prefect_dask import DaskTaskRunner
 from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
 from prefect_torch.flows import (
     FailureConfig,
     KubernetesCluster,
@@ -48,43 +49,65 @@ def short_folder():
         yield Path(folder)
 
 
-def train_and_lose_a_machine(training, scaling, run, lose, *, then):
-    """Train on two machines, of which one is lost after the first checkpoint; the training goes on with the other."""
-    store = CheckpointStore.open(run.storage, run.name)
+def train_and_lose_machines(training, scaling, run, told, losses, world_sizes):
+    """Train; in epoch k of the k-th attempt, in which its ranks wait, the k-th of the losses comes."""
+    moments = [f"{number}-{number}" for number in range(1, len(losses) + 1)]
 
-    def lose_after_a_checkpoint():
-        wait_until(store.list, "a checkpoint", 120)
-        lose()
+    def lose():
+        for moment, lose_one in zip(moments, losses, strict=True):
+            wait_until((told / moment).exists, f"epoch and attempt {moment}")
+            lose_one()
 
-    losing = threading.Thread(target=lose_after_a_checkpoint)
-    losing.start()
-    try:
-        result = training("trainings:train_epochs", {"epochs": 12, "pause_s": 0.3}, scaling, run, failure=FAILURE)
-    finally:
-        losing.join()
-    assert result.attempts == 2
-    assert result.return_value["begun"] >= 1
-    by_attempt = {manifest.attempt: manifest.world_size for manifest in store.list()}
-    assert by_attempt == {1: 2, 2: then}
+    config = {"epochs": len(losses) + 2, "told": str(told), "waits": dict.fromkeys(moments, "never")}
+    failure = FailureConfig(max_infrastructure_failures=len(losses))
+    with ThreadPoolExecutor(1) as loser:
+        losing = loser.submit(lose)
+        result = training("machine_trainings:train_exactly", config, scaling, run, failure=failure)
+        losing.result()
+    assert result.return_value["begun"] == len(losses)
+    assert result.return_value["attempt"] == len(losses) + 1
+    assert [attempt.world_size for attempt in list_attempts(CheckpointStore.open(run.storage, run.name))] == world_sizes
     assert_task_runs_of_ranks_are_final(run.storage)
 
 
-def test_a_training_on_ray_goes_on_without_a_lost_machine(short_folder, run):
+def kill(daemon: psutil.Process) -> None:
+    """Kill a process; return when none of the agent, guards and ranks below it is left."""
+    ours = [below for below in daemon.children(recursive=True) if "prefect_torch" in words_of(below)]
+    assert len(ours) >= 3
+    daemon.kill()
+    assert not psutil.wait_procs(ours, 30)[1]
+
+
+def words_of(process: psutil.Process) -> str:
+    with suppress(psutil.Error):  # it has ended meanwhile
+        return " ".join(process.cmdline())
+    return ""
+
+
+def test_a_training_on_ray_goes_on_without_the_machine_of_a_killed_raylet(short_folder, run, tmp_path):
     """Also: no rank starts unless Ray has room for all."""
-    with ray_cluster(short_folder) as (address, lose):
+    with ray_cluster(short_folder) as (address, second):
         many = ScalingConfig(num_workers=3, cluster=RayCluster(address=address, leader_address=LOOPBACK, wait_s=0))
         with pytest.raises(NotEnoughMachinesError, match=r"3 ranks wanted, the cluster has room for 2: "):
             train("trainings:train_epochs", {"epochs": 1}, many, RunConfig(storage=run.storage), failure=NO_FAILURE)
         cluster = RayCluster(address=address, leader_address=LOOPBACK, placement_strategy="SPREAD", wait_s=0)
-        train_and_lose_a_machine(train, ScalingConfig(num_workers=(1, 2), cluster=cluster), run, lose, then=1)
+        (raylet,) = [child for child in second.children() if child.name() == "raylet"]
+        scaling = ScalingConfig(num_workers=(1, 2), cluster=cluster)
+        train_and_lose_machines(train, scaling, run, tmp_path, [lambda: kill(raylet)], [2, 1])
 
 
-def test_a_training_on_dask_goes_on_without_a_lost_machine(tmp_path, run):
-    """The cluster is named in Prefect's own way."""
-    with dask_cluster(tmp_path) as (address, lose):
+def test_a_training_on_dask_goes_on_without_a_killed_nanny_and_with_a_restarted_worker(tmp_path, run):
+    """The cluster is named in Prefect's own way. A worker ends with its nanny; a nanny starts its worker again."""
+    with dask_cluster(tmp_path) as (address, first, second):
         training = train.with_options(task_runner=DaskTaskRunner(address=address))
+        losses = [lambda: kill(second), lambda: kill(worker_of(first))]
         # Without GPUs, all ranks are spread evenly over the workers that are left.
-        train_and_lose_a_machine(training, ScalingConfig(num_workers=(1, 2)), run, lose, then=2)
+        train_and_lose_machines(training, ScalingConfig(num_workers=(1, 2)), run, tmp_path, losses, [2, 2, 2])
+
+
+def worker_of(nanny: psutil.Process) -> psutil.Process:
+    (worker,) = [child for child in nanny.children() if "spawn_main" in words_of(child)]
+    return worker
 
 
 @pytest.mark.skipif(not HAS_SLURM, reason="needs root and Debian's slurmctld and slurmd")

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -59,8 +59,8 @@ def wait_for_line(log: Path, words: str) -> None:
 
 
 @contextmanager
-def ray_cluster(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the address of a cluster of two machines with one seat each, and what takes the second one away."""
+def ray_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """Yield the address of a cluster of two machines with one seat each, and `ray start` of the second one."""
     port = free_port()
     # Short, since Ray's sockets are below it.
     common = [
@@ -77,12 +77,12 @@ def ray_cluster(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
         wait_for_line(folder / "head.txt", "Ray runtime started")
         with program(folder / "second.txt", ray, "start", f"--address={address}", *common, "--node-name=second") as second:
             wait_for_line(folder / "second.txt", "Ray runtime started")
-            yield address, lambda: kill_family(second)
+            yield address, second
 
 
 @contextmanager
-def dask_cluster(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the address of a scheduler with two workers, and what takes the second one away, with its nanny."""
+def dask_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process, psutil.Process]]:
+    """Yield the address of a scheduler with two workers, and the nannies of both."""
     address = f"tcp://{LOOPBACK}:{free_port()}"
     dask = str(BIN / "dask")
     options = ["--no-dashboard", f"--host={LOOPBACK}"]
@@ -91,10 +91,10 @@ def dask_cluster(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
             [dask, "worker", address, *options, "--nthreads=1", f"--name={name}", f"--local-directory={folder / name}"]
             for name in ("first", "second")
         ]
-        with program(folder / "first.txt", *workers[0]), program(folder / "second.txt", *workers[1]) as second:
+        with program(folder / "first.txt", *workers[0]) as first, program(folder / "second.txt", *workers[1]) as second:
             for name in ("first.txt", "second.txt"):
                 wait_for_line(folder / name, "Registered to")
-            yield address, lambda: kill_family(second)
+            yield address, first, second
 
 
 HAS_SLURM = shutil.which("slurmctld") is not None and shutil.which("slurmd") is not None and os.geteuid() == 0
