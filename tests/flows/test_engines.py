@@ -23,6 +23,7 @@ from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
 from prefect_torch.flows import (
+    DaskCluster,
     FailureConfig,
     KubernetesCluster,
     NotEnoughMachinesError,
@@ -35,7 +36,7 @@ from prefect_torch.flows import (
 
 pytestmark = pytest.mark.timeout(300)
 FAILURE = FailureConfig(max_infrastructure_failures=1)
-NO_FAILURE = FailureConfig(max_infrastructure_failures=0)
+NO_FAILURE = FailureConfig(max_infrastructure_failures=0, max_preemptions=0)
 
 
 @pytest.fixture
@@ -98,11 +99,33 @@ def test_a_training_on_ray_goes_on_without_the_machine_of_a_killed_raylet(short_
 
 def test_a_training_on_dask_goes_on_without_a_killed_nanny_and_with_a_restarted_worker(tmp_path, run):
     """The cluster is named in Prefect's own way. A worker ends with its nanny; a nanny starts its worker again."""
-    with dask_cluster(tmp_path) as (address, first, second):
+    with dask_cluster(tmp_path) as (address, start):
+        first, second = start("first", "second")
         training = train.with_options(task_runner=DaskTaskRunner(address=address))
         losses = [lambda: kill(second), lambda: kill(worker_of(first))]
         # Without GPUs, all ranks are spread evenly over the workers that are left.
         train_and_lose_machines(training, ScalingConfig(num_workers=(1, 2)), run, tmp_path, losses, [2, 2, 2])
+
+
+def test_a_training_on_dask_goes_on_with_a_worker_that_comes_later(tmp_path, run):
+    """Its first attempt waits for that; no budget pays for its end."""
+    with dask_cluster(tmp_path) as (address, start), ThreadPoolExecutor(1) as other:
+        start("first")
+
+        def grow():
+            wait_until((tmp_path / "1-1").exists, "an attempt on the first worker")
+            start("second")
+
+        grown = other.submit(grow)
+        cluster = DaskCluster(address=address, ranks_per_worker=1, leader_address=LOOPBACK, wait_s=0)
+        scaling = ScalingConfig(num_workers=(1, 2), cluster=cluster, regrow_after_s=0.5)
+        config = {"epochs": 3, "told": str(tmp_path), "waits": {"1-1": "never"}}
+        result = train("machine_trainings:train_exactly", config, scaling, run, failure=NO_FAILURE)
+        grown.result()
+    assert (result.return_value["begun"], result.return_value["world size"]) == (2, 2)
+    store = CheckpointStore.open(run.storage, run.name)
+    assert [attempt.world_size for attempt in list_attempts(store)] == [1, 2]
+    assert [(it.ending, it.kind) for it in read_outcomes(store)] == [("preempted", None), ("completed", None)]
 
 
 def worker_of(nanny: psutil.Process) -> psutil.Process:

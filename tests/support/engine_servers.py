@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -81,20 +81,27 @@ def ray_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 @contextmanager
-def dask_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process, psutil.Process]]:
-    """Yield the address of a scheduler with two workers, and the nannies of both."""
+def dask_cluster(folder: Path) -> Iterator[tuple[str, Callable[..., list[psutil.Process]]]]:
+    """Yield the address of a scheduler, and what starts workers of the given names and returns their nannies."""
     address = f"tcp://{LOOPBACK}:{free_port()}"
     dask = str(BIN / "dask")
     options = ["--no-dashboard", f"--host={LOOPBACK}"]
-    with program(folder / "scheduler.txt", dask, "scheduler", *options, f"--port={address.rpartition(':')[2]}"):
-        workers = [
-            [dask, "worker", address, *options, "--nthreads=1", f"--name={name}", f"--local-directory={folder / name}"]
-            for name in ("first", "second")
-        ]
-        with program(folder / "first.txt", *workers[0]) as first, program(folder / "second.txt", *workers[1]) as second:
-            for name in ("first.txt", "second.txt"):
-                wait_for_line(folder / name, "Registered to")
-            yield address, first, second
+    with ExitStack() as stack:
+        scheduler = [dask, "scheduler", *options, f"--port={address.rpartition(':')[2]}"]
+        stack.enter_context(program(folder / "scheduler.txt", *scheduler))
+
+        def start(*names: str) -> list[psutil.Process]:
+            command = [dask, "worker", address, *options, "--nthreads=1"]
+            logs = {name: folder / f"{name}.txt" for name in names}
+            nannies = [
+                stack.enter_context(program(log, *command, f"--name={name}", f"--local-directory={folder / name}"))
+                for name, log in logs.items()
+            ]
+            for log in logs.values():
+                wait_for_line(log, "Registered to")
+            return nannies
+
+        yield address, start
 
 
 HAS_SLURM = shutil.which("slurmctld") is not None and shutil.which("slurmd") is not None and os.geteuid() == 0
