@@ -15,6 +15,7 @@ from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_f
 
 from .cluster_runner import use_threads
 from .leading import set_terminated_state
+from .monitoring.terminal import HiddenAtTerminal, filter_terminals, show_short
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,13 +61,22 @@ class ShortTracebacks(logging.Filter):
         return True
 
 
+def _is_raised_to_caller(record: logging.LogRecord) -> bool:
+    """Return whether the record has the state of a failed flow whose caller gets the exception, or of refused arguments."""
+    if not _is_called.get() or not str(record.msg).startswith(_FAILED):
+        return False
+    return _is_of_flow(record) or _INVALID in record.getMessage()
+
+
 _SHORT_TRACEBACKS = ShortTracebacks()
+_HIDDEN_AT_TERMINAL = HiddenAtTerminal(_is_raised_to_caller)
 
 
 def shorten_logs() -> None:
     """Attach the filter to Prefect's loggers of its engine, of flows and of their runs, once in a process."""
     for name in ("prefect.engine", "prefect.flows", "prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_SHORT_TRACEBACKS)  # adding it again has no effect
+    filter_terminals(_HIDDEN_AT_TERMINAL)
 
 
 class ShortTracebackFlow(Flow[P, R]):
@@ -77,7 +87,7 @@ class ShortTracebackFlow(Flow[P, R]):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Call the flow; see `prefect.Flow`."""
             shorten_logs()
-            token = _is_called.set(True)
+            token = _is_called.set(not kwargs.get("return_state", False))
             try:
                 with large_parameters_explained():
                     return super().__call__(*args, **kwargs)
@@ -87,9 +97,11 @@ class ShortTracebackFlow(Flow[P, R]):
                 if is_defect(exc):
                     raise
                 shorten(exc)
+                show_short(exc)
                 raise exc from exc.__cause__
             except KeyboardInterrupt as exc:
                 shorten(exc)
+                show_short(exc)
                 raise exc from None
             finally:
                 _is_called.reset(token)

@@ -8,6 +8,7 @@ from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
 from prefect_torch.tasks.gang.engines.cluster_block import ClusterChoice
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from .ranks import Ranks
 from .run_form import FormModel as _Config
@@ -150,7 +151,10 @@ class RunConfig(_Config):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str | None) -> str | None:
-        return None if name is None else check_run_name(name)
+        try:
+            return None if name is None else check_run_name(name)
+        except ValueError as exc:  # pydantic's own would add the address of a page about ValueError
+            raise PydanticCustomError("run_name", "{reason}", {"reason": str(exc)}) from exc
 
 
 class CheckpointConfig(_Config):

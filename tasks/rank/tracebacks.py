@@ -37,15 +37,22 @@ def is_defect(error: BaseException) -> bool:
     return isinstance(error, _DEFECTS) and bool(files) and files[-1].startswith(_PACKAGE)
 
 
-def user_traceback(error: BaseException) -> str:
+def user_traceback(error: BaseException, *, with_cause: bool = True) -> str:
     """Return the traceback of `error` without the frames of this package, of Prefect, of torch's wrappers and of imports.
 
     What an error of this package was caused by, in the libraries that it calls, is left out: its message says what to do. If no
     frame is left, the result is the last line of a traceback alone. A defect of this package has its whole traceback.
+
+    Args:
+        error: The exception, with the frames it has passed.
+        with_cause: Whether the exception it was raised from is described first.
+
     """
     if is_defect(error):
         return "".join(traceback.format_exception(error))
     described = TracebackException.from_exception(error, compact=True)
+    if not with_cause:
+        described.__cause__ = described.__context__ = None
     _shorten(described)
     return "".join(described.format())
 

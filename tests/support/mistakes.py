@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -109,5 +108,6 @@ if __name__ == "__main__":
         print(f"=== {limit} {name}", file=sys.stderr, flush=True)
         try:
             make()
-        except Exception as exc:  # noqa: BLE001 - as a terminal shows it, which has no frame of this module
-            traceback.print_exception(exc.with_traceback(exc.__traceback__.tb_next))
+        except Exception as exc:  # noqa: BLE001 - what a terminal shows of it
+            shown = exc.with_traceback(exc.__traceback__.tb_next)  # which has no frame of this module
+            sys.excepthook(type(exc), shown, shown.__traceback__)

@@ -17,7 +17,7 @@ from .targets import why_unwritable
 Path: TypeAlias = tuple[Step, ...]
 Get: TypeAlias = Callable[[], Any]
 Redistribute: TypeAlias = Callable[[str, list[Any], int, int], Any]
-_MOST_LISTED = 5
+_MOST_LISTED = 3
 
 
 class Node:
@@ -82,7 +82,7 @@ class LoadPlan:
         """Raise if the load cannot be done as planned.
 
         Raises:
-            StateMismatchError: If there are problems, naming the first five.
+            StateMismatchError: If there are problems, naming the first three.
             RankLocalStateError: If values were each rank's own, of another number of ranks.
 
         """
