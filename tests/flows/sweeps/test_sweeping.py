@@ -7,8 +7,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
+from prefect_torch.ckpt.runs.attempts import list_attempts
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import RunConfig, SearchConfig, SweepResult, grid, sweep, uniform
@@ -29,7 +32,8 @@ def search(**changes) -> SearchConfig:
 def test_a_sweep_finds_the_best_of_its_trials_at_two_at_once(run, tmp_path):
     config = {"epochs": 2, "fails": 0.99, "killed_at": 1}
     chosen = search(max_concurrent=2, initial_points=[{"lr": 0.995}], keep_best_trials=1)
-    result = sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, config, chosen, run=run)
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: 30}):
+        result = sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, config, chosen, run=run)
     assert [trial.state for trial in result.trials] == ["failed", "completed", "completed"]
     assert result.errors.keys() == {0}
     assert "ValueError: lr=0.995 diverged" in result.errors[0]
@@ -64,6 +68,9 @@ def check_events(tmp_path, result):
     assert bests[-1].resource["run"] == result.best.run
     assert bests[-1].payload["value"] == result.best.metrics["loss"]
     assert [it.payload["previous"] for it in bests] == [None, *(it.payload["value"] for it in bests[:-1])]
+    *_, last = list_attempts(CheckpointStore.open(tmp_path, result.best.run))
+    alive = f"prefect.flow-run.{last.owner.flow_run_id}"
+    wait_until(lambda: "prefect.flow-run.heartbeat" in {it.event for it in events_about(alive, 1)}, "a trial's heartbeat")
 
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/sweeps.md").read_text()
