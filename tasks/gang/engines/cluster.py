@@ -1,5 +1,6 @@
 """What a cluster is to a training: something that starts node agents on its machines, and lets the machines go again."""
 
+import math
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +28,15 @@ class MachineRequest:
     use_gpu: bool
     avoid: frozenset[str]
     in_use: frozenset[str] = frozenset()
+
+    def slots_of_each(self, num_machines: int, given: int | None) -> int | None:
+        """Return for how many ranks each of so many machines has room: `given`, or an even share of all ranks.
+
+        None where ranks have GPUs: each agent counts those of its machine.
+        """
+        if given is not None or self.use_gpu:
+            return given
+        return math.ceil(self.most / max(1, num_machines))
 
 
 class Agents(Protocol):

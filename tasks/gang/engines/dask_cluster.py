@@ -1,14 +1,12 @@
 """The machines of a Dask cluster."""
 
-import json
-import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from .client_process import run_client_process
 from .cluster import Agents, Cluster, MachineRequest
 
 
@@ -37,7 +35,7 @@ class DaskCluster(Cluster):
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Submit an agent to each worker that is not to be avoided, from a process of its own."""
-        order: dict[str, Any] = {
+        order = {
             "address": self.address,
             "ranks_per_worker": self.ranks_per_worker,
             "resources": self.resources,
@@ -45,8 +43,6 @@ class DaskCluster(Cluster):
             "fewest": wanted.fewest,
             "most": wanted.most,
             "avoid": sorted(wanted.avoid),
-            "arguments": agents.arguments(),
         }
-        program = [sys.executable, "-m", "prefect_torch.tasks.gang.engines.dask_agents", json.dumps(order)]
-        agents.run(shlex.join(program), [f"Dask at {self.address}"])
+        run_client_process(agents, "dask_agents", f"Dask at {self.address}", order)
         yield

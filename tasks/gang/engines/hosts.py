@@ -1,6 +1,5 @@
 """Machines that a command reaches, such as `ssh {host}`."""
 
-import math
 import shlex
 import sys
 from collections.abc import Iterator
@@ -40,9 +39,7 @@ class Hosts(Cluster):
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Run the command for every host that is not to be avoided."""
-        slots = self.ranks_per_host
-        if slots is None and not wanted.use_gpu:
-            slots = math.ceil(wanted.most / len(self.hosts))
+        slots = wanted.slots_of_each(len(self.hosts), self.ranks_per_host)
         for host in self.hosts:
             if host not in wanted.avoid:
                 program = [self.python, "-m", AGENT, *agents.arguments(host, slots)]

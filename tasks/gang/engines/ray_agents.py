@@ -2,19 +2,18 @@
 
     python -m prefect_torch.tasks.gang.engines.ray_agents JSON
 
-The key of the agents is the first line of stdin. A process of its own, since Ray allows one connection per process, which has
-threads, and takes the reservation back when the process is gone.
+The key of the agents is the first line of stdin. Ray allows one connection per process, and takes the reservation back when the
+process is gone.
 """
 
-import json
 import logging
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
+from .client_process import import_client, read_order, say, say_room
 from .starting import run_agent
 
 _SETTLE_S = 5.0  # how long a placement for which there is room may take
@@ -23,12 +22,11 @@ _POLL_S = 0.5
 
 def main() -> None:
     """Run the agents; exit with 1 if there is room for too few ranks."""
-    order = json.loads(sys.argv[1])
-    key = sys.stdin.readline().strip()
+    order, key = read_order()
     ray = _ray()
     ray.init(address=order["address"], log_to_driver=False, logging_level=logging.ERROR)
     group, num_ranks = _reserve(order)
-    print(f"room for {num_ranks}: reserved", flush=True)  # noqa: T201 - the leader reads it
+    say_room(num_ranks, "reserved")
     seats = [_seat(order["resources"], group, number) for number in range(num_ranks)]
     places = ray.get([seat.place.remote() for seat in seats])
     names = _names()
@@ -41,18 +39,14 @@ def main() -> None:
     while agents:
         ended, agents = ray.wait(agents)
         try:
-            print(*ray.get(ended), flush=True)  # noqa: T201 - the leader shows the last lines
+            say(*ray.get(ended))
         except ray.exceptions.RayError as exc:  # its machine is gone, which the leader has seen by then
-            print(type(exc).__name__, flush=True)  # noqa: T201 - as above
+            say(type(exc).__name__)
     ray.util.remove_placement_group(group)  # now, since the next attempt counts what is free as soon as this process is gone
 
 
 def _ray() -> Any:
-    """Return the module; its types are incomplete, and it is an extra."""
-    try:
-        return import_module("ray")
-    except ModuleNotFoundError:
-        sys.exit("Ray is not installed: pip install 'prefect-torch[ray]'")
+    return import_client("ray", "Ray", "ray")
 
 
 class Seat:

@@ -1,14 +1,12 @@
 """The machines of a Ray cluster."""
 
-import json
-import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from .client_process import run_client_process
 from .cluster import Agents, Cluster, MachineRequest
 
 
@@ -41,7 +39,7 @@ class RayCluster(Cluster):
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Reserve a placement group in a process of its own, whose end releases it."""
-        order: dict[str, Any] = {
+        order = {
             "address": self.address,
             "resources": self.resources_per_worker or {"CPU": 1.0, **({"GPU": 1.0} if wanted.use_gpu else {})},
             "strategy": self.placement_strategy,
@@ -49,8 +47,6 @@ class RayCluster(Cluster):
             "most": wanted.most,
             "avoid": sorted(wanted.avoid - wanted.in_use),
             "wait_s": self.wait_s,
-            "arguments": agents.arguments(),
         }
-        program = [sys.executable, "-m", "prefect_torch.tasks.gang.engines.ray_agents", json.dumps(order)]
-        agents.run(shlex.join(program), [f"Ray at {self.address}"])
+        run_client_process(agents, "ray_agents", f"Ray at {self.address}", order)
         yield

@@ -47,19 +47,10 @@ class SlurmCluster(Cluster):
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Start one agent on each machine by one srun, which waits for the allocation."""
         slots = self.ranks_per_node or self.gpus_per_node or 1
-        fewest, most = math.ceil(wanted.fewest / slots), math.ceil(wanted.most / slots)
-        nodes = [f"{fewest}-{most}" if fewest < most else str(most)]
         in_job = os.environ.get("SLURM_JOB_NUM_NODES")
-        if in_job is not None:
-            there = int(in_job) - len(wanted.avoid)
-            if there < fewest:
-                raise NotEnoughMachinesError(
-                    f"{wanted.fewest} ranks wanted, the cluster has room for {max(0, there) * slots}: the Slurm job "
-                    f"{os.environ.get('SLURM_JOB_ID', '')} has {in_job} machines, {len(wanted.avoid)} of them lost"
-                )
-            nodes = [str(min(most, there))]
+        nodes = _nodes(wanted, slots) if in_job is None else _nodes_of_job(wanted, slots, int(in_job))
         program = [self.python, "-m", AGENT, *agents.arguments(slots=slots)]
-        agents.run(shlex.join([*self._srun(nodes[0], wanted, in_job is not None), *program]), ["Slurm"])
+        agents.run(shlex.join([*self._srun(nodes, wanted, in_job is not None), *program]), ["Slurm"])
         yield
 
     def _srun(self, nodes: str, wanted: MachineRequest, in_job: bool) -> list[str]:
@@ -77,3 +68,20 @@ class SlurmCluster(Cluster):
             *([f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
             *self.srun_arguments,
         ]
+
+
+def _nodes(wanted: MachineRequest, slots: int) -> str:
+    """Return how many machines srun is to wait for."""
+    fewest, most = math.ceil(wanted.fewest / slots), math.ceil(wanted.most / slots)
+    return f"{fewest}-{most}" if fewest < most else str(most)
+
+
+def _nodes_of_job(wanted: MachineRequest, slots: int, in_job: int) -> str:
+    """Return how many of the job's machines srun is to use, at most those that are left."""
+    there = in_job - len(wanted.avoid)
+    if there < math.ceil(wanted.fewest / slots):
+        raise NotEnoughMachinesError(
+            f"{wanted.fewest} ranks wanted, the cluster has room for {max(0, there) * slots}: the Slurm job "
+            f"{os.environ.get('SLURM_JOB_ID', '')} has {in_job} machines, {len(wanted.avoid)} of them lost"
+        )
+    return str(min(math.ceil(wanted.most / slots), there))

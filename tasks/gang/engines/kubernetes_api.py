@@ -1,0 +1,103 @@
+"""The requests to Kubernetes that pods of agents need."""
+
+import os
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
+
+from .kubernetes_job import JOB_SET_GROUP, JOB_SET_VERSION, AgentPods, job, job_set, secret
+
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_HOPELESS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName"}
+
+
+class KubernetesApi:
+    """A connection to Kubernetes, as the flow's pod or as this user.
+
+    Args:
+        namespace: Where the pods are; that of the flow's own pod if None.
+
+    Attributes:
+        error: What a refused request raises.
+
+    """
+
+    def __init__(self, namespace: str | None) -> None:
+        try:
+            kubernetes: Any = import_module("kubernetes")  # its types are incomplete, and it is an extra
+        except ModuleNotFoundError as exc:
+            raise NotEnoughMachinesError(
+                "Kubernetes' client is not installed: pip install 'prefect-torch[kubernetes]'"
+            ) from exc
+        self._inside = _ACCOUNT.exists()
+        if self._inside:
+            kubernetes.config.load_incluster_config()
+        else:
+            kubernetes.config.load_kube_config()
+        self._own_namespace = (_ACCOUNT / "namespace").read_text().strip() if self._inside else "default"
+        self._namespace = namespace or self._own_namespace
+        self._core, self._batch = kubernetes.client.CoreV1Api(), kubernetes.client.BatchV1Api()
+        self._custom = kubernetes.client.CustomObjectsApi()
+        groups = kubernetes.client.ApisApi().get_api_versions().groups
+        self._has_job_sets = any(group.name == JOB_SET_GROUP for group in groups)
+        self.error: type[Exception] = kubernetes.client.ApiException
+
+    def own_image(self) -> str:
+        """Return the image of the flow's own pod.
+
+        Raises:
+            NotEnoughMachinesError: If the flow does not run in a pod.
+
+        """
+        if not self._inside:
+            raise NotEnoughMachinesError("KubernetesCluster(image=...) is needed, since this flow does not run in a pod")
+        return str(self._own_pod().spec.containers[0].image)
+
+    def own_reference(self) -> dict[str, str] | None:
+        """Return the flow's own pod as an owner; None if it can own nothing there."""
+        if not self._inside or self._namespace != self._own_namespace:
+            return None  # an owner in another namespace would have its belongings deleted at once
+        pod = self._own_pod()
+        return {"apiVersion": "v1", "kind": "Pod", "name": pod.metadata.name, "uid": pod.metadata.uid}
+
+    def create(self, pods: AgentPods, key: str) -> None:
+        """Create the Job or JobSet, and then the Secret, which belongs to it; the pods wait for the Secret."""
+        if self._has_job_sets:
+            made = self._custom.create_namespaced_custom_object(*self._job_sets(), job_set(pods))
+        else:
+            created = self._batch.create_namespaced_job(self._namespace, job(pods))
+            made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": pods.name, "uid": created.metadata.uid}}
+        self._core.create_namespaced_secret(self._namespace, secret(pods, key, made))
+
+    def delete(self, pods: AgentPods) -> None:
+        """Delete the Job or JobSet, and with it its pods and the Secret."""
+        with suppress(self.error):  # its owner, or a garbage collector, was first
+            if self._has_job_sets:
+                self._custom.delete_namespaced_custom_object(*self._job_sets(), pods.name, propagation_policy="Background")
+            else:
+                self._batch.delete_namespaced_job(pods.name, self._namespace, propagation_policy="Background")
+
+    def problems(self, pods: AgentPods) -> dict[int, tuple[str, bool]]:
+        """Return why pods do not run yet, by their numbers, and whether they never will."""
+        found = {}
+        for pod in self._core.list_namespaced_pod(self._namespace, label_selector=f"app={pods.name}").items:
+            number = int((pod.metadata.annotations or {}).get("batch.kubernetes.io/job-completion-index", -1))
+            for status in pod.status.container_statuses or []:
+                waiting = status.state.waiting
+                if waiting is not None and waiting.reason:
+                    found[number] = (f"{waiting.reason}: {waiting.message or ''}".strip(": "), waiting.reason in _HOPELESS)
+            if pod.status.phase in {"Failed", "Succeeded"}:
+                found[number] = (f"its pod has ended: {pod.status.reason or pod.status.phase}", True)
+            for condition in pod.status.conditions or []:
+                if condition.reason == "Unschedulable":
+                    found[number] = (f"unschedulable: {condition.message}", False)
+        return found
+
+    def _job_sets(self) -> tuple[str, str, str, str]:
+        return JOB_SET_GROUP, JOB_SET_VERSION, self._namespace, "jobsets"
+
+    def _own_pod(self) -> Any:
+        return self._core.read_namespaced_pod(os.environ["HOSTNAME"], self._own_namespace)
