@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
@@ -24,6 +24,7 @@ from prefect_torch.flows.sweeps.history import (
     TrialReported,
     TrialResumed,
     TrialStarted,
+    TrialState,
     apply,
     encode_event,
     operations_of,
@@ -104,13 +105,14 @@ class Search:
         default = len(points) if points and not search.initial_points else _DEFAULT_TRIALS
         self.num_trials = search.num_trials or default
         self.trials: dict[int, TrialRecord] = {}
+        self._numbers: dict[TrialState, set[int]] = {state: set() for state in get_args(TrialState)}
         self._released: list[tuple[Source, str]] = []
         for event in events:
             self._apply(event)
         self._scheduler = make_scheduler(search, space, seed, self.num_trials)
         self._error: Exception | None = None
         self._lock = threading.RLock()
-        self._restarts = sorted(it.number for it in self._errored()) if search.restart_errored else []
+        self._restarts = sorted(self._numbers["failed"]) if search.restart_errored else []
 
     def lead(self, attempt: int, *, is_fresh: bool = False) -> None:
         """Record that this process leads the sweep."""
@@ -119,7 +121,7 @@ class Search:
     def running(self) -> list[TrialRecord]:
         """Return the trials that run, or ran when the process that led the sweep before was killed."""
         with self._lock:
-            return [trial for trial in self.trials.values() if trial.state == "running"]
+            return [self.trials[number] for number in sorted(self._numbers["running"])]
 
     def next_trial(self) -> TrialRecord | None:
         """Return a trial that is to be started now; None while there is none.
@@ -280,16 +282,24 @@ class Search:
         """
         if self._error is not None:
             raise self._error
-        failed = self._errored()
-        without = [trial for trial in failed if (trial.reason or "").startswith(_NO_METRIC)]
-        if len(without) >= _MOST_WITHOUT_METRIC and not any(it.state == "completed" for it in self.trials.values()):
-            raise SweepFailedError(f"{len(without)} trials of sweep {self._sweep!r} ended so: {without[0].reason}")
         most = self._search.max_failed_trials
-        if most is not None and len(failed) > most:
-            raise SweepFailedError(
-                f"{len(failed)} trials of sweep {self._sweep!r} have failed, and max_failed_trials={most}; the first, trial "
-                f"{failed[0].number}: {failed[0].reason}"
-            )
+        with self._lock:
+            failed, without = self._numbers["failed"], self._without_metric()
+            if len(without) >= _MOST_WITHOUT_METRIC:
+                raise SweepFailedError(f"{len(without)} trials of sweep {self._sweep!r} ended so: {without[0].reason}")
+            if most is not None and len(failed) > most:
+                first = self.trials[min(failed)]
+                raise SweepFailedError(
+                    f"{len(failed)} trials of sweep {self._sweep!r} have failed, and max_failed_trials={most}; the first, "
+                    f"trial {first.number}: {first.reason}"
+                )
+
+    def _without_metric(self) -> list[TrialRecord]:
+        """Return the trials that failed for want of the metric, unless a trial has completed or too few have failed."""
+        if self._numbers["completed"] or len(self._numbers["failed"]) < _MOST_WITHOUT_METRIC:
+            return []
+        failed = (self.trials[number] for number in sorted(self._numbers["failed"]))
+        return [trial for trial in failed if (trial.reason or "").startswith(_NO_METRIC)]
 
     def raise_if_all_failed(self) -> None:
         """Raise if every trial has failed.
@@ -298,14 +308,11 @@ class Search:
             SweepFailedError: With the first error.
 
         """
-        failed = self._errored()
-        if failed and len(failed) == len(self.trials):
-            raise SweepFailedError(
-                f"all {len(failed)} trials of sweep {self._sweep!r} have failed; the first: {failed[0].reason}"
-            )
-
-    def _errored(self) -> list[TrialRecord]:
-        return [trial for trial in self.trials.values() if trial.state == "failed"]
+        with self._lock:
+            failed = self._numbers["failed"]
+            if failed and len(failed) == len(self.trials):
+                reason = self.trials[min(failed)].reason
+                raise SweepFailedError(f"all {len(failed)} trials of sweep {self._sweep!r} have failed; the first: {reason}")
 
     def _start(self, number: int) -> TrialRecord:
         suggestion = self._study.suggest(number)
@@ -355,7 +362,7 @@ class Search:
         with self._lock:
             lost = self._scheduler.lost(self.trials)
             if is_over and not self.is_over_budget:
-                lost = frozenset(it.number for it in self.trials.values() if it.state == "paused")
+                lost = frozenset(self._numbers["paused"])
             excess = find_excess(self.trials, lost, keep, self._search.metrics[0], self._search.modes[0])
             for number in excess.stopped:
                 reason = f"{keep} better trials keep their checkpoints"
@@ -379,6 +386,18 @@ class Search:
                 self._released.append((trial.source, trial.run))
                 self.trials[event.trial] = replace(trial, source=None)
         apply(self.trials, event)
+        self._count(event)
+
+    def _count(self, event: Event) -> None:
+        """Keep the numbers of the trials in each state, so that no decision looks through all trials for them."""
+        if isinstance(event, SweepLed):
+            if event.is_fresh:
+                for numbers in self._numbers.values():
+                    numbers.clear()
+            return
+        for numbers in self._numbers.values():
+            numbers.discard(event.trial)
+        self._numbers[self.trials[event.trial].state].add(event.trial)
 
 
 def _is_same(known: RungReport, report: RungReport) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -93,6 +94,7 @@ class Gang:
         self._receiver: EventReceiver | None = None
         # Asking a running future for its state costs an API request, so a callback collects those that are done.
         self._finished: set[int] = set()
+        self._has_news = threading.Event()  # that another one is done
         self._stop_deadline_s: float | None = None  # from the first `stop` on
         self._futures = [_submit(group, machines, logs, self._stop) for group in self._groups]
         for number, future in enumerate(self._futures):
@@ -120,7 +122,8 @@ class Gang:
             if terminated := [machine.name for machine in self._machines if machine.is_terminated]:
                 self._leave(terminated, key_value, recorder, termination)
             self._regrow(key_value)
-            time.sleep(_POLL_S)
+            self._has_news.wait(_POLL_S)
+            self._has_news.clear()
             problem = self._find_problem(key_value)
         if problem is not None:
             self._stop.give(str(problem), wants_stack_traces=True)
@@ -227,6 +230,7 @@ class Gang:
 
     def _record_finished(self, number: int, _: PrefectFuture[Any]) -> None:
         self._finished.add(number)
+        self._has_news.set()
 
 
 def _submit(group: RankGroup, machines: Sequence[RemoteMachine], logs: RankLogs | None, stop: StopOrder) -> PrefectFuture[Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # A flow run is terminated by SIGTERM, which is also how a worker cancels, by Ctrl-C, or by what Prefect raises in a flow whose
 # concurrency lease is lost: a subclass of asyncio's error in a private module.
 TERMINATIONS = (TerminationSignal, KeyboardInterrupt, asyncio.CancelledError)
-_POLL_S = 0.05
+_FIRST_POLL_S, _POLL_S = 0.001, 0.05
 # After the grace: stopping ranks, one try of each write that is left, a request to Prefect.
 _LAST_S = 45.0
 
@@ -153,9 +153,11 @@ class Termination:
     def _wait_for(self, thread: "_Work[T]") -> None:
         try:
             thread.start()
+            pause_s = _FIRST_POLL_S
             # No lock here: an exception while it is acquired would leave it locked.
             while not thread.has_ended and time.monotonic() < self._grace_ends_s + _LAST_S:
-                time.sleep(_POLL_S)
+                time.sleep(pause_s)
+                pause_s = min(1.05 * pause_s, _POLL_S)  # a short piece of work is not prolonged by more than a twentieth
                 if self._switch.cause is not None and self.cause is None:
                     self.request(self._switch.cause)
                 if time.monotonic() >= self._grace_ends_s:
