@@ -23,10 +23,12 @@ from prefect_torch.flows.sweeps.space import Nested, Parameters, has_grid
 
 if TYPE_CHECKING:
     import optuna
+    from optuna.trial import FrozenTrial
 
 Operation: TypeAlias = dict[str, Any]
 Ending: TypeAlias = Literal["complete", "pruned", "failed"]
 NAME = "sweep"
+_CONTINUES = "continues"  # of the study's trials that tell more of an earlier one: its number
 _SEED_BYTES = 4
 _logger = logging.getLogger(__name__)
 
@@ -155,7 +157,7 @@ class Study:
         return Suggestion(trial.number, chosen)
 
     def observe(self, study_number: int, observation: Observation) -> None:
-        """Add what a trial has shown; of one that was told before and went on, as another observation of its config."""
+        """Add what a trial has shown; of one that was told before and went on, samplers see the newest observation only."""
         study_id = self._storage.get_study_id_from_name(NAME)
         frozen = self._storage.get_trial(self._storage.get_trial_id_from_study_id_trial_number(study_id, study_number))
         states = self._optuna.trial.TrialState
@@ -173,7 +175,7 @@ class Study:
                 params=frozen.params,
                 distributions=frozen.distributions,
                 intermediate_values=dict(observation.intermediate),
-                user_attrs={**frozen.user_attrs, "continues": study_number},
+                user_attrs={**frozen.user_attrs, _CONTINUES: study_number},
             )
             self._study.add_trial(again)
 
@@ -256,7 +258,11 @@ def operation_log(operations: Iterable[Operation]) -> Any:
 
 
 def _study_storage(log: Any) -> "optuna.storages.JournalStorage":
-    """Return the storage of a study that this process alone changes; a suggestion does not look through all of its trials."""
+    """Return the storage of a study that this process alone changes.
+
+    A suggestion does not look through all trials for one that waits, and a sampler sees each trial of the sweep once: with
+    successive halving it would else take those that go on for several good configs at the same place.
+    """
     from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
     from optuna.trial import FrozenTrial, TrialState  # noqa: PLC0415
 
@@ -271,12 +277,18 @@ def _study_storage(log: Any) -> "optuna.storages.JournalStorage":
             self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
         ) -> list[FrozenTrial]:
             if states != (TrialState.WAITING,):
-                return super().get_all_trials(study_id, deepcopy, states)
+                return _without_earlier(super().get_all_trials(study_id, deepcopy, states))
             found = super().get_all_trials(study_id, deepcopy, states) if self._may_wait else []
             self._may_wait = bool(found)
             return found
 
     return StudyStorage(log)
+
+
+def _without_earlier(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":
+    """Return the newest observation of each trial of the sweep, in the order of their numbers."""
+    newest = {trial.user_attrs.get(_CONTINUES, trial.number): trial for trial in trials}
+    return sorted(newest.values(), key=lambda trial: trial.number)
 
 
 def open_study_storage(storage: StorageLike, name: str) -> "optuna.storages.JournalStorage":

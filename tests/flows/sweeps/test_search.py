@@ -10,7 +10,7 @@ from prefect_torch.flows import SearchConfig, SweepFailedError, choice, logunifo
 from prefect_torch.flows.sweeps.history import decode_event
 from prefect_torch.flows.sweeps.search import Search, TrialEnd
 from prefect_torch.flows.sweeps.space import parse_space
-from prefect_torch.flows.sweeps.study import check_sampler
+from prefect_torch.flows.sweeps.study import Observation, Study, check_sampler
 from simulated_sweeps import Simulation
 
 
@@ -241,3 +241,18 @@ def test_every_sampler_suggests_the_same_after_a_kill(sampler):
         return [trial.config for trial in search.trials.values()]
 
     assert suggested({3, 7, 12}) == suggested(set())
+
+
+def test_a_sampler_sees_a_trial_that_paused_and_went_on_once():
+    def next_suggestion(pauses):
+        study = Study([], configured(sampler="tpe"), parse_space(SPACE), 0, [])
+        for number in range(12):
+            suggested = study.suggest(number)
+            loss = abs(math.log10(suggested.chosen["lr"]) + 2)
+            on_the_way = ((1, loss + 1), (3, loss + 0.5))
+            for count in range(1, 1 + pauses):
+                study.observe(suggested.study_number, Observation("pruned", intermediate=on_the_way[:count]))
+            study.observe(suggested.study_number, Observation("complete", (loss,), on_the_way))
+        return study.suggest(12).chosen
+
+    assert next_suggestion(pauses=2) == next_suggestion(pauses=0)
