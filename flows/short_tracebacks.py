@@ -23,6 +23,7 @@ _RETRY = "Task run failed with %s: %r - Retry %s/%s"
 _HOOK = set_terminated_state.__name__
 _RAISED = "Encountered exception during execution"
 _FAILED = "Finished in state Failed"
+_ABORTED = "Finished in state Crashed('Execution was aborted"
 _FLOWS = ("train", "sweep", "evaluate", "prune")
 _INVALID = "Validation of flow parameters failed with error: Flow run received invalid parameters"
 _is_called: ContextVar[bool] = ContextVar("is_called", default=False)  # within a call of a flow of this package
@@ -36,6 +37,7 @@ _LEVELS = (
     ("train_workers", "Failed", logging.DEBUG),  # the flow run says the same
     ("prune_checkpoints", "Completed", logging.DEBUG),
 )
+_LATER_LINES = re.compile(r"(?<!\\)\\n.*(?=['\"]\)$)")  # of the message's repr; the log of the attempt has them
 _TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
 
 
@@ -54,6 +56,7 @@ class ShortTracebacks(logging.Filter):
             return False
         if _is_of_flow(record) and str(record.msg).startswith(_FAILED):
             _set_level(record, logging.ERROR)
+            record.msg = _LATER_LINES.sub("", str(record.msg))
         for task, state, level in _LEVELS:
             if getattr(record, "task_name", "") == task and str(record.msg).startswith(f"Finished in state {state}"):
                 _set_level(record, level)
@@ -62,8 +65,14 @@ class ShortTracebacks(logging.Filter):
 
 
 def _is_raised_to_caller(record: logging.LogRecord) -> bool:
-    """Return whether the record has the state of a failed flow whose caller gets the exception, or of refused arguments."""
-    if not _is_called.get() or not str(record.msg).startswith(_FAILED):
+    """Return whether an exception, or the log of a terminated training, tells the flow's caller what the record has.
+
+    It has the state of a failed flow, of arguments that were refused, or of the attempts of a training that was terminated.
+    """
+    text = str(record.msg)
+    if _is_called.get() and text.startswith(_ABORTED):
+        return getattr(record, "task_name", "") == "train_workers"
+    if not _is_called.get() or not text.startswith(_FAILED):
         return False
     return _is_of_flow(record) or _INVALID in record.getMessage()
 

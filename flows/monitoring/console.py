@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.runtime import deployment
-from prefect_torch.tasks.training.observers import TrainingEvent
+from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, TrainingEvent
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .progress import TrainingProgress
+from .progress import TERMINATED, TrainingProgress
 
 _REFRESHES_PER_S = 2.0
 
@@ -62,6 +62,10 @@ class ConsoleProgress:
     def observe(self, happening: TrainingEvent) -> None:
         """Record `happening`."""
         self._progress.record(happening)
+        if isinstance(happening, AttemptStarted):
+            self._live.transient = False
+        if isinstance(happening, AttemptEnded):  # the log says why it was terminated, and what is safe
+            self._live.transient = happening.outcome.ending in TERMINATED
 
     def refresh(self, *, final: bool) -> None:
         """Start the display, which then refreshes itself; if `final`, stop it and leave its last state."""

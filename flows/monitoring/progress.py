@@ -18,6 +18,7 @@ from prefect_torch.tasks.training.observers import (
 
 from .text import show_duration, show_number
 
+TERMINATED = ("preempted", "cancelled")  # the endings of an attempt that a signal or a person ended
 _SHOWN_INCIDENTS = 3
 
 
@@ -124,7 +125,7 @@ class TrainingProgress:
 
 
 def _ending(outcome: Outcome) -> str:
-    if outcome.ending in ("preempted", "cancelled"):  # the log says why, and what is safe
+    if outcome.ending in TERMINATED:  # the log says why, and what is safe
         return f"attempt {outcome.attempt} {outcome.ending}"
     reason = (outcome.error or "").strip().partition("\n")[0]
     if f"attempt {outcome.attempt} " in reason:

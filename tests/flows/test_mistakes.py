@@ -1,5 +1,6 @@
 """What a person sees of a mistake fits on a screen."""
 
+import logging
 import os
 import re
 import subprocess
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_URL
+from prefect.states import Failed
 from prefect_servers import rows, wait_until
 from prefect_torch.flows.monitoring.terminal import show_short
-from prefect_torch.flows.short_tracebacks import short_tracebacks
+from prefect_torch.flows.short_tracebacks import ShortTracebacks, short_tracebacks
 from prefect_torch.tasks.rank import tracebacks
 
 MISTAKES = Path(__file__).parents[1] / "support/mistakes.py"
@@ -168,3 +170,10 @@ def test_a_restart_names_its_budget(seen):
     _, text = seen["a budget of restarts"]
     assert "restart 1 of 1 (max_failures): RuntimeError: always; the training starts again" in text
     assert "Retry 1/" not in text
+
+
+def test_the_flow_run_s_record_has_the_first_line_of_a_long_message():
+    state = Failed(message="it broke\n  in 'this' line\nand that")
+    record = logging.makeLogRecord({"msg": f"Finished in state {state}", "flow_name": "train"})
+    assert ShortTracebacks().filter(record)
+    assert record.getMessage() == """Finished in state Failed("it broke")"""
