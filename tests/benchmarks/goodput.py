@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import signal
 import statistics
@@ -30,6 +29,7 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from goodput_training import STEP_S
 
 HERE = Path(__file__).parent
 WAYS = ["ours_state", "ours_folder", "ray_sync", "ray_async"]
-RESULT = HERE / "results" / "goodput.txt"
+HERE_ALONE = {"num_cpus": 4, "include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": str(HERE)}}}
 LONGEST_START_S = 180.0
 LONGEST_END_S = 120.0
 COLUMNS = (
@@ -54,10 +54,12 @@ class Attempt:
 
 
 def train_ours(function, config):
+    """Train with two ranks on this machine, or on those of `config["hosts"]`."""
     from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
     from prefect.testing.utilities import prefect_test_harness
-    from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
+    from prefect_torch.flows import CheckpointConfig, FailureConfig, Hosts, RunConfig, ScalingConfig, train
 
+    cluster = Hosts(**config["hosts"]) if "hosts" in config else None
     with (
         temporary_settings({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 120}),
         prefect_test_harness(server_startup_timeout=120),
@@ -65,7 +67,7 @@ def train_ours(function, config):
         train(
             f"{HERE / 'goodput_training.py'}:{function}",
             config,
-            ScalingConfig(num_workers=2),
+            ScalingConfig(num_workers=2, cluster=cluster),
             RunConfig(name="goodput", storage=config["storage"]),
             CheckpointConfig(num_to_keep=2),
             FailureConfig(max_failures=-1, max_infrastructure_failures=-1),
@@ -73,18 +75,18 @@ def train_ours(function, config):
 
 
 def train_with_ray(config):
-    """Run in the interpreter that has Ray."""
+    """Train with two ranks on the cluster of `config["ray"]`, in the interpreter that has Ray."""
     import ray
     from goodput_training import with_ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": str(HERE)}})
+    ray.init(**config["ray"])
     TorchTrainer(
         with_ray,
         train_loop_config=config,
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
             name="goodput",
             storage_path=config["storage"],
@@ -94,18 +96,15 @@ def train_with_ray(config):
     ).fit()
 
 
-def start(way, seconds, scratch):
-    notes = scratch / "notes"
-    notes.mkdir()
-    config = {"seconds": seconds, "notes": str(notes), "storage": str(scratch / "store")}
+def training(way, scratch, seconds, config):
+    """Return the command that trains in a way and writes its notes into `scratch`."""
+    config = {"seconds": seconds, "notes": str(scratch / "notes"), "storage": str(scratch / "store"), **config}
     python = sys.executable
     if way.startswith("ray"):
         from install import install
 
         python, config["mode"] = str(install()), way.removeprefix("ray_").upper()
-    with (scratch / "log").open("wb") as log:
-        command = [python, __file__, "--train", way, json.dumps(config)]
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True), notes
+    return [python, __file__, "--train", way, json.dumps(config)]
 
 
 def read_notes(notes, rank):
@@ -159,28 +158,36 @@ def disturb(process, notes, seconds, every_s, disturb_one, meanwhile=lambda: Non
     return kills
 
 
-def kill(pid):
-    os.kill(pid, signal.SIGKILL)
+def kill_one(chance, ranks):
+    os.kill(chance.choice(ranks)["pid"], signal.SIGKILL)
 
 
-def measure(way, options):
+@contextlib.contextmanager
+def scratch_folder():
     with tempfile.TemporaryDirectory(prefix="prefect-torch-goodput-", ignore_cleanup_errors=True) as folder:
-        scratch = Path(folder)
-        seconds = options.minutes * 60
-        process, notes = start(way, seconds, scratch)
-        chance = random.Random(options.seed)
-        try:
-            kills = disturb(process, notes, seconds, options.every, lambda ranks: kill(chance.choice(ranks)["pid"]))
-        except RuntimeError as exc:
-            raise RuntimeError(f"{way}: {exc}\n{(scratch / 'log').read_text()[-6000:]}") from exc
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what Ray has left running, and ours has not
-            process.wait()
-        return describe(way, notes, kills)[1]
+        yield Path(folder)
 
 
-def describe(way, notes, kills):
+def measure(way, command, scratch, options, disturb_one, meanwhile=lambda: None):
+    """Run a command of `training`, disturbed; return its goodput, and its row of the table."""
+    (notes := scratch / "notes").mkdir()
+    with (scratch / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        kills = disturb(process, notes, options.minutes * 60, options.every, disturb_one, meanwhile)
+    except RuntimeError as exc:
+        raise RuntimeError(f"{way}: {exc}\n{(scratch / 'log').read_text()[-6000:]}") from exc
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what Ray has left running, and ours has not
+        process.wait()
+    goodput, row = _describe(way, notes, kills)
+    row += f"   load {os.getloadavg()[0]:.1f}"
+    print(row, flush=True)
+    return goodput, row
+
+
+def _describe(way, notes, kills):
     attempts = []
     for process in read_notes(notes, 0):
         steps = [(note["step"], note["at"]) for note in process if "step" in note]
@@ -216,21 +223,27 @@ def main():
         way, config = sys.argv[2], json.loads(sys.argv[3])
         train_with_ray(config) if way.startswith("ray") else train_ours(way, config)
         return
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--every", type=float, default=30.0)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    from result_file import write_results
+
+    options = parser(WAYS, minutes=3.0, every_s=30.0).parse_args()
     sys.path[:0] = [str(HERE / "peers")]
-    header = f"{' '.join(sys.argv)}   Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
-    rows = [header, COLUMNS]
-    print(*rows, sep="\n", flush=True)
+    rows = [COLUMNS]
     for way in options.ways:
-        rows.append(f"{measure(way, options)}   load {os.getloadavg()[0]:.1f}")
-        print(rows[-1], flush=True)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text("\n".join(rows) + "\n")
+        chance = random.Random(options.seed)
+        with scratch_folder() as scratch:
+            command = training(way, scratch, options.minutes * 60, {"ray": HERE_ALONE})
+            kill = partial(kill_one, chance)
+            rows.append(measure(way, command, scratch, options, kill)[1])
+    write_results("goodput.txt", 1, rows)
+
+
+def parser(ways, *, minutes, every_s):
+    made = argparse.ArgumentParser()
+    made.add_argument("--minutes", type=float, default=minutes)
+    made.add_argument("--every", type=float, default=every_s)
+    made.add_argument("--ways", nargs="+", choices=ways, default=ways)
+    made.add_argument("--seed", type=int, default=0)
+    return made
 
 
 if __name__ == "__main__":

@@ -24,19 +24,16 @@ Needs root, iproute2 and an OpenSSH server. Ray is installed by peers/install.py
 Writes results/goodput_machines.txt.
 """
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from goodput import COLUMNS, describe, disturb
+from goodput import COLUMNS, measure, parser, scratch_folder, training
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "peers"), str(HERE.parent / "support")]
@@ -45,56 +42,15 @@ RAY_PORT = 6379
 RAY_TEMP = "/tmp/ptray"  # short, since Ray's sockets are below it; each machine mounts a directory of its own there
 
 
-def train_ours(config):
-    from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
-    from prefect.testing.utilities import prefect_test_harness
-    from prefect_torch.flows import CheckpointConfig, FailureConfig, Hosts, RunConfig, ScalingConfig, train
-
-    hosts = Hosts(list(NAMES), command=config["command"], ranks_per_host=1, leader_address=config["leader"])
-    with (
-        temporary_settings({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 120}),
-        prefect_test_harness(server_startup_timeout=120),
-    ):
-        train(
-            f"{HERE / 'goodput_training.py'}:ours_state",
-            config,
-            ScalingConfig(num_workers=2, cluster=hosts),
-            RunConfig(name="goodput", storage=config["storage"]),
-            CheckpointConfig(num_to_keep=2),
-            FailureConfig(max_failures=-1, max_infrastructure_failures=-1),
-        )
-
-
-def train_with_ray(config):
-    """Run in the interpreter that has Ray."""
-    import ray
-    from goodput_training import with_ray
-    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    ray.init(address=f"{config['leader']}:{RAY_PORT}")
-    TorchTrainer(
-        with_ray,
-        train_loop_config=config,
-        torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(
-            name="goodput",
-            storage_path=config["storage"],
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
-            failure_config=FailureConfig(max_failures=-1),
-        ),
-    ).fit()
-
-
 class SshMachines:
     """The machines as `network` makes them; nothing has to be started on them."""
 
     def __init__(self, network, scratch, stack):
         self.network = network
 
-    def command(self, way, config):
-        return [sys.executable, __file__, "--train", way, json.dumps({**config, "command": self.network.command})]
+    def command(self, scratch, seconds):
+        hosts = {"hosts": list(NAMES), "command": self.network.command, "ranks_per_host": 1}
+        return training("ours_state", scratch, seconds, {"hosts": {**hosts, "leader_address": self.network.address}})
 
     def start(self, name):
         pass
@@ -117,9 +73,9 @@ class RayMachines:
         for name in NAMES:
             self._wait_for_line(name, "Ray runtime started")
 
-    def command(self, way, config):
+    def command(self, scratch, seconds):
         mount = f"mount --bind {self._scratch / 'ray-head'} {RAY_TEMP}"
-        train = [str(self._python), __file__, "--train", way, json.dumps({**config, "mode": "ASYNC"})]
+        train = training("ray_async", scratch, seconds, {"ray": {"address": f"{self.network.address}:{RAY_PORT}"}})
         return ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *train]
 
     def start(self, name):
@@ -193,54 +149,32 @@ def kill_family(first):
     first.wait(20)
 
 
-def measure(way, kind, options):
+def measure_losses(way, kind, options):
     from network_hosts import network
 
-    with ExitStack() as stack:
-        scratch = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="prefect-torch-goodput-", ignore_cleanup_errors=True))
-        )
-        (notes := scratch / "notes").mkdir()
+    with scratch_folder() as scratch, ExitStack() as stack:
         made = stack.enter_context(network(scratch, *NAMES))
         machines = {"ours": SshMachines, "ray": RayMachines}[way](made, scratch, stack)
-        seconds = options.minutes * 60
-        config = {"seconds": seconds, "notes": str(notes), "storage": str(scratch / "store"), "leader": made.address}
-        with (scratch / "log").open("wb") as log:
-            process = subprocess.Popen(machines.command(way, config), stdout=log, stderr=log, start_new_session=True)
         losses = Losses(machines, kind, options.back, options.seed)
-        try:
-            lost = disturb(process, notes, seconds, options.every, losses.lose, losses.bring_back)
-        except RuntimeError as exc:
-            raise RuntimeError(f"{way}: {exc}\n{(scratch / 'log').read_text()[-6000:]}") from exc
-        finally:
-            kill_family(process)
-        return describe(way, notes, lost)
+        command = machines.command(scratch, options.minutes * 60)
+        return measure(way, command, scratch, options, losses.lose, losses.bring_back)
 
 
 def main():
-    if sys.argv[1:2] == ["--train"]:
-        way, config = sys.argv[2], json.loads(sys.argv[3])
-        train_with_ray(config) if way == "ray" else train_ours(config)
-        return
     from result_file import write_results
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--every", type=float, default=60.0)
-    parser.add_argument("--back", type=float, default=50.0)
-    parser.add_argument("--losses", nargs="+", choices=["silent", "loud"], default=["silent", "loud"])
-    parser.add_argument("--ways", nargs="+", choices=["ours", "ray"], default=["ours", "ray"])
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    arguments = parser(["ours", "ray"], minutes=4.0, every_s=60.0)
+    arguments.add_argument("--back", type=float, default=50.0)
+    arguments.add_argument("--losses", nargs="+", choices=["silent", "loud"], default=["silent", "loud"])
+    options = arguments.parse_args()
     Path(RAY_TEMP).mkdir(exist_ok=True)
     lines = []
     for kind in options.losses:
         lines += [f"machines are lost: {kind}", COLUMNS]
         goodputs = {}
         for way in options.ways:
-            goodputs[way], row = measure(way, kind, options)
-            lines.append(f"{row}   load {os.getloadavg()[0]:.1f}")
-            print(lines[-1], flush=True)
+            goodputs[way], row = measure_losses(way, kind, options)
+            lines.append(row)
         if len(goodputs) > 1:
             lines += [f"ours / ray: {goodputs['ours'] / goodputs['ray']:.2f}", ""]
     write_results("goodput_machines.txt", 1, lines)
