@@ -22,7 +22,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import psutil  # noqa: E402 - here and below: found by the line above, or as the others are
+from restarted_process import RestartedProcess  # noqa: E402
 
 CONFIG = {"epochs": 120, "batches": 3, "pause_s": 0.05}
 MARK = "PREFECT_TORCH_SOAK"
@@ -95,39 +95,22 @@ def s3_place(scratch: Path) -> Place:
     return Place(f"s3://{BUCKET}/runs", scratch / "s3" / BUCKET / "runs", environment, server)
 
 
-class Trainer:
+class Trainer(RestartedProcess):
     """The flow's process of one run, started again until it completes."""
 
     def __init__(self, place: Place, run: str, scratch: Path, data: str) -> None:
         self.place = place
         self.run = run
         self.returned = scratch / f"returned-{run}"
-        self.log = scratch / f"log-{run}"
-        self.starts = 0
-        self.ended_by_itself: list[int] = []
-        self._config = json.dumps({**CONFIG, "data": data})
-
-    def start(self) -> None:
-        self.starts += 1
-        with self.log.open("ab") as log:
-            command = [sys.executable, __file__, "--train", self.place.url, self.run, self._config, str(self.returned)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        config = json.dumps({**CONFIG, "data": data})
+        command = [sys.executable, __file__, "--train", place.url, run, config, str(self.returned)]
+        super().__init__(command, scratch / f"log-{run}")
 
     def ranks(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(self.process.pid).children(recursive=True)
             return [child for child in children if is_rank(child)]
         return []
-
-    def completed(self) -> bool:
-        """Say whether the training is done; start its process again if it has ended otherwise."""
-        code = self.process.poll()
-        if code is None or code == 0:
-            return code == 0
-        if code != -signal.SIGKILL:
-            self.ended_by_itself.append(code)
-        self.start()
-        return False
 
 
 def is_rank(process: psutil.Process) -> bool:

@@ -26,7 +26,6 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -34,11 +33,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import psutil  # noqa: E402 - here and below: found by the line above, or as the others are
 from prefect_servers import PrefectServer, rows, wait_until  # noqa: E402
+from restarted_process import RestartedProcess  # noqa: E402
 from result_file import write_results  # noqa: E402
 
 MARK = "PREFECT_TORCH_SWEEP_SOAK"
 DEPLOYMENT = "soaked-trials"
 LONGEST_S = 900.0
+MOST_OWN_ENDS = 3  # then the sweep fails for a reason of its own, which the log has
 
 
 def climb(config):
@@ -63,31 +64,13 @@ def lead(name, folder, trials_on):
     sweep(f"{__file__}:climb", space, config, search, run=run, failure=failure, trials_on=trials_on or None)
 
 
-@dataclass
-class Leader:
+class Leader(RestartedProcess):
     """The sweep's process, started again until it completes."""
 
-    name: str
-    folder: Path
-    trials_on: str
-    starts: int = 0
-    ended_by_itself: list[int] = field(default_factory=list)
-
-    def start(self) -> None:
-        self.starts += 1
-        with (self.folder / "log").open("ab") as log:
-            command = [sys.executable, __file__, "--lead", self.name, str(self.folder), self.trials_on]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def completed(self) -> bool:
-        code = self.process.poll()
-        if code is None or code == 0:
-            return code == 0
-        if code != -signal.SIGKILL:
-            self.ended_by_itself.append(code)
-            assert len(self.ended_by_itself) < 3, (self.folder / "log").read_text()[-3000:]
-        self.start()
-        return False
+    def __init__(self, name: str, folder: Path, trials_on: str) -> None:
+        self.name = name
+        self.folder = folder
+        super().__init__([sys.executable, __file__, "--lead", name, str(folder), trials_on], folder / "log")
 
     def pids(self, kind: str) -> list[int]:
         """Return the living processes of a kind."""
@@ -147,7 +130,8 @@ def run_sweep(leader, killer=None):
     leader.start()
     deadline_s = time.monotonic() + LONGEST_S
     while not leader.completed():
-        assert time.monotonic() < deadline_s, (leader.folder / "log").read_text()[-3000:]
+        assert time.monotonic() < deadline_s, leader.log.read_text()[-3000:]
+        assert len(leader.ended_by_itself) < MOST_OWN_ENDS, leader.log.read_text()[-3000:]
         if killer is not None:
             killer.poll(leader)
         time.sleep(0.05)
