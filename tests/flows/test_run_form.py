@@ -120,7 +120,7 @@ WRONG = [
     ),
     ({**FN, "scaling": {"backend": "tcp"}}, "'tcp' is not one of", "scaling.backend: Input should be 'gloo', 'nccl'"),
     ({**FN, "scaling": {"nodes": 2}}, "'nodes' was unexpected", "scaling.nodes: Extra inputs are not permitted"),
-    ({**FN, "run": {"name": "../x"}}, "'../x' does not match", "run.name: Value error, run name '../x': use 1 to 200 letters"),
+    ({**FN, "run": {"name": "../x"}}, "'../x' does not match", "run.name: run name '../x': use 1 to 200 letters"),
     ({**FN, "run": {"storage": 5}}, "5 is not valid under any", "checkpoints cannot be stored with a int: give a path"),
     ({**FN, "run": {"storage": ""}}, "'' is not valid under any", "storage is empty: give a path, a URL"),
     ({**FN, "run": {"resume": "yes"}}, "'yes' is not one of", "run.resume: Input should be 'auto', 'never' or 'must'"),
