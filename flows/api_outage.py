@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -13,10 +13,16 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.logging.handlers import APILogWorker
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, Settings, temporary_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_SERVER_CSRF_PROTECTION_ENABLED,
+    temporary_settings,
+)
 
 from .embedded_server import ServerKeeper, embedded_server_kept_running
-from .prefect_settings import settings_with, using
+from .prefect_settings import without_retries
 
 # Pauses of 2, 4, ..., 128 s: log lines wait for the API for about four minutes. Prefect's own 5 retries drop them after one.
 _RETRIES = 7
@@ -24,21 +30,7 @@ _LONGEST_S = 600.0
 _POLL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Outlasting:
-    """What holds for every flow run in the body: making Prefect's settings takes some 20 ms.
-
-    Attributes:
-        keeper: Keeps the embedded server running.
-        impatient: The settings for requests that are not tried again.
-
-    """
-
-    keeper: ServerKeeper
-    impatient: Settings
-
-
-_outlasting: ContextVar[_Outlasting] = ContextVar("outlasting")
+_keeper: ContextVar[ServerKeeper] = ContextVar("keeper")
 
 
 @contextmanager
@@ -52,20 +44,29 @@ def outlast_api_outages() -> Iterator[None]:
     dies is started again; there is no wait for one that does not start. Within another such body, such as a trial in that of
     its sweep, the settings and the server are the outer one's.
     """
-    outer = _outlasting.get(None)
+    outer = _keeper.get(None)
     if outer is not None:
-        with _api_answers_after(outer.keeper):
+        with _api_answers_after(outer):
             yield
         return
-    with temporary_settings(set_defaults={PREFECT_CLIENT_MAX_RETRIES: _RETRIES}), embedded_server_kept_running() as keeper:
+    with temporary_settings(set_defaults=_defaults()), embedded_server_kept_running() as keeper:
         # The thread that sends log lines keeps the settings it started with: it ends here, and the next line starts another.
         APILogWorker.instance().drain()
-        token = _outlasting.set(_Outlasting(keeper, settings_with({PREFECT_CLIENT_MAX_RETRIES: 0})))
+        token = _keeper.set(keeper)
         try:
             with _api_answers_after(keeper):
                 yield
         finally:
-            _outlasting.reset(token)
+            _keeper.reset(token)
+
+
+def _defaults() -> dict[Any, Any]:
+    """Return the values of settings that the user has not set."""
+    defaults = {PREFECT_CLIENT_MAX_RETRIES: _RETRIES}
+    if PREFECT_API_URL.value() is None and not PREFECT_SERVER_CSRF_PROTECTION_ENABLED.value():
+        # The embedded server has no tokens, and each new client would ask it for one.
+        defaults[PREFECT_CLIENT_CSRF_SUPPORT_ENABLED] = False
+    return defaults
 
 
 @contextmanager
@@ -100,9 +101,7 @@ def _wait_for_api(keeper: ServerKeeper) -> None:
 
 def _outage() -> Exception | None:
     """Return the error of a request for the flow run, None if the API answers; a server without its database is away too."""
-    outlasting = _outlasting.get(None)
-    impatient = settings_with({PREFECT_CLIENT_MAX_RETRIES: 0}) if outlasting is None else outlasting.impatient
-    with using(impatient), get_client(sync_client=True) as client:
+    with without_retries(), get_client(sync_client=True) as client:
         try:
             client.read_flow_run(UUID(flow_run.id))
         except httpx.TransportError as exc:

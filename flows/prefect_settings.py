@@ -1,21 +1,26 @@
-"""Prefect's settings, changed for a part of a process: as `temporary_settings`, made once and used often."""
+"""Prefect's settings, changed for a part of a process: as by `temporary_settings`, without its 40 ms of CPU."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from prefect.context import SettingsContext, get_settings_context
-from prefect.settings import Settings
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, Settings
+from pydantic import BaseModel
 
 
 def settings_with(changes: Mapping[Any, Any]) -> Settings:
-    """Return Prefect's current settings with other values of some; takes some 20 ms.
+    """Return Prefect's current settings with other values of some; the environment is not read again.
 
     Args:
-        changes: The values, by Prefect's settings, such as PREFECT_CLIENT_MAX_RETRIES.
+        changes: The values, of the settings' types, by Prefect's settings, such as PREFECT_CLIENT_MAX_RETRIES; none from which
+            Prefect derives others, as it derives the UI's address from PREFECT_API_URL.
 
     """
-    return get_settings_context().settings.copy_with_update(updates=changes)
+    settings = get_settings_context().settings
+    for setting, value in changes.items():
+        settings = _replace(settings, setting.accessor.split("."), value)
+    return settings
 
 
 @contextmanager
@@ -23,3 +28,16 @@ def using(settings: Settings) -> Iterator[None]:
     """Let `settings` be Prefect's in the body, in this thread and what copies its context."""
     with SettingsContext(profile=get_settings_context().profile, settings=settings):
         yield
+
+
+def without_retries() -> AbstractContextManager[None]:
+    """Let every request to Prefect's API in the body be made once."""
+    return using(settings_with({PREFECT_CLIENT_MAX_RETRIES: 0}))
+
+
+def _replace(model: Any, path: Sequence[str], value: Any) -> Any:
+    """Return a copy of a model in which the attribute at `path` is `value`."""
+    assert isinstance(model, BaseModel)
+    head, *rest = path
+    inner = _replace(getattr(model, head), rest, value) if rest else value
+    return model.model_copy(update={head: inner})

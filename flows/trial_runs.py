@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from prefect import flow
 from prefect.context import FlowRunContext
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, Settings, get_current_settings
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
@@ -29,6 +29,7 @@ from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import DecisionMaker, TrainJob
+from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .arguments import machines_for, seat_for
 from .leading import lead_training, set_terminated_state
@@ -36,6 +37,8 @@ from .monitoring.events.heartbeats import heartbeats
 from .monitoring.events.observer import EventObserver
 from .monitoring.pages.observer import PageObserver
 from .prefect_settings import settings_with, using
+
+_SHORT_S = 1.0  # the pages of a shorter trial are written once, at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,8 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
     job = given.job
     seat, machines = seat_for(job.scaling), machines_for(job.scaling)
     with heartbeats(given.heartbeat_s):
-        lead_training(job, seat, machines, given.termination, [PageObserver(job), EventObserver(job)])
+        pages = PageObserver(job, backoff=PublishBackoff(delay_s=_SHORT_S))
+        lead_training(job, seat, machines, given.termination, [pages, EventObserver(job)])
 
 
 class LocalTrials:
@@ -192,12 +196,9 @@ class LocalTrials:
         self._running: dict[int, _Running] = {}
         self._ended = threading.Condition()
         self._heartbeat_s = get_current_settings().flows.heartbeat_frequency
-        self._without_heartbeats: Settings | None = None
 
     def start(self, trial: TrialRecord) -> None:
         """Start a trial in a thread of its own; see `TrialRuns`."""
-        if self._without_heartbeats is None:  # not earlier: the sweep has changed settings by now
-            self._without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
         running = _Running(trial, Termination(self._training.failure.grace_s))
         self._running[trial.number] = running
         threading.Thread(target=copy_context().run, args=(self._run, running), name=trial.run, daemon=True).start()
@@ -228,12 +229,12 @@ class LocalTrials:
         return {number: running for number, running in self._running.items() if running.has_ended.is_set()}
 
     def _run(self, running: _Running) -> None:
-        assert self._without_heartbeats is not None
         try:
             decisions = TrialDecisions(self._search, self._training.storage, running.trial.number)
             job = self._training.job_of(running.trial, decisions)
             _given.set(_Given(job, running.termination, self._heartbeat_s))
-            with _apart(), using(self._without_heartbeats):  # the trial sends its own
+            without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+            with _apart(), using(without_heartbeats):  # the trial sends its own
                 trial(running.trial.run, self._training.config_of(running.trial))
         except BaseException as exc:  # noqa: BLE001 - a trial's failure costs that trial
             running.error = exc

@@ -15,13 +15,14 @@ class PublishBackoff:
 
     Args:
         clock: Returns the time in seconds.
+        delay_s: How long to wait before the first time.
 
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, delay_s: float = 0.0) -> None:
         self._clock = clock
         self._pause_s = FIRST_PAUSE_S
-        self._due_s = clock()
+        self._due_s = clock() + delay_s
 
     def wait_s(self) -> float:
         """Return the seconds until it is due; 0 if it is due now."""

@@ -12,13 +12,13 @@ from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.events import Event, RelatedResource
 from prefect.events.related import related_resources_from_run_context
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect_torch.flows.prefect_client import own_connections
+from prefect_torch.flows.prefect_settings import without_retries
 
 PERIOD_S = 5.0
 _MOST_PER_REQUEST = 200
 _MOST_WAITING = 20_000
-# Without settings of its own, it would be the flow's client, which this thread must not share.
-_OWN_CLIENT = {"timeout": 5.0}
+_REQUEST_S = 5.0
 _TOO_MANY_REQUESTS = 429
 
 
@@ -100,16 +100,16 @@ class EventOutbox:
 
     def _send(self, events: list[Event]) -> None:
         # This thread retries; the client would do so for a minute.
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+        with without_retries():
             if self._run_resources is None:
                 self._run_resources = asyncio.run(_run_resources())
             body = [_with_related(event, self._run_resources).model_dump(mode="json") for event in events]
-            with get_client(_OWN_CLIENT, sync_client=True) as client:
+            with get_client(httpx_settings=own_connections(_REQUEST_S), sync_client=True) as client:
                 client.request("POST", "/events", json=body)
 
 
 async def _run_resources() -> list[RelatedResource]:
-    async with get_client(httpx_settings=_OWN_CLIENT) as client:
+    async with get_client(httpx_settings=own_connections(_REQUEST_S)) as client:
         return await related_resources_from_run_context(client)
 
 

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.flows.monitoring.text import page_url, plain_text, show_time
+from prefect_torch.flows.prefect_client import own_connections
+from prefect_torch.flows.prefect_settings import without_retries
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import TrainingEvent
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
@@ -82,7 +82,7 @@ class PageObserver:
         problem = self._read_checkpoints() if final else None
         self._gpus.sample()
         # If the API is away, the next publication tries again; retries here would delay the other observers.
-        with nullcontext() if final else temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+        with nullcontext() if final else without_retries():
             self._publish(self._open_client(), newest, problem)
         if final and self._client is not None:
             self._client.__exit__()
@@ -91,7 +91,7 @@ class PageObserver:
     def _open_client(self) -> SyncPrefectClient:
         """Return one client for all pages: each new one costs two requests, and the flow's own is bound to its thread."""
         if self._client is None:
-            self._client = get_client(httpx_settings={"timeout": httpx.Timeout(_REQUEST_S)}, sync_client=True).__enter__()
+            self._client = get_client(httpx_settings=own_connections(_REQUEST_S), sync_client=True).__enter__()
         return self._client
 
     def _read_checkpoints(self) -> str | None:

@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-import httpx
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, artifact_key
 from prefect_torch.flows.monitoring.text import plain_text
+from prefect_torch.flows.prefect_client import own_connections
+from prefect_torch.flows.prefect_settings import without_retries
 from prefect_torch.flows.sweeps.history import History
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
@@ -115,10 +115,10 @@ class SweepObserver:
         page = write_sweep(self._view, self._context, self._clock())
         about = f"Sweep {plain_text(self._view.run.name)}: trials, curves, parameters"
         news = [self._view.trials(), self._context.state]
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # the next publication tries again
+        with without_retries():  # the next publication tries again
             self._artifact.show(self._open_client(), self._flow_run_id, page, about, news)
 
     def _open_client(self) -> SyncPrefectClient:
         if self._client is None:
-            self._client = get_client(httpx_settings={"timeout": httpx.Timeout(_REQUEST_S)}, sync_client=True).__enter__()
+            self._client = get_client(httpx_settings=own_connections(_REQUEST_S), sync_client=True).__enter__()
         return self._client

@@ -42,6 +42,14 @@ def test_it_tells_how_long_to_wait():
     assert backoff.wait_s() == 0.5
 
 
+def test_the_first_time_can_be_delayed():
+    now_s = [5.0]
+    backoff = PublishBackoff(clock=lambda: now_s[0], delay_s=1.0)
+    assert backoff.wait_s() == 1.0
+    now_s[0] = 6.0
+    assert backoff.wait_s() == 0
+
+
 @pytest.mark.parametrize("run", ["plain-1", "Plain-1", "plain_1", "plain.1", "-", "a" * 200])
 def test_a_key_is_what_prefect_takes_and_says_the_name(run):
     key = artifact_key(run, f"/storage/{run}")
