@@ -236,3 +236,16 @@ def _train(train_fn, store, epochs):
     finally:
         start_session(None)
     return [event.record.step for event in attempt.events() if isinstance(event, ReportEvent) and not event.record.is_logged]
+
+
+def test_the_comparison_begins_with_where_others_are_better_and_leaves_no_question_out():
+    """The marks are "not checked" and "none"; an empty cell would say neither."""
+    page = PAGES["which-one.md"]
+    assert re.findall(r"^## (.*)", page, re.MULTILINE)[0] == "Where others are better"
+    header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    assert header[1:] == ["gangs", "reports", "retention", "resume", "preemption", "sweeps", "user interface"]
+    peers = ["Ray Train", "Metaflow", "Flyte", "Kubeflow Trainer", "SkyPilot", "Determined", "Lightning alone", "Composer"]
+    assert [row[0] for row in rows] == ["prefect-torch", *peers]
+    assert all(len(row) == len(header) and all(row) for row in rows)
+    better = page.partition("## At a glance")[0]
+    assert [name for name in peers if f"**[{name.removesuffix(' alone')}]" not in better] == []
