@@ -118,7 +118,7 @@ MUTANTS = [
     ),
     *mutants_of(
         "ckpt/runs/run.py",
-        "tests/ckpt/runs/test_foreign_objects.py tests/ckpt/test_checkpoint_store.py -k another_or_hint_or_latest_or_best",
+        "tests/ckpt/runs/test_foreign_objects.py tests/ckpt/test_checkpoint_store.py",
         ("if manifest.id != checkpoint_id:", "if False:"),
         ("return hint if isinstance(hint, str) and is_id(hint) else None", "return hint"),
         ("newer[0].id != hint) and self.exists(hint):", "newer[0].id != hint):"),
@@ -220,7 +220,7 @@ MUTANTS = [
     ),
     *mutants_of(
         "tasks/rank/failures.py",
-        "tests/tasks/rank/test_failures.py",
+        "tests/tasks/rank/test_failures.py tests/tasks/training/test_restarts.py",
         ('(StorageFullError, "user")', '(StorageFullError, "infrastructure")'),
         ('(FencedError, "final")', '(FencedError, "user")'),
         ('(MemoryError, "out_of_memory")', '(MemoryError, "user")'),
@@ -279,6 +279,7 @@ def main() -> None:
     for tests, group in groupby(chosen, lambda mutant: mutant.tests):
         without_change = try_out(Mutant("ckpt/storage/keys.py", "", "", tests))
         if without_change == "skipped":  # they need what is not installed here
+            print(f"skipped   {' '.join(tests)}", flush=True)
             continue
         assert without_change == "survived", f"{' '.join(tests)}: {without_change} without any change"
         for mutant in group:
