@@ -51,7 +51,7 @@ def _end(client: SyncPrefectClient, flow_run_id: UUID, leader: str) -> None:
         flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
         task_run_filter=TaskRunFilter(
             name=TaskRunFilterName(like_="rank"),
-            state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN)),
+            state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN), name=None),  # the oldest prefect gives no default
         ),
         limit=_PAGE,
         offset=len(left),
