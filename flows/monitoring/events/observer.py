@@ -159,7 +159,7 @@ class _Best:
         if attribute is None:
             return True
         found = score(metrics, attribute, self._policy.checkpoint_score_order)
-        if found < self._best or found <= _NO_NUMBER:
+        if found < self._best:
             return False
         self._best = found
         return True
