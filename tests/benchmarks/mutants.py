@@ -264,7 +264,7 @@ MUTANTS = [
         "flows/monitoring/events/observer.py",
         "tests/flows/monitoring/events/test_events.py",
         ('("failed", "preempted")', '("failed",)'),
-        ("if found < self._best or found <= _NO_NUMBER:", "if found < self._best:"),
+        ("_NO_NUMBER = (1, math.inf)", "_NO_NUMBER = (0, -math.inf)"),
     ),
     *mutants_of("flows/pruning.py", "tests/flows/test_pruning.py -k alone_remembers", ("up_to=limits.up_to", "up_to=None")),
 ]
@@ -321,8 +321,9 @@ def try_out(mutant: Mutant) -> str:
             )
         except subprocess.TimeoutExpired:
             return "hung"
-    assert done.returncode in (0, 1, 5), done.stdout + done.stderr
-    return {0: "survived", 1: "killed", 5: "skipped"}[done.returncode]
+    assert done.returncode in (0, 1, 3, 5), done.stdout + done.stderr
+    # With 3, pytest itself broke, as it does while it draws the traceback of an endless recursion.
+    return {0: "survived", 1: "killed", 3: "killed", 5: "skipped"}[done.returncode]
 
 
 if __name__ == "__main__":
