@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -19,7 +20,9 @@ from prefect_torch.ckpt.storage.scratch import make_scratch, remove_scratch
 
 USER_METADATA_FILE = ".metadata.json"
 _LARGE_BYTES = 2**20  # larger files are stored one by one
-_GROUPED = 1000  # as many as a failed try stores once more
+_GROUP_BYTES = 32 * 2**20
+_REFUSED = re.compile(r"[\\\x00-\x1f]")
+GROUPED = 1000  # as many as a failed try sends once more
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing target, a path through a file, links in a circle
 
 
@@ -99,32 +102,46 @@ class FileGroup:
     owned: bool
 
 
-def group_files(directory: Path, paths: Iterable[str], *, owned: bool) -> list[FileGroup]:
-    """Return the files at `paths` in groups: a large one alone, and small ones by the thousand.
+def group_files(directory: Path, paths: Iterable[str], *, owned: bool, most: int | None = GROUPED) -> list[FileGroup]:
+    """Return the files at `paths` in groups: a large one alone, and small ones of up to 32 MiB together.
 
     Args:
         directory: Their directory.
         paths: Their paths in it.
         owned: Whether the files in it may be moved; those below a link to another directory may not.
+        most: The number of files of a group; None for any.
 
     """
     links = {folder for folder in _folders(paths) if (directory / folder).is_symlink()} if owned else set()
     groups: list[FileGroup] = []
-    small: dict[bool, list[str]] = {False: [], True: []}
+    small: dict[bool, list[tuple[str, int]]] = {False: [], True: []}
     for path in paths:
-        is_owned = owned and not any(folder in links for folder in _folders([path]))
-        if _size(directory / path) >= _LARGE_BYTES:
+        is_owned = owned and not (links and any(folder in links for folder in _folders([path])))
+        if (size := _size(f"{directory}/{path}")) >= _LARGE_BYTES:
             groups.append(FileGroup((path,), is_owned))
         else:
-            small[is_owned].append(path)
-    for is_owned, left in small.items():
-        groups.extend(FileGroup(tuple(left[at : at + _GROUPED]), is_owned) for at in range(0, len(left), _GROUPED))
+            small[is_owned].append((path, size))
+    for is_owned, sized in small.items():
+        groups.extend(FileGroup(paths, is_owned) for paths in _together(sized, most))
     return groups
 
 
-def _size(path: Path) -> int:
+def _together(sized: Iterable[tuple[str, int]], most: int | None) -> Iterator[tuple[str, ...]]:
+    group: list[str] = []
+    num_bytes = 0
+    for path, size in sized:
+        group.append(path)
+        num_bytes += size
+        if num_bytes >= _GROUP_BYTES or len(group) == most:
+            yield tuple(group)
+            group, num_bytes = [], 0
+    if group:
+        yield tuple(group)
+
+
+def _size(path: str) -> int:
     try:
-        return path.stat().st_size
+        return os.stat(path).st_size  # noqa: PTH116 - a directory may hold very many
     except FileNotFoundError:  # moved by an earlier try; else the storage raises it
         return 0
 
@@ -139,9 +156,9 @@ def _storable(path: str) -> str:
         path.encode()
     except UnicodeEncodeError as exc:
         raise ValueError(f"the file name {path!r} is not valid text and cannot be stored") from exc
-    if "\\" in path or any(ord(character) < ord(" ") for character in path):
+    if _REFUSED.search(path):
         raise ValueError(f"the file name {path!r} holds a backslash or a control character and cannot be stored")
-    if any(is_temporary(name) for name in path.split("/")):
+    if ".tmp-" in path and any(is_temporary(name) for name in path.split("/")):
         raise ValueError(f"the file name {path!r} is one that storages use for unfinished files; rename it")
     return path
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CheckpointError, CommitFailedError, StorageFullError
-from prefect_torch.ckpt.files.folder import FileGroup, group_files
+from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, group_files
 from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of
@@ -248,17 +248,21 @@ def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
     def store(group: FileGroup) -> None:
         keep(_put_group(run, staged.checkpoint_id, directory, group))
 
-    for_each(group_files(directory, own, owned=staged.owns_directory), store)
+    # In a local folder small files cost work, not waiting: more threads than two pass the interpreter's lock around.
+    is_local = run.storage.local_path(run.layout.run) is not None
+    most = max(GROUPED, -(-len(own) // 2)) if is_local else GROUPED
+    for_each(group_files(directory, own, owned=staged.owns_directory, most=most), store)
     for_each(set(left) - set(own), lambda path: keep({path: digest_file(directory / path)}))
     return [job.stored[path] for path in staged.report.files]
 
 
 def _put_group(run: Run, checkpoint_id: str, directory: Path, group: FileGroup) -> dict[str, Transfer]:
-    keys = {path: run.layout.data(checkpoint_id, path) for path in group.paths}
-    if len(keys) == 1 and not group.owned:
-        return {path: run.storage.put_file(key, directory / path) for path, key in keys.items()}
-    moved = run.storage.put_files({key: directory / path for path, key in keys.items()}, owned=group.owned)
-    return {path: moved[key] for path, key in keys.items()}
+    folder = run.layout.data(checkpoint_id)
+    if len(group.paths) == 1 and not group.owned:
+        (path,) = group.paths
+        return {path: run.storage.put_file(f"{folder}{path}", directory / path)}
+    moved = run.storage.put_files({f"{folder}{path}": directory / path for path in group.paths}, owned=group.owned)
+    return {key.removeprefix(folder): it for key, it in moved.items()}
 
 
 def _put_buffers(run: Run, job: CommitJob, rank: int, path: str, data: Sequence[memoryview]) -> Transfer:

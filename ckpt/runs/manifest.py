@@ -4,7 +4,7 @@ import re
 import reprlib
 import secrets
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, TypeAlias
 
@@ -123,9 +123,20 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return strict JSON that carries its own digest: the committed record, without metrics attached since."""
-        fields = {**asdict(self), "metrics": self.reported, "created_at": self.created_at.isoformat()}
-        del fields["evaluations"]
-        return seal(to_json({"format": FORMAT_VERSION, **fields}))
+        body = {  # asdict() would take a fifth of the time of a report of very many files
+            "format": FORMAT_VERSION,
+            "id": self.id,
+            "step": self.step,
+            "attempt": self.attempt,
+            "metrics": to_json(self.reported),
+            "files": [{"path": it.path, "bytes": it.bytes, "digest": it.digest, "rank": it.rank} for it in self.files],
+            "world_size": self.world_size,
+            "parent": self.parent,
+            "created_at": self.created_at.isoformat(),
+            "metadata": to_json(self.metadata),
+            "timings": to_json(self.timings),
+        }
+        return seal(body)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> "Manifest":

@@ -4,6 +4,7 @@ import re
 import secrets
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")  # as narrow as possible: a name that matches is no object
+_REFUSED = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|[\\\x00-\x1f]")
 
 
 def temporary_name() -> str:
@@ -23,7 +24,6 @@ def check_key(key: str) -> str:
         ValueError: If it is empty or absolute, or holds "..", ".", an empty name, a backslash or a control character.
 
     """
-    names = key.split("/")
-    if any(name in ("", ".", "..") for name in names) or "\\" in key or any(character < " " for character in key):
+    if _REFUSED.search(key):
         raise ValueError(f"{key!r} cannot be a storage key: use plain names joined with '/'")
     return key

@@ -59,7 +59,7 @@ class LocalStorage:
         for key in files:
             check_key(key)
         if not owned:
-            self._require_space(sum(path.stat().st_size for path in files.values()))
+            self._require_space(sum(os.stat(path).st_size for path in files.values()))  # noqa: PTH116 - a third of the time
         return store_group(self._root, files, owned=owned)
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
@@ -212,7 +212,7 @@ class LocalStorage:
                 with file:
                     written = write(file)
                     os.fsync(file.fileno())
-                    require_whole(file, written, self._path(key))
+                    require_whole(file, written, lambda: self._path(key))
                 way.replace(temporary, name)
             except BaseException:
                 with suppress(OSError):  # the first error counts

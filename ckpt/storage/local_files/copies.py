@@ -6,7 +6,7 @@ import io
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .direct_io import ALIGNED_BYTES, write_direct
 
+_SMALL_BYTES = 2**16
 _LEAST_BYTES = 8 * 2**20  # below, threads and memory of its own cost more than they gain
 _PIECE_BYTES = 4 * 2**20
 _PIECES = 4  # one is read and digested while others are written
@@ -40,7 +41,9 @@ def copy_file(source: io.FileIO, target: io.FileIO) -> Transfer:
     """
     size = os.fstat(source.fileno()).st_size
     if size <= CHUNK_BYTES:
-        data = source.readall()
+        data = source.read(size + 1)  # one read also shows that the file ends there
+        if len(data) != size:
+            data += source.readall()
         write_all(target, data)
         return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
     if size < _LEAST_BYTES or not hasattr(os, "O_DIRECT"):
@@ -68,11 +71,40 @@ def copy_file(source: io.FileIO, target: io.FileIO) -> Transfer:
     return digest.transfer()
 
 
-def require_whole(file: io.FileIO, written: Transfer, path: Path) -> None:
+def read_small(path: Path) -> bytes | None:
+    """Return the content of a file of less than 64 KiB, with as few system calls as possible; None if it is another."""
+    source = os.open(path, os.O_RDONLY)
+    try:
+        data = os.read(source, _SMALL_BYTES)
+        return data if len(data) == os.fstat(source).st_size < _SMALL_BYTES else None
+    finally:
+        os.close(source)
+
+
+def write_small(data: bytes, target: int, path: Callable[[], Path]) -> Transfer:
+    """Write `data` into a new file, and return the size and digest; closes the descriptor `target`.
+
+    Args:
+        data: The content.
+        target: The file's descriptor.
+        path: Returns its path, for errors.
+
+    Raises:
+        OSError: If the file does not take all of it.
+
+    """
+    with io.FileIO(target, "w") as file:
+        written = Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
+        write_all(file, data)
+        require_whole(file, written, path)
+    return written
+
+
+def require_whole(file: io.FileIO, written: Transfer, path: Callable[[], Path]) -> None:
     """Raise OSError unless the file has the size of the written bytes: a rename would make a short one durable."""
     size = os.fstat(file.fileno()).st_size
     if size != written.bytes:
-        raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {size} of {written.bytes} bytes are in the file", str(path))
+        raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {size} of {written.bytes} bytes are in the file", str(path()))
 
 
 def _new_piece() -> memoryview:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from prefect_torch.ckpt.storage.digest import digest_file, digest_stream
 from prefect_torch.ckpt.storage.protocol import Transfer
 
-from .copies import copy_file, require_whole
+from .copies import copy_file, read_small, require_whole, write_small
 from .root_folder import RootFolder, Way
 from .syncing import GroupSync
 
@@ -59,7 +59,6 @@ class _Place:
     name: str
     is_covered: bool
 
-    @property
     def path(self) -> Path:
         return self.way.path(self.name)
 
@@ -89,15 +88,16 @@ class _Group:
             is_covered = self._sync.covers(way)
             if not is_covered:
                 self._uncovered.append(folder)
+            prefix = f"{folder}/" if folder else ""
             for name, path in named.items():
                 place = _Place(way, name, is_covered)
                 taken = self._take(folder, place, path) if owned else None
-                self.stored[f"{folder}/{name}" if folder else name] = taken or self._write(folder, place, path)
+                self.stored[f"{prefix}{name}"] = taken or self._write(folder, place, path)
 
     def _take(self, folder: str, place: _Place, path: Path) -> Transfer | None:
         """Return the digest of a file to move, or of one that an earlier try has moved; None for one to copy."""
         if not path.exists() and place.way.is_file(place.name):
-            self._begin_sync(place, place.path)
+            self._begin_sync(place)
             with place.way.open(place.name, "rb") as file:
                 return digest_stream(file)
         if not _is_movable(place.way, path.lstat()):
@@ -113,15 +113,19 @@ class _Group:
 
     def _write(self, folder: str, place: _Place, path: Path) -> Transfer:
         self._written[folder].append(place.name)
-        with path.open("rb", buffering=0) as source, _create(place) as target:
-            written = copy_file(source, target)
-            require_whole(target, written, place.path)
-        self._begin_sync(place, place.path)
+        if (data := read_small(path)) is not None:
+            written = write_small(data, _create(place), place.path)
+        else:
+            with io.FileIO(path) as source, io.FileIO(_create(place), "w") as target:
+                written = copy_file(source, target)
+                require_whole(target, written, place.path)
+        self._begin_sync(place)
         return written
 
-    def _begin_sync(self, place: _Place, path: Path) -> None:
+    def _begin_sync(self, place: _Place, source: Path | None = None) -> None:
+        """Begin to make the bytes at `place`, or at `source`, durable, unless a sync of the filesystem will."""
         if not place.is_covered:
-            self._sync.begin(path)
+            self._sync.begin(source or place.path())
 
     def finish(self) -> None:
         """Make the files durable, then move those that may be moved, then make the names durable."""
@@ -146,12 +150,12 @@ class _Group:
                 way.remove_if_empty()
 
 
-def _create(place: _Place) -> io.FileIO:
+def _create(place: _Place) -> int:
     try:
-        return place.way.open(place.name, "xb")
+        return place.way.create(place.name)
     except FileExistsError:  # of an earlier try; it may be read, so it is not written over
         place.way.unlink(place.name)
-        return place.way.open(place.name, "xb")
+        return place.way.create(place.name)
 
 
 def _is_movable(way: Way, status: os.stat_result) -> bool:

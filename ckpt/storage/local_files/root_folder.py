@@ -93,14 +93,22 @@ class Way:
 
     def open(self, name: str, mode: Literal["rb", "xb"]) -> io.FileIO:
         """Open the file `name`, which is no link; "xb" creates it."""
-        flags = os.O_RDONLY if mode == "rb" else os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        descriptor = -1
+        descriptor = self.create(name) if mode == "xb" else self._open(name, os.O_RDONLY)
         try:
-            descriptor = os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=self.folder)
             return io.FileIO(descriptor, mode.replace("x", "w"))
         except OSError as exc:
-            if descriptor >= 0:
-                os.close(descriptor)
+            os.close(descriptor)
+            exc.filename = str(self.path(name))
+            raise
+
+    def create(self, name: str) -> int:
+        """Create the file `name`, and return a descriptor for writing it, which the caller closes."""
+        return self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+    def _open(self, name: str, flags: int) -> int:
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=self.folder)
+        except OSError as exc:
             exc.filename = str(self.path(name))  # the call knew the last name only
             raise
 

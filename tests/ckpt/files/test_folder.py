@@ -4,7 +4,7 @@ import shutil
 import tempfile
 
 import pytest
-from prefect_torch.ckpt.files.folder import adopt_files, scan_files
+from prefect_torch.ckpt.files.folder import adopt_files, group_files, scan_files
 
 
 def test_files_are_found_at_any_depth_and_metadata_is_not_one(tmp_path):
@@ -176,3 +176,17 @@ def test_a_name_that_storages_use_for_unfinished_files_is_refused(tmp_path):
     (tmp_path / "a/.tmp-0123456789abcdef").write_bytes(b"")
     with pytest.raises(ValueError, match=r"a/\.tmp-0123456789abcdef.*rename it"):
         scan_files(tmp_path)
+
+
+def test_small_files_are_stored_together_up_to_a_number_and_a_size_and_large_ones_alone(tmp_path):
+    sizes = {"large": 2**20, **{f"a{number}": 10 for number in range(5)}, **{f"b{number}": 2**20 - 1 for number in range(40)}}
+    for name, size in sizes.items():
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    any_number = group_files(tmp_path, sizes, owned=False, most=None)
+    few = group_files(tmp_path, sizes, owned=False, most=3)
+    assert [len(group.paths) for group in any_number] == [1, 5 + 32, 8]
+    assert {len(group.paths) for group in few} == {1, 3}
+    for groups in (any_number, few):
+        assert sorted(path for group in groups for path in group.paths) == sorted(sizes)
+        assert groups[0].paths == ("large",)

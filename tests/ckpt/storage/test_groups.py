@@ -174,6 +174,22 @@ def test_files_that_an_earlier_try_has_moved_are_found(storage, source, monkeypa
     assert [storage.get_bytes(key) for key in files] == [b"data", b"data"]
 
 
+@pytest.mark.parametrize("size", [0, 1, 2**16 - 1, 2**16, 2**16 + 1, 2**20, 2**20 + 1])
+def test_a_small_file_is_stored_whole_at_every_size_that_is_copied_another_way(storage, source, size):
+    (source / "a").write_bytes(os.urandom(size))
+    (stored,) = storage.put_files({"run/x/a": source / "a"}).values()
+    data = (source / "a").read_bytes()
+    assert storage.get_bytes("run/x/a") == data
+    assert (stored.bytes, stored.digest) == (size, xxhash.xxh3_128_hexdigest(data))
+
+
+@pytest.mark.skipif(not Path("/proc/version").exists(), reason="this system has no /proc")
+def test_a_file_that_is_larger_than_its_status_says_is_stored_whole(storage):
+    """As those of /proc are: their size is 0."""
+    storage.put_files({"run/x/version": Path("/proc/version")})
+    assert storage.get_bytes("run/x/version") == Path("/proc/version").read_bytes() != b""
+
+
 class Writes:
     """Has positioned writes answer as `answer(descriptor, data, offset)` does, which may call the real one."""
 
