@@ -56,6 +56,14 @@ def test_a_stale_or_torn_hint_does_no_harm(store, tmp_path, hint):
     assert store.latest() == manifests[-1]
 
 
+def test_at_any_value_of_the_hint_the_committed_ones_are_listed_newest_first(store, tmp_path):
+    ids = [manifest.id for manifest in fill(store, tmp_path, 1, 2, 3)]
+    never_committed = ("000000-00000009-ffffffff", "000001-00000001-ffffffff", "000009-00000009-ffffffff")
+    for hint in (*ids, *never_committed):
+        store.hint_latest(hint)
+        assert [listed.id for listed in store.newest_first()] == ids[::-1], hint
+
+
 def test_latest_ignores_data_without_a_manifest(store, tmp_path):
     manifests = fill(store, tmp_path, 1)
     store.storage.put_bytes(store.layout.data("000001-00000009-00000000", "model"), b"half")

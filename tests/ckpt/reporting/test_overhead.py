@@ -127,6 +127,16 @@ def test_quick_steps_share_a_message(step_s, most):
     assert most - 1 <= rank.messages_of(160, step_s) <= most + 1
 
 
+def test_an_answer_that_all_have_read_is_deleted_once(monkeypatch):
+    rank = AskingRank()
+    deleted = []
+    monkeypatch.setattr(rank.key_value, "delete", deleted.append)
+    for _ in range(2):
+        rank.messages_of(3, 1.0)
+        rank.requests.forget_answers()
+    assert deleted == [f"checkpoint now {number}" for number in range(6)]
+
+
 def test_the_end_is_seen_within_sixteen_quick_steps_also_when_they_become_slow():
     rank = AskingRank()
     rank.messages_of(100, 0.0001)

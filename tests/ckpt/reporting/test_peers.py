@@ -3,7 +3,7 @@ import threading
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.reporting import peers
 from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting.peers import Peers, RankExit, announce_exit
+from prefect_torch.ckpt.reporting.peers import Peers, RankExit, announce_exit, read_exits
 from ranks import Attempt
 
 
@@ -44,3 +44,32 @@ class LastWord(MemoryKeyValue):
 def test_a_message_that_a_peer_sent_before_it_left_counts(monkeypatch):
     monkeypatch.setattr(peers, "_POLL_S", 0.001)
     assert Peers(LastWord(), 0, 2).exchange("topic", b"mine") == [b"mine", b"its last word"]
+
+
+class LateMessage(MemoryKeyValue):
+    """Rank 1 sends its message once rank 0 has looked twice whether anybody has left."""
+
+    def __init__(self):
+        super().__init__()
+        self._looks = 0
+
+    def add(self, key, amount):
+        self._looks += amount == 0
+        if self._looks == 2:
+            self.set("topic/1", b"late")
+        return super().add(key, amount)
+
+
+def test_a_rank_that_has_announced_its_own_exit_still_waits_for_the_others(monkeypatch):
+    monkeypatch.setattr(peers, "_POLL_S", 0.001)
+    key_value = LateMessage()
+    announce_exit(key_value, RankExit(0, 1, "returned"))
+    assert Peers(key_value, 0, 2).exchange("topic", b"mine") == [b"mine", b"late"]
+
+
+def test_what_a_rank_says_of_its_exit_is_not_replaced_by_what_its_supervisor_saw():
+    key_value = MemoryKeyValue()
+    said = RankExit(1, 3, "failed", "the cause")
+    for end in (said, RankExit(1, None, "died", "exit code 1")):
+        announce_exit(key_value, end)
+    assert read_exits(key_value) == [said]
