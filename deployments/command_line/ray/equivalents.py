@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-Verdict: TypeAlias = Literal["same", "better", "different", "missing", "more"]
+Verdict: TypeAlias = Literal["same", "better", "different", "refused", "missing", "more"]
 
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_bytes())
 _UNKNOWN = "not in the tables of this version: look at what it does"

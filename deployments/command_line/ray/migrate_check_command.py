@@ -14,7 +14,7 @@ from .equivalents import Equivalents
 from .usages import Usage, find_usages
 
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
-_STYLES = {"same": "green", "better": "green", "different": "yellow", "missing": "bold red"}
+_STYLES = {"same": "green", "better": "green", "different": "yellow", "refused": "red", "missing": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ def migrate_check(files: Sequence[str], as_json: bool) -> int:
 
     Lists all uses of ray.train, ray.tune, ray.data and the rest of Ray, under any imported name: functions, their arguments,
     methods and attributes. The files are read, never imported or run. A use is the same here, better, different (the note
-    explains how) or missing; exits with 1 if one is missing.
+    explains how), refused (an error where it is given) or missing; exits with 1 if one is missing.
 
     \b
     --json: a list of
       file, line, column, ray (the name), verdict (same, better, different,
-      missing), here (what to write), note, imports (names to import)
+      refused, missing), here (what to write), note, imports (names to import)
     """  # noqa: D301 - click's mark for lines that it must not fill
     sources = [(name, _read(name)) for name in files]
     findings = [finding for name, source in sources for finding in _check(name, source)]

@@ -9,13 +9,21 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, TrainContext
 from prefect_torch.deployments.command_line.program import run
-from prefect_torch.deployments.command_line.ray.equivalents import ATTRIBUTES, PARAMETERS, RETURNS, Equivalents, sections
+from prefect_torch.deployments.command_line.ray.equivalents import (
+    ATTRIBUTES,
+    PARAMETERS,
+    RETURNS,
+    Equivalents,
+    Verdict,
+    sections,
+)
 from prefect_torch.deployments.command_line.ray.usages import find_usages
-from prefect_torch.flows import Result
+from prefect_torch.flows import Result, RunConfig, ScalingConfig
 
 ROWS = [row for section in sections() for row in section.rows]
 PACKAGES = ("ckpt", "ckpt.lightning", "ckpt.transformers", "flows", "tasks", "deployments")
@@ -276,7 +284,7 @@ def test_a_folder_and_nothing_are_no_files(tmp_path, capsys):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.ray or row.here)
 def test_what_stands_here_exists(row):
     assert (row.verdict == "missing") <= (row.here == "")
-    assert row.verdict in ("same", "better", "different", "missing", "more")
+    assert row.verdict in get_args(Verdict)
     for name in row.imports:
         package, _, attribute = name.rpartition(".")
         assert not package or hasattr(importlib.import_module(package), attribute), name
@@ -308,6 +316,13 @@ def _public(name):
         if name in getattr(module, "__all__", ()):
             return getattr(module, name)
     return None
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.verdict == "refused" and "(" in row.ray], ids=lambda row: row.ray)
+def test_what_is_refused_is_an_error_where_it_is_given(row):
+    config, argument = re.fullmatch(r"ray\.train\.(\w+)\((\w+)=0?\)", row.ray).groups()
+    with pytest.raises(ValueError, match=argument):
+        {"RunConfig": RunConfig, "ScalingConfig": ScalingConfig}[config](**{argument: 0})
 
 
 def test_no_name_has_two_rows():
