@@ -1,20 +1,23 @@
 """The block type "Checkpoint Storage" as a server has it: what the UI shows of it, and that a saved block can be checked."""
 
+import ast
 import os
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
+import prefect_torch
 import pytest
-from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.filesystems import LocalFileSystem
 from prefect.settings import PREFECT_API_URL
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
-from prefect_torch.ckpt import blocks
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.probe import StorageUnfitError
+from prefect_torch.flows import TorchCluster
+
+ROOT = Path(prefect_torch.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +53,14 @@ def test_a_saved_block_can_be_checked(name, tmp_path):
         CheckpointStorage.load(name).check()
 
 
-def test_it_is_registered_from_the_root():
+def test_every_block_is_registered_from_the_root():
     command = [Path(sys.executable).with_name("prefect"), "block", "register", "-m", "prefect_torch"]
     environment = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Successfully registered 1 block" in done.stdout
+    assert "Successfully registered 2 blocks" in done.stdout
     assert "Checkpoint Storage" in done.stdout
+    assert TorchCluster.get_block_type_slug().replace("-", " ").title() in done.stdout
 
 
 class TestCheckpointStorage(BlockStandardTestSuite):
@@ -71,6 +75,11 @@ class TestCheckpointStorage(BlockStandardTestSuite):
         assert block._logo_url == LocalFileSystem._logo_url
 
 
-def test_every_block_of_this_package_is_in_the_suite():
-    found = {it for it in vars(blocks).values() if isinstance(it, type) and issubclass(it, Block)}
-    assert {it for it in found if it.__module__.startswith("prefect_torch.")} == {CheckpointStorage}
+def test_every_block_of_this_package_is_in_the_root_and_in_the_suite():
+    """tests/flows/test_cluster_block.py has that of TorchCluster."""
+    found = {node.name for file in ROOT.rglob("*.py") for node in ast.parse(file.read_text()).body if is_block(node)}
+    assert found == {"CheckpointStorage", "TorchCluster"} <= set(prefect_torch.__all__)
+
+
+def is_block(node):
+    return isinstance(node, ast.ClassDef) and any(ast.unparse(parent).endswith("Block") for parent in node.bases)
