@@ -100,12 +100,13 @@ def read_listing(layout: Layout, infos: Iterable[ObjectInfo]) -> list[ListedChec
         elif (evaluation := evaluation_of(layout, info.key)) is not None:
             checkpoint_id, name = evaluation
             evaluations[checkpoint_id].add(name)
-    return [ListedCheckpoint(it, tuple(sorted(evaluations.get(it, ()))), committed[it]) for it in sorted(committed)]
+    attached = {it: tuple(sorted(names)) for it, names in evaluations.items()}
+    return [ListedCheckpoint(it, attached.get(it, ()), committed[it]) for it in sorted(committed)]
 
 
 def manifest_id(layout: Layout, key: str) -> str | None:
     """Return the id of the checkpoint with its manifest at `key`; None if `key` is no manifest's."""
-    checkpoint_id = stem(key)
+    checkpoint_id = key[len(layout.manifests) : -len(".json")]
     return checkpoint_id if is_id(checkpoint_id) and key == layout.manifest(checkpoint_id) else None
 
 

@@ -24,7 +24,7 @@ from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
 
 from .layout import Layout
-from .manifest import FileEntry, Manifest, attempt_of, is_id, step_of
+from .manifest import FileEntry, Manifest, is_id
 from .metrics import to_json
 from .records import FORMAT_VERSION, decode, is_newer, parse
 
@@ -81,7 +81,7 @@ def read_index(storage: Storage, layout: Layout) -> dict[str, Entry]:
     """Return the indexed manifests by id, also of checkpoints that are gone; a listing, and a read for each segment."""
     segments = list_segments(storage, layout)
     stored = read_all(segments, lambda segment: _bytes_of(storage, segment))
-    with _no_collection():
+    with no_collection():
         contents = [_parsed(storage, segment, data) for segment, data in zip(segments, stored, strict=True)]
         return {entry.manifest.id: entry for found in contents if found is not None for entry in found}
 
@@ -104,7 +104,7 @@ def _parsed(storage: Storage, segment: Segment, data: bytes | None) -> list[Entr
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Let the garbage collector rest: of a million new objects that all stay, it would look at each several times."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -168,6 +168,7 @@ def _entry(row: Sequence[Any], where: str) -> Entry:
 
 
 _PLAIN = {int, float, str, bool, type(None)}
+_FLOAT = {float}
 
 
 def _quick(values: Sequence[Any]) -> Manifest | None:
@@ -175,19 +176,19 @@ def _quick(values: Sequence[Any]) -> Manifest | None:
     checkpoint_id, step, attempt, metrics, files, world_size, parent, created_at, metadata, timings = values
     ordinary = (
         type(checkpoint_id) is str
-        and is_id(checkpoint_id)
         and type(attempt) is int
-        and attempt == attempt_of(checkpoint_id) > 0
         and type(step) is int
-        and step == step_of(checkpoint_id)
+        and attempt > 0
+        and checkpoint_id.startswith("%06d-%08d-" % (attempt, step))  # noqa: UP031 - a third of the time of an f-string
+        and is_id(checkpoint_id)
         and type(metrics) is dict
-        and all(type(value) in _PLAIN for value in metrics.values())
+        and _PLAIN.issuperset(map(type, metrics.values()))
         and type(world_size) is int
         and 0 <= world_size < 2**63
         and (parent is None or type(parent) is str)
         and metadata == {}
         and type(timings) is dict
-        and all(type(value) is float for value in timings.values())
+        and _FLOAT.issuperset(map(type, timings.values()))
     )
     entries = _files(files) if ordinary else None
     if entries is None:

@@ -13,6 +13,7 @@ from .evaluations import committed_id, evaluation_of, has_newer
 from .layout import attempt_number, stem, unreported_attempt
 from .log_files import delete_evaluation_logs
 from .manifest import Manifest, attempt_of, is_id
+from .manifest_index import no_collection
 from .retention import Plan, RetentionPolicy, overdue_evaluations, plan
 from .run import Run
 
@@ -28,14 +29,16 @@ def prune(run: Run, policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str
         run.memory.forget_all_but([it.id for it in listed])
     overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))
     kept = (*in_use, *_newer_evaluated(run, manifests, {it.id: it.evaluations for it in listed}))
-    decided = plan(manifests, policy, pinned=run.pinned(), in_use=kept, up_to=up_to, overdue=overdue)
+    pinned = run.pinned()
+    with no_collection():
+        decided = plan(manifests, policy, pinned=pinned, in_use=kept, up_to=up_to, overdue=overdue)
     if dry_run or not decided.drop:
         return decided
     with marked(run, (manifest.id for manifest in decided.drop)) as mark:
-        pinned = _delete_all(run, decided.drop, {it.id: it.evaluations for it in listed}, mark)
+        stayed = _delete_all(run, decided.drop, {it.id: it.evaluations for it in listed}, mark)
     return Plan(
-        keep={**decided.keep, **dict.fromkeys(pinned, ("pinned",))},
-        drop=tuple(manifest for manifest in decided.drop if manifest.id not in pinned),
+        keep={**decided.keep, **dict.fromkeys(stayed, ("pinned",))},
+        drop=tuple(manifest for manifest in decided.drop if manifest.id not in stayed),
     )
 
 
@@ -55,6 +58,8 @@ def delete_checkpoints(run: Run, manifests: Sequence[Manifest]) -> frozenset[str
 def _newer_evaluated(run: Run, manifests: Iterable[Manifest], attached: dict[str, tuple[str, ...]]) -> Iterator[str]:
     """Yield the ids of checkpoints with an evaluation of a newer version, which may have rated them the best of all."""
     for manifest in manifests:
+        if not attached[manifest.id]:
+            continue
         unread = set(attached[manifest.id]) - set(manifest.evaluations)
         if has_newer(run.storage, run.layout, manifest.id, unread):
             yield manifest.id

@@ -1,5 +1,6 @@
 """Which checkpoints to keep: a pure decision over manifests, separate from any deletion."""
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
@@ -199,7 +200,7 @@ def plan(
 
     """
     newest_first = sorted(manifests, key=lambda manifest: manifest.id, reverse=True)
-    reasons: dict[str, list[str]] = {manifest.id: [] for manifest in newest_first}
+    reasons: dict[str, list[str]] = defaultdict(list)
 
     def keep(kept: Sequence[C], reason: str) -> None:
         for manifest in kept:
@@ -223,6 +224,6 @@ def plan(
     if up_to is not None:
         keep([manifest for manifest in newest_first if manifest.id > up_to], "recent")
     return Plan(
-        keep={checkpoint_id: tuple(dict.fromkeys(why)) for checkpoint_id, why in reasons.items() if why},
-        drop=tuple(manifest for manifest in reversed(newest_first) if not reasons[manifest.id]),
+        keep={it.id: tuple(dict.fromkeys(reasons[it.id])) for it in newest_first if it.id in reasons},
+        drop=tuple(manifest for manifest in reversed(newest_first) if manifest.id not in reasons),
     )

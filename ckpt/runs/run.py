@@ -17,13 +17,13 @@ from prefect_torch.ckpt.errors import (
 )
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
-from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.parallel import drawn_ahead, read_all
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, RetryPolicy, Storage, StorageSpec
 
 from .evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
 from .layout import Layout, check_run_name, stem
 from .manifest import Manifest, ManifestMemory, attempt_of, is_id
-from .manifest_index import FEW, Entry, read_index
+from .manifest_index import FEW, Entry, no_collection, read_index
 from .records import decode, parse
 
 if TYPE_CHECKING:
@@ -190,13 +190,13 @@ class Run:
     def list_readable(self) -> tuple[list[ListedCheckpoint], list[Manifest]]:
         """Return all checkpoints, and the manifests of those that can be read, as `listed` and `readable` do.
 
-        Of a long listing, the index is read while its pages come.
+        Of a long listing, the index is read while its pages come, and a page is read while the next comes.
         """
-        with ThreadPoolExecutor(1, "prefect-torch-index") as pool:
+        with ThreadPoolExecutor(1, "prefect-torch-index") as pool, no_collection():
             ahead: list[Future[dict[str, Entry]]] = []
 
             def infos() -> Iterator[ObjectInfo]:
-                for number, info in enumerate(self.storage.list(self.layout.manifests)):
+                for number, info in enumerate(drawn_ahead(self.storage.list(self.layout.manifests), _PAGE)):
                     if number == _PAGE and self.memory is None:
                         ahead.append(pool.submit(read_index, self.storage, self.layout))
                     yield info
