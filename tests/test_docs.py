@@ -6,12 +6,14 @@ import inspect
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from playwright.sync_api import sync_playwright
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, TrainContext
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.events import ReportEvent
@@ -20,6 +22,7 @@ from prefect_torch.flows import CheckpointConfig, FailureConfig, Result, RunConf
 from ranks import Attempt
 
 ROOT = Path(__file__).parents[1]
+CHROMIUM = shutil.which("chromium")
 PAGES = {path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
 BLOCKS = [
     pytest.param(code, id=f"{page}:{number}")
@@ -75,6 +78,22 @@ def test_every_page_is_built_and_can_be_found(site):
     assert {page.removesuffix(".md") + ".html" for page in PAGES} <= pages
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert [page for page in PAGES if f"- {page}\n" not in navigation] == []
+
+
+@pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason="needs Debian's Chromium: apt install chromium")
+def test_a_site_on_a_disk_is_searched_without_a_network(site):
+    asked, errors = [], []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.route(re.compile("^https?:"), lambda route: (asked.append(route.request.url), route.abort()))
+        page.on("pageerror", lambda error: errors.append(error))  # noqa: PLW0108 - Playwright marks what it is given
+        page.goto(f"{site.as_uri()}/index.html")
+        page.get_by_role("textbox", name="Search").fill("torchrun")
+        page.locator(".md-search-result__link", has_text="Coming from torchrun").first.click()
+        page.wait_for_url(re.compile(r"/how-to/from-torchrun\.html"))
+        browser.close()
+    assert (asked, errors) == ([], [])
 
 
 @pytest.mark.parametrize("page", PAGES)
