@@ -23,7 +23,7 @@ from prefect_torch.ckpt.storage.protocol import ObjectInfo, RetryPolicy, Storage
 from .evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
 from .layout import Layout, check_run_name, stem
 from .manifest import Manifest, ManifestMemory, attempt_of, is_id
-from .manifest_index import FEW, Entry, no_collection, read_index
+from .manifest_index import FEW, Entry, read_index
 from .records import decode, parse
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Run:
 
         Of a long listing, the index is read while its pages come, and a page is read while the next comes.
         """
-        with ThreadPoolExecutor(1, "prefect-torch-index") as pool, no_collection():
+        with ThreadPoolExecutor(1, "prefect-torch-index") as pool:
             ahead: list[Future[dict[str, Entry]]] = []
 
             def infos() -> Iterator[ObjectInfo]:
