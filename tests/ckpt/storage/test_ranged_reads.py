@@ -35,6 +35,13 @@ def test_an_object_that_ends_early_gives_what_it_has(size):
 
 
 @pytest.mark.parametrize("size", [3 * RANGE_BYTES, 40 * RANGE_BYTES])
+def test_nothing_is_taken_behind_a_range_that_came_short(size):
+    taken = []
+    read_in_order(size, lambda start, into: 7 if start == RANGE_BYTES else len(into), lambda data: taken.append(len(data)))
+    assert taken == [RANGE_BYTES, 7]
+
+
+@pytest.mark.parametrize("size", [3 * RANGE_BYTES, 40 * RANGE_BYTES])
 def test_an_error_of_any_range_is_raised(size):
     def read(start, into):
         if start == 2 * RANGE_BYTES:

@@ -13,6 +13,7 @@ from prefect_torch.ckpt import Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.attempts import Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.flows.monitoring.events import observer
 from prefect_torch.flows.monitoring.events import outbox as module
 from prefect_torch.flows.monitoring.events.outbox import EventOutbox
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
@@ -110,6 +111,13 @@ def test_best_is_what_the_policy_ranks_first_whatever_attempt_it_is_of(training)
         "false",
         "true",
         "false",
+    ]
+
+
+def test_a_score_that_is_no_number_is_never_the_best():
+    best = observer._Best(RetentionPolicy(checkpoint_score_attribute="loss", checkpoint_score_order="min"))
+    assert [best.record(metrics) for metrics in ({}, {"loss": math.nan}, {"loss": math.inf}, {"loss": 1.0}, {})] == [
+        *(False, False, True, True, False)
     ]
 
 
