@@ -61,6 +61,7 @@ bench: install
 	$(BIN)/python tests/benchmarks/state
 	$(BIN)/python tests/benchmarks/goodput.py
 	$(BIN)/python tests/benchmarks/goodput_machines.py
+	$(BIN)/python tests/benchmarks/durable_reports.py
 
 # Kills a training at every file event of a save, a prune and a resume: about ten minutes on two idle cores.
 chaos: install

@@ -63,6 +63,16 @@ def test_the_figures_of_the_comparison_are_those_that_were_measured():
     assert f"| {rays} %, {rays_loud} % | {ours} %, {ours_loud} % |" in page
 
 
+def test_what_a_killed_training_resumes_from_is_what_was_measured():
+    text = (RESULTS / "durable_reports.txt").read_text()
+    assert "killed after report 3 had returned" in text
+    assert re.search(r"^ours   3: \d+$", text, re.MULTILINE)
+    assert re.search(r"^ray    1: \d+$", text, re.MULTILINE)
+    page = (SCRIPT.parents[1] / "how-to/ray-comparison.md").read_text()
+    assert "| no: a rank killed after its third report resumed from the first | yes |" in page
+    assert "durable_reports.txt" in page
+
+
 def test_the_figures_of_lost_machines_are_those_that_were_measured():
     page = (SCRIPT.parents[1] / "how-to/several-machines.md").read_text()
     rows = measured("goodput_machines.txt")
