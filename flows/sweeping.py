@@ -19,7 +19,7 @@ from prefect_torch.flows.sweeps.journal import Journal, read_journal
 from prefect_torch.flows.sweeps.search import Search, TrialEnd
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
-from prefect_torch.flows.sweeps.study import check_sampler, require_optuna
+from prefect_torch.flows.sweeps.study import check_search, require_optuna
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
@@ -28,6 +28,7 @@ from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, sho
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import pack_function, reference_to
 from prefect_torch.tasks.rank.tracebacks import first_line
+from prefect_torch.tasks.training.unusable_storage import unusable_storage_explained
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -129,7 +130,7 @@ def sweep(
         raise ValueError("search is missing: give SearchConfig(metric=..., mode=...)")
     parsed, scaling, failure, run_config = parse_space(space), scaling or ScalingConfig(), failure or FailureConfig(), run
     run_config = run_config or RunConfig()
-    check_sampler(search, parsed)
+    check_search(search, parsed)
     storage = configured_storage(run_config.storage, run_config.storage_deadline_s, run_config.sync)
     if trials_on is None:
         seat_for(scaling)
@@ -147,8 +148,7 @@ def sweep(
         failure,
     )
     led = Run.open(storage, run_config.name or name_of_flow_run())
-    download_run(storage, led.name)
-    claimed = _claim(led, run_config)
+    claimed = _claim(led, storage, run_config)
     is_fresh = run_config.resume == "never"
     definition = settle_definition(
         led, define(function, space, training.config, search), has_seed=search.seed is not None, is_fresh=is_fresh
@@ -267,15 +267,17 @@ def _delete_excess(search: Search, trials: TrialRuns, storage: StorageSpec) -> N
             search.record_deleted(number, run)
 
 
-def _claim(run: Run, run_config: RunConfig) -> Attempt:
+def _claim(run: Run, storage: StorageSpec, run_config: RunConfig) -> Attempt:
     owner = Owner.current(flow_run.id)
 
     def claim_after(_: Attempt | None) -> Attempt:
         return claim_attempt(run, owner, world_size=0)
 
-    if run_config.takeover:
-        return claim_after(None)
-    return claim_unless_led(run, lambda attempt: _refuse_if_alive(run, attempt), claim_after)
+    with unusable_storage_explained(run_config.storage, run.storage.url):
+        download_run(storage, run.name)
+        if run_config.takeover:
+            return claim_after(None)
+        return claim_unless_led(run, lambda attempt: _refuse_if_alive(run, attempt), claim_after)
 
 
 def _refuse_if_alive(run: Run, previous: Attempt) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.ckpt.runs.metrics import Metrics, find_metric, find_score
 from prefect_torch.flows.sweeps.history import (
     CheckpointsDeleted,
     Cloned,
@@ -339,8 +339,7 @@ class Search:
         """Return the end of a trial that returned: it has failed if it never reported the metric."""
         for metric in self._search.metrics:
             if find_score(end.metrics, metric) is None:
-                named = ", ".join(sorted(end.metrics)) or "none at all"
-                return TrialEnd("failed", f"{_NO_METRIC} {metric!r}; its last report has {named}", end.metrics)
+                return TrialEnd("failed", f"{_NO_METRIC} {metric!r}{_instead(end.metrics, metric)}", end.metrics)
         return end
 
     def take_released(self) -> list[tuple[Source, str]]:
@@ -402,6 +401,14 @@ class Search:
 
 def _is_same(known: RungReport, report: RungReport) -> bool:
     return (known.time, known.checkpoint) == (report.time, report.checkpoint)
+
+
+def _instead(metrics: Metrics, metric: str) -> str:
+    """Return what the last report of a trial has instead of a number."""
+    value = find_metric(metrics, metric)
+    if value is not None:
+        return f" as a number: it is {value!r}, of type {type(value).__name__}"
+    return f"; its last report has {', '.join(sorted(metrics)) or 'none at all'}"
 
 
 _NO_METRIC = "no report of the trial has the metric"

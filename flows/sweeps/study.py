@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import math
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -76,6 +76,18 @@ def require_optuna() -> None:
         raise ImportError("a sweep needs Optuna: pip install 'prefect-torch[sweep]'") from exc
 
 
+def check_search(search: SearchConfig, space: Nested) -> None:
+    """Raise unless what is searched and how fit each other.
+
+    Raises:
+        ValueError: If the sampler does not fit the space or the metrics, or an initial point is not in the space.
+        ImportError: If the sampler needs a package that is not installed.
+
+    """
+    check_sampler(search, space)
+    _initial_points(search, space)
+
+
 def check_sampler(search: SearchConfig, space: Nested) -> str:
     """Return the name of the sampler.
 
@@ -99,10 +111,21 @@ def check_sampler(search: SearchConfig, space: Nested) -> str:
 
 def grid_points(search: SearchConfig, space: Nested) -> list[Parameters]:
     """Return what is tried first: the initial points, and with a grid every combination."""
-    points = [space.parameters("", point) for point in search.initial_points]
+    points = _initial_points(search, space)
     if check_sampler(search, space) == "grid":
         points += [point for point in space.points("") if point not in points]
     return points
+
+
+def _initial_points(search: SearchConfig, space: Nested) -> list[Parameters]:
+    return [_initial(space, number, point) for number, point in enumerate(search.initial_points)]
+
+
+def _initial(space: Nested, number: int, point: Mapping[str, Any]) -> Parameters:
+    try:
+        return space.parameters("", point)
+    except ValueError as exc:
+        raise ValueError(f"initial_points[{number}]: {exc}") from None
 
 
 class Study:

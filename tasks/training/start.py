@@ -1,10 +1,9 @@
 """The start of an attempt: the claim on the run, and the checkpoint that the ranks resume from."""
 
-import errno
 from dataclasses import asdict, dataclass, field
 
 from prefect import get_run_logger
-from prefect_torch.ckpt import CheckpointError, CheckpointNotFoundError, CheckpointStore, RunBusyError
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, claim_unless_led, newest_attempt, record_resumed_from
 from prefect_torch.ckpt.runs.manifest import Manifest
@@ -19,8 +18,7 @@ from .job import TrainJob
 from .left_task_runs import end_left_task_runs
 from .observers import CheckpointQuarantined, Observers
 from .restarts import Restarts
-
-_UNUSABLE = (PermissionError, FileNotFoundError, NotADirectoryError)
+from .unusable_storage import unusable_storage_explained
 
 
 def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
@@ -32,13 +30,8 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
         OSError: If the storage is refused, or its directory cannot be made.
 
     """
-    try:
+    with unusable_storage_explained(job.run_config.storage, store.storage.url):
         return _claim(store, job, restarts)
-    except OSError as exc:
-        if isinstance(exc, CheckpointError) or not (isinstance(exc, _UNUSABLE) or exc.errno == errno.EROFS):
-            raise
-        storage = job.run_config.storage if isinstance(job.run_config.storage, str) else store.storage.url
-        raise type(exc)(f"{exc}; `prefect-torch doctor {storage}` tries each step that a training needs") from exc
 
 
 def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:

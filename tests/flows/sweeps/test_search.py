@@ -191,6 +191,13 @@ def test_a_metric_that_never_appears_ends_the_search_after_three_trials():
         search.next_trial()
 
 
+def test_a_metric_that_is_text_is_told_from_one_that_never_appears():
+    search = Search(configured(metric="loss"), parse_space(SPACE), 0, [], [].append, "sweep")
+    number = search.next_trial().number
+    search.end(number, TrialEnd("completed", None, {"loss": "low"}))
+    assert search.trials[number].reason == "no report of the trial has the metric 'loss' as a number: it is 'low', of type str"
+
+
 @pytest.mark.parametrize("scheduler", ["asha", "hyperband", "median"])
 def test_with_a_scheduler_too_a_metric_that_never_appears_ends_the_search(scheduler):
     config = configured(metric="val_loss", scheduler=scheduler, max_t=3, max_concurrent=1)

@@ -112,14 +112,23 @@ WRONG = [
     ({"lr": uniform(2, 1)}, {}, "low=2 is above high=1"),
     ({"lr": uniform(0, 1)}, {"sampler": "grid"}, "lr is continuous"),
     ({"lr": grid([1])}, {"sampler": "tpe"}, "the space has a grid"),
+    ({"lr": uniform(0, 1)}, {"initial_points": [{"lr": 1}, {"rate": 1}]}, r"initial_points\[1\]: rate is not in the space"),
+    ({"lr": uniform(0, 1)}, {"initial_points": [{"lr": 5}]}, r"initial_points\[0\]: lr=5 is no number from 0.0 to 1.0"),
 ]
 
 
 @pytest.mark.parametrize(("space", "changes", "problem"), WRONG, ids=range(len(WRONG)))
 def test_a_sweep_that_cannot_be_is_refused_before_anything_is_stored(run, tmp_path, space, changes, problem):
     with pytest.raises(ValueError, match=problem):
-        sweep("sweep_trainings:climb", space, search=search(sampler=changes.get("sampler")), run=run)
+        sweep("sweep_trainings:climb", space, search=search(**changes), run=run)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_storage_that_is_a_file_names_what_tells_the_cause(tmp_path):
+    storage = tmp_path / "file"
+    storage.touch()
+    with pytest.raises(NotADirectoryError, match=rf"{storage}'; `prefect-torch doctor {storage}` tries each step"):
+        sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, search=search(), run=RunConfig(storage=str(storage)))
 
 
 def test_a_missing_optuna_names_the_extra(run, monkeypatch):

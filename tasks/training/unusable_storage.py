@@ -1,0 +1,30 @@
+"""What to do about a storage in which nothing can be made."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefect_torch.ckpt.errors import CheckpointError
+
+_UNUSABLE = (PermissionError, FileNotFoundError, NotADirectoryError)
+
+
+@contextmanager
+def unusable_storage_explained(given: object, url: str) -> Iterator[None]:
+    """Add to an operating system's error what tells the cause.
+
+    Args:
+        given: The storage as the user gave it.
+        url: Its path or URL.
+
+    Raises:
+        OSError: Of the body's type, with the command to try.
+
+    """
+    try:
+        yield
+    except OSError as exc:
+        if isinstance(exc, CheckpointError) or not (isinstance(exc, _UNUSABLE) or exc.errno == errno.EROFS):
+            raise
+        storage = given if isinstance(given, str) else url
+        raise type(exc)(f"{exc}; `prefect-torch doctor {storage}` tries each step that a training needs") from exc
