@@ -67,7 +67,7 @@ def test_what_a_killed_training_resumes_from_is_what_was_measured():
     text = (RESULTS / "durable_reports.txt").read_text()
     assert "killed after report 3 had returned" in text
     assert re.search(r"^ours   3: \d+$", text, re.MULTILINE)
-    assert re.search(r"^ray (  [012]: \d+)+$", text, re.MULTILINE)
+    assert re.search(r"^ray  (  [012]: \d+)+$", text, re.MULTILINE)
     page = (SCRIPT.parents[1] / "how-to/ray-comparison.md").read_text()
     assert "| no: a rank killed after its third report resumed from an earlier one | yes |" in page
     assert "durable_reports.txt" in page
