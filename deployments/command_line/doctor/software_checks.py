@@ -12,7 +12,7 @@ from .findings import Finding, Status
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-_OLDEST_PREFECT = (3, 6, 22)  # as in pyproject.toml
+_OLDEST_PREFECT = (3, 8, 4)  # as in pyproject.toml
 _OLDEST_PYTHON = (3, 10)
 _NEWEST_STRICT_PREFECT = (3, 8, 8)  # up to this version the server cannot use a `ServerLibrary`'s refused versions
 _API_TIMEOUT_S = 10
@@ -52,7 +52,7 @@ def check_prefect() -> Iterator[Finding]:
     """Check Prefect's version."""
     found = version("prefect")
     good = _OLDEST_PREFECT <= _parts(found) < (4,)
-    yield Finding("prefect", "ok" if good else "wrong", found, "" if good else "pip install 'prefect>=3.6.22,<4'")
+    yield Finding("prefect", "ok" if good else "wrong", found, "" if good else "pip install 'prefect>=3.8.4,<4'")
 
 
 def check_server_library(library: ServerLibrary) -> Iterator[Finding]:
