@@ -4,15 +4,16 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
 
 from .findings import Finding, Status
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-_OLDEST_PREFECT = (3, 8, 4)  # as in pyproject.toml
 _OLDEST_PYTHON = (3, 10)
 _NEWEST_STRICT_PREFECT = (3, 8, 8)  # up to this version the server cannot use a `ServerLibrary`'s refused versions
 _API_TIMEOUT_S = 10
@@ -49,10 +50,11 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_prefect() -> Iterator[Finding]:
-    """Check Prefect's version."""
+    """Check Prefect's version against the one that this package requires."""
     found = version("prefect")
-    good = _OLDEST_PREFECT <= _parts(found) < (4,)
-    yield Finding("prefect", "ok" if good else "wrong", found, "" if good else "pip install 'prefect>=3.8.4,<4'")
+    needed = next(one for one in map(Requirement, requires("prefect-torch") or ()) if one.name == "prefect")
+    good = needed.specifier.contains(found, prereleases=True)
+    yield Finding("prefect", "ok" if good else "wrong", found, "" if good else f"pip install '{needed}'")
 
 
 def check_server_library(library: ServerLibrary) -> Iterator[Finding]:

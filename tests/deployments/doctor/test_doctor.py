@@ -87,6 +87,14 @@ def test_a_storage_that_forgets_to_delete_is_wrong(command, local, monkeypatch):
     shutil.rmtree(local)
 
 
+@pytest.mark.parametrize(("installed", "status"), [("3.8.3", "wrong"), ("3.8.4", "ok"), ("3.9.0rc1", "ok"), ("4.0.0", "wrong")])
+def test_another_prefect_than_this_package_requires_is_found(monkeypatch, installed, status):
+    monkeypatch.setattr(software_checks, "version", {"prefect": installed}.__getitem__)
+    (finding,) = software_checks.check_prefect()
+    assert finding.status == status
+    assert finding.advice == ("pip install 'prefect<4,>=3.8.4'" if status == "wrong" else "")
+
+
 @pytest.mark.parametrize(
     ("library", "installed", "prefect", "url", "status"),
     [
