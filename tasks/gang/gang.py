@@ -167,13 +167,13 @@ class Gang:
 
         They exit after their first checkpoint from then on.
         """
+        key_value.set(TERMINATION_KEY, b"")
         if termination.grace_left_s > 0:
             get_run_logger().warning(
                 "termination requested: the ranks end with their next checkpoint, or after %.0f s%s",
                 termination.grace_left_s,
                 "; press Ctrl-C again to end at once" if termination.is_by_keyboard else "",
             )
-        key_value.set(TERMINATION_KEY, b"")
         _wait_until(lambda: self._advance(recorder) or termination.grace_left_s == 0, math.inf)
 
     def _leave(self, machines: list[str], key_value: KeyValue, recorder: Recorder | None, termination: Termination) -> NoReturn:

@@ -188,6 +188,22 @@ def test_sigterm_lets_ranks_commit_a_last_checkpoint(storage, tmp_path):
     assert f"work is safe up to step 0 ({committed(storage)[0].id})" in state.message
 
 
+@pytest.mark.parametrize("notice", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_checkpoint_that_is_committed_after_the_notice_is_the_last(storage, tmp_path, notice):
+    goes_on = tmp_path / "goes_on"
+    leader = start(storage, "commit_on_and_on", {"goes_on": str(goes_on)})
+    leader.wait_for(lambda: committed(storage))
+    leader.process.send_signal(notice)
+    assert any("the ranks end with their next checkpoint" in line for line in leader.process.stdout)
+    goes_on.touch()
+    output = leader.finish(40)
+    leader.assert_nothing_is_left()
+    assert [manifest.step for manifest in committed(storage)] == [0, 1], output[-3000:]
+    assert f"work is safe up to step 1 ({committed(storage)[-1].id})" in output
+    for rank in range(2):
+        assert f"Task run 'rank-{rank}' - Finished in state Completed()" in output, "it ended by itself, before the grace"
+
+
 def test_sigterm_ends_a_training_whose_storage_is_away_and_no_attempt_follows(tmp_path):
     """The reports, the outcome and the history are all refused; what is safe is told from memory."""
     port, folder = free_port(), tmp_path / "buckets"

@@ -134,6 +134,15 @@ def checkpoint_when_told(config: dict) -> None:
     report_epoch(41)
 
 
+def commit_on_and_on(config: dict) -> None:
+    """Report a checkpoint, wait for a file, and report many more without asking whether the end is near."""
+    report_epoch(0)
+    while not Path(config["goes_on"]).exists():
+        time.sleep(0.05)
+    for epoch in range(1, 50):
+        report_epoch(epoch)
+
+
 def leave_once(config: dict) -> dict | None:
     """Report a last checkpoint when told that the end is near; once there is one, say which."""
     if (checkpoint := get_checkpoint()) is not None:
