@@ -9,8 +9,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import Flow
-from prefect.exceptions import ParameterBindError, PrefectHTTPStatusError
+from prefect.client.schemas.objects import State
+from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectHTTPStatusError
 from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.one_line_messages import restore_message
 from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
 
 from .cluster_runner import use_threads
@@ -99,10 +101,11 @@ class ShortTracebackFlow(Flow[P, R]):
             token = _is_called.set(not kwargs.get("return_state", False))
             try:
                 with large_parameters_explained():
-                    return super().__call__(*args, **kwargs)
+                    return _with_whole_message(super().__call__(*args, **kwargs))
             except ParameterBindError as exc:
                 raise ParameterBindError(_unbound(self.fn, args, kwargs) or str(exc)) from None
             except Exception as exc:
+                restore_message(exc)
                 if is_defect(exc):
                     raise
                 shorten(exc)
@@ -114,6 +117,14 @@ class ShortTracebackFlow(Flow[P, R]):
                 raise exc from None
             finally:
                 _is_called.reset(token)
+
+        def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
+            """Return the valid parameters; see `prefect.Flow`. The refusal is one line, as a state's message is."""
+            try:
+                return super().validate_parameters(parameters)
+            except ParameterTypeError as exc:
+                first, *others = str(exc).split("\n - ")
+                raise ParameterTypeError(" ".join([first, "; ".join(others)])) from None
 
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
             """Return a copy with other options; see `prefect.Flow`. A task runner of Ray or Dask names the ranks' cluster."""
@@ -138,6 +149,13 @@ def large_parameters_explained() -> Iterator[None]:
             f"the parameters have {sizes[2]} bytes, and Prefect's server takes less than {sizes[1]}: put data of the config "
             "into a file or the storage, and its path into the config"
         ) from None
+
+
+def _with_whole_message(returned: Any) -> Any:
+    """Return what a call of a flow returned; the exception of a failed state has all lines of its message."""
+    if isinstance(returned, State) and returned.is_failed():
+        restore_message(returned.result(raise_on_failure=False))
+    return returned
 
 
 def short_tracebacks(flow: Flow[P, R]) -> Flow[P, R]:

@@ -23,6 +23,7 @@ from prefect_torch.tasks.options.config import RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.function import PackedFunction
+from prefect_torch.tasks.rank.one_line_messages import shorten_message
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 
@@ -94,7 +95,7 @@ def evaluate_checkpoint(
             _log_skipped(checkpoint)
             return None
         if exc.original is not None:
-            raise exc.original from exc
+            raise shorten_message(exc.original) from exc
         raise
     except CheckpointNotFoundError:
         _log_skipped(checkpoint)

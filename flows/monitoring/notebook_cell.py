@@ -18,7 +18,7 @@ def notebook_progress(run: str) -> tuple["NotebookProgress", ...]:
     """Return the observer that shows the progress of `run` in this notebook; none elsewhere, and none in a deployment."""
     if "IPython" not in sys.modules or deployment.id is not None:
         return ()
-    from IPython import get_ipython  # type: ignore[import-not-found]  # noqa: PLC0415 - it is loaded, or there is no notebook
+    from IPython import get_ipython  # pyright: ignore[reportMissingImports]  # noqa: PLC0415 - it is loaded, or there is no notebook
 
     shell = get_ipython()
     return (NotebookProgress(run),) if type(shell).__name__ == _KERNEL_SHELL else ()
@@ -35,7 +35,7 @@ class NotebookProgress:
     """
 
     def __init__(self, run: str) -> None:
-        from IPython.display import HTML, display  # type: ignore[import-not-found]  # noqa: PLC0415 - as above
+        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]  # noqa: PLC0415 - as above
 
         self._html = HTML
         self._progress = TrainingProgress(run)

@@ -28,6 +28,7 @@ from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import counts_against
+from prefect_torch.tasks.rank.one_line_messages import shorten_message
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.run_logs import library_logs_in_run
@@ -130,7 +131,7 @@ class _Leader:
                 raise
             get_run_logger().error("%s\n%s", _with_traceback(exc), self._safe_work())
             if exc.original is not None:
-                raise exc.original from exc
+                raise shorten_message(exc.original) from exc
             raise
         self._record(self._outcome(claimed, value))
         return value

@@ -108,6 +108,38 @@ def test_without_restarts_left_the_last_error_is_raised_and_the_result_stays_rea
     assert "boom from the training" in result.errors[1]
 
 
+def test_the_states_of_a_failure_have_one_line_and_its_exception_has_all(run):
+    def fail():
+        raise ValueError("the first line\nthe second\n  'the third'")
+
+    whole = "the first line\nthe second\n  'the third'"
+    with pytest.raises(ValueError, match="the second") as caught:
+        train(fail, run=run, failure=FailureConfig(max_failures=1))
+    assert str(caught.value) == whole
+    assert not hasattr(caught.value, "__notes__")
+    failed = train(fail, run=run, return_state=True)
+    assert str(failed.result(raise_on_failure=False)) == whole
+    assert messages_of(failed.state_details.flow_run_id) == {
+        "train": "Flow run encountered an exception: ValueError: the first line",
+        "train-run": "Task run encountered an exception ValueError: the first line",
+        "rank-0": "rank 0 of attempt 3 failed: ValueError: the first line",
+    }
+    refused = train(fail, scaling={"num_workers": "many", "use_gpu": 7}, return_state=True)
+    (message,) = messages_of(refused.state_details.flow_run_id).values()
+    assert message.startswith("Validation of flow parameters failed with error: ParameterTypeError: Flow run received invalid")
+    assert re.search(r"scaling.*num_workers: .*; scaling.*use_gpu: ", message)
+
+
+def messages_of(flow_run_id):
+    """Return the stored messages of a flow run of `train` and of its task runs, by name."""
+    with get_client(sync_client=True) as client:
+        task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id={"any_": [flow_run_id]}))
+        return {
+            "train": client.read_flow_run(flow_run_id).state.message,
+            **{task_run.name: task_run.state.message for task_run in task_runs},
+        }
+
+
 def test_a_lost_process_does_not_count_as_the_users_failure(run):
     with pytest.raises(RankFailedError, match=r"rank 0 of attempt 2 failed: its process was killed by SIGKILL"):
         train(
