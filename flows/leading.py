@@ -16,7 +16,6 @@ from prefect_torch.tasks.gang.local_rank import prepare_ranks
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination
 from prefect_torch.tasks.rank.failures import counts_against
-from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import Observer, Observers
 from prefect_torch.tasks.training.restarts import Restarts
@@ -72,7 +71,7 @@ def lead_training(
         error = state.result(raise_on_failure=False)
         if not isinstance(error, Exception) or not restarts.count_failure(kind := counts_against(error)):
             return False
-        get_run_logger().warning("%s: %s; the training starts again", restarts.describe_last(kind), first_line(error))
+        get_run_logger().warning("%s; the training starts again", restarts.describe_last(kind))
         return True
 
     led = train_workers.with_options(

@@ -25,6 +25,7 @@ _RETRY = "Task run failed with %s: %r - Retry %s/%s"
 _HOOK = set_terminated_state.__name__
 _RAISED = "Encountered exception during execution"
 _FAILED = "Finished in state Failed"
+_SAID_BY_PLACE = ("Beginning flow run", "Finished in state Completed")  # see monitoring.messages.PlaceObserver
 _ABORTED = "Finished in state Crashed('Execution was aborted"
 _FLOWS = ("train", "sweep", "evaluate", "prune")
 _INVALID = "Validation of flow parameters failed with error: Flow run received invalid parameters"
@@ -32,8 +33,10 @@ _is_called: ContextVar[bool] = ContextVar("is_called", default=False)  # within 
 _VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in _FLOWS)
 # What is no event for the person who looks at a training; Prefect itself logs all states but Completed as errors.
 _LEVELS = (
-    ("train_rank", "Cancelled", logging.INFO),
-    ("train_node", "Cancelled", logging.INFO),
+    ("train_rank", "Completed", logging.DEBUG),
+    ("train_node", "Completed", logging.DEBUG),
+    ("train_rank", "Cancelled", logging.DEBUG),  # the consequence of what the attempt's record says
+    ("train_node", "Cancelled", logging.DEBUG),
     ("train_workers", "Crashed", logging.INFO),
     ("train_workers", "Completed", logging.DEBUG),  # the flow run says the same, and what came of it
     ("train_workers", "Failed", logging.DEBUG),  # the flow run says the same
@@ -59,11 +62,11 @@ class ShortTracebacks(logging.Filter):
         if _is_of_flow(record) and str(record.msg).startswith(_FAILED):
             _set_level(record, logging.ERROR)
             record.msg = _LATER_LINES.sub("", str(record.msg))
-        for task, state, level in _LEVELS:
-            if getattr(record, "task_name", "") == task and str(record.msg).startswith(f"Finished in state {state}"):
-                _set_level(record, level)
-                return logging.getLogger(record.name).isEnabledFor(level)
-        return True
+        level = _level_of(record)
+        if level is None:
+            return True
+        _set_level(record, level)
+        return logging.getLogger(record.name).isEnabledFor(level)
 
 
 def _is_raised_to_caller(record: logging.LogRecord) -> bool:
@@ -186,6 +189,20 @@ def _is_repetition(record: logging.LogRecord) -> bool:
         return not record.exc_text  # the record of the state
     # It counts retries up to a million; the training logs its own budget.
     return text.startswith(_RETRY) and bool(record.args) and getattr(record, "task_name", "") == "train_workers"
+
+
+def _level_of(record: logging.LogRecord) -> int | None:
+    """Return the level of a record about a state that says more, or less, than Prefect supposes; None for others."""
+    text, task = str(record.msg), getattr(record, "task_name", None)
+    if getattr(record, "flow_name", "") == "train":
+        if task is None and text.startswith(_SAID_BY_PLACE):
+            return logging.DEBUG
+        if task == "train_rank" and text.startswith(_FAILED):
+            return logging.DEBUG  # the attempt's record has its message, and that of a failure which it caused is no news
+    for name, state, level in _LEVELS:
+        if task == name and text.startswith(f"Finished in state {state}"):
+            return level
+    return None
 
 
 def _set_level(record: logging.LogRecord, level: int) -> None:

@@ -150,8 +150,9 @@ def train(
         if place.has_begun and termination.cause is None:
             refresh_runs_page(job.storage)
     result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
+    place.log_completed(summary := summarize(result, job.policy))
     # Prefect returns the data of a state that a flow returns.
-    return cast("Result", Completed(message=summarize(result, job.policy), data=result))
+    return cast("Result", Completed(message=summary, data=result))
 
 
 def _introduce(job: TrainJob) -> None:

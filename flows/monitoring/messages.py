@@ -1,6 +1,7 @@
 """What Prefect's list of runs and the terminal say of a training: its name, the place of its checkpoints, its result."""
 
 import shlex
+from collections.abc import Iterator
 
 from prefect import get_run_logger
 from prefect.client.schemas.objects import FlowRun
@@ -8,6 +9,7 @@ from prefect.context import FlowRunContext
 from prefect_torch.ckpt import RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import score
 from prefect_torch.ckpt.storage.location import is_block_slug
@@ -16,7 +18,7 @@ from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.result import Result
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.training.job import TrainJob
-from prefect_torch.tasks.training.observers import AttemptStarted, TrainingEvent
+from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, TrainingEvent
 
 _TAG = "run:"
 _MEMORY = "memory://"
@@ -111,9 +113,10 @@ def _has_score(record: MetricRecord, name: str) -> bool:
 
 
 class PlaceObserver:
-    """Logs where the checkpoints are when the first attempt begins, and once more at the end if there are any.
+    """Logs what each attempt starts from, and where the checkpoints are: with the first, and at an end without a result.
 
-    A training that cannot begin logs nothing: its error is all that there is to say.
+    `log_completed` says the place with a result. A training that cannot begin logs nothing: its error is all that there is to
+    say.
 
     Args:
         job: The training.
@@ -125,18 +128,30 @@ class PlaceObserver:
 
     def __init__(self, job: TrainJob) -> None:
         self.has_begun = False
-        self._has_checkpoint = False
+        self._has_checkpoint = self._has_completed = False
         self._text = place_of(job)
 
     def observe(self, event: TrainingEvent) -> None:
-        """Log the place with the first attempt."""
+        """Log the start of an attempt, with the place if it is the first."""
         if isinstance(event, CommitEvent) or (isinstance(event, AttemptStarted) and event.resumed_from is not None):
             self._has_checkpoint = True
-        if isinstance(event, AttemptStarted) and not self.has_begun:
+        if isinstance(event, AttemptStarted):
+            get_run_logger().info("attempt %d: %s", event.attempt.number, "; ".join(self._of_start(event)))
             self.has_begun = True
-            get_run_logger().info("%s", self._text)
+        self._has_completed = isinstance(event, AttemptEnded) and event.outcome.ending in ("completed", "stopped")
 
     def refresh(self, *, final: bool) -> None:
-        """Log the place at the end."""
-        if final and self._has_checkpoint:
+        """Log the place at an end without a result."""
+        if final and self._has_checkpoint and not self._has_completed:
             get_run_logger().info("%s", self._text)
+
+    def log_completed(self, summary: str) -> None:
+        """Log the result in one line, and the place."""
+        get_run_logger().info("%s", "; ".join([summary, self._text] if self._has_checkpoint else [summary]))
+
+    def _of_start(self, event: AttemptStarted) -> Iterator[str]:
+        path = event.resumed_from
+        checkpoint_id = "" if path is None else path.rstrip("/").rpartition("/")[2]
+        yield f"resuming from {checkpoint_id}, step {step_of(checkpoint_id)}" if path else "starting from the beginning"
+        if not self.has_begun:
+            yield self._text

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, dataclass, field
 
-from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, claim_unless_led, newest_attempt, record_resumed_from
@@ -94,10 +93,8 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
     try:
         chosen = _choose(store, job, attempt.lineage, observers, node_copy)
         if chosen is None:
-            get_run_logger().info("attempt %d: starting from the beginning", attempt.number)
             return Start()
         checkpoint = chosen.open()
-        get_run_logger().info("attempt %d: resuming from %s, step %d", attempt.number, checkpoint.id, checkpoint.step)
         record_resumed_from(store, attempt, checkpoint.path)
     except BaseException:
         node_copy.release()

@@ -129,7 +129,7 @@ class _Leader:
             self._record(_failure(claimed, exc))
             if not isinstance(exc, RankFailedError):
                 raise
-            get_run_logger().error("%s\n%s", _with_traceback(exc), self._safe_work())
+            get_run_logger().error("%s%s", _with_traceback(exc), self._safe_work())
             if exc.original is not None:
                 raise shorten_message(exc.original) from exc
             raise
@@ -229,9 +229,9 @@ class _Leader:
 
 
 def _with_traceback(error: RankFailedError) -> str:
-    """Return which rank failed, and why: its traceback, which ends with the message, or else the message."""
+    """Return which rank failed, and why, before what is safe: its traceback, which ends with the message, or the message."""
     which, _, _ = str(error).partition(": ")
-    return f"{which}:\n{error.traceback.rstrip()}" if error.traceback else str(error)
+    return f"{which}:\n{error.traceback.rstrip()}\n" if error.traceback else f"{error}; "
 
 
 def _failure(claimed: Attempt, error: Exception) -> Outcome:

@@ -266,6 +266,16 @@ class Proxy:
         self._open.discard(source)
 
 
+def assert_ranks_ended(flow_run_id: str, **states: str) -> None:
+    """Wait until the API shows each rank's task run of a flow run in this state, by name, with "-" as "_"."""
+
+    def found() -> dict[str, str]:
+        task_runs = rows(PREFECT_API_URL.value(), "task_runs", flow_runs={"id": {"any_": [flow_run_id]}})
+        return {it["name"].replace("-", "_"): it["state_name"] for it in task_runs if it["name"].startswith("rank-")}
+
+    wait_until(lambda: found() == states, found)
+
+
 def assert_task_runs_of_ranks_are_final(storage: str, num_attempts: int | None = None) -> None:
     """Wait until the API shows each rank of each attempt of the run "run" once, in a final state.
 
