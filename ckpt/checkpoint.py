@@ -302,7 +302,9 @@ class Checkpoint:
     def _repr_html_(self) -> str:
         """Return what a notebook shows: where it is, and what its manifest says; a checkpoint that is gone says so."""
         rows = {"path": self.path, **self._facts()}
-        lines = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows.items())
+        left = ' style="text-align:left"'  # a notebook's own style centres heads, and moves cells to the right
+        cells = {escape(name): escape(str(value)) for name, value in rows.items()}
+        lines = "".join(f"<tr><th{left}>{name}</th><td{left}>{value}</td></tr>" for name, value in cells.items())
         return f"<table>{lines}</table>"
 
     def _facts(self) -> dict[str, object]:

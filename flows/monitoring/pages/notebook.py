@@ -14,6 +14,7 @@ from prefect_torch.flows.monitoring.text import show_number
 from .attempt_log import Position
 
 _MAX_CHECKPOINTS, _MAX_METRICS = 10, 8
+_LEFT = ' style="text-align:left"'  # a notebook's own style centres heads, or moves cells to the right
 
 
 def result_html(path: str, outcome: str, history: Sequence[MetricRecord], best: Sequence[tuple[str, Metrics]]) -> str:
@@ -63,10 +64,10 @@ def kept_until(first_steps: Mapping[int, int]) -> dict[int, Position]:
 def _checkpoints(best: Sequence[tuple[str, Metrics]]) -> str:
     shown = [(PurePath(path).name, dict(flatten_metrics(metrics))) for path, metrics in best[:_MAX_CHECKPOINTS]]
     names = list(dict.fromkeys(name for _, metrics in shown for name in metrics))[:_MAX_METRICS]
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("checkpoint", *names))
+    head = "".join(f"<th{_LEFT}>{escape(name)}</th>" for name in ("checkpoint", *names))
     rows = "".join(
-        f"<tr><td><code>{escape(checkpoint)}</code></td>"
-        + "".join(f"<td>{escape(show_number(metrics[name])) if name in metrics else ''}</td>" for name in names)
+        f"<tr><td{_LEFT}><code>{escape(checkpoint)}</code></td>"
+        + "".join(f"<td{_LEFT}>{escape(show_number(metrics[name])) if name in metrics else ''}</td>" for name in names)
         + "</tr>"
         for checkpoint, metrics in shown
     )

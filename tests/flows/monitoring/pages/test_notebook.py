@@ -46,7 +46,7 @@ def test_a_result_without_numbers_and_one_that_failed_are_shown():
 
 def test_a_checkpoint_says_where_it_is_and_what_it_holds(tmp_path):
     (tmp_path / "a&b").mkdir()
-    assert f"<td>{tmp_path}/a&amp;b</td>" in Checkpoint(tmp_path / "a&b")._repr_html_()
+    assert f">{tmp_path}/a&amp;b</td>" in Checkpoint(tmp_path / "a&b")._repr_html_()
     gone = Checkpoint(tmp_path / "run/checkpoints/000001-00000000-aaaaaaaa")._repr_html_()
     assert "not readable" in gone
     ET.fromstring(gone)
