@@ -100,9 +100,12 @@ install: .venv/dependencies
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation -c constraints.txt -e .
 	@$(BIN)/python -m compileall -q build
 
+# Newer pips resolve in a third of the time, and compile on one core only: together two minutes of four.
+NEVER_IMPORTED := /tests?/|/transformers/models/
 .venv/dependencies: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt 'setuptools>=77' wheel
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt 'pip>=25' 'setuptools>=77' wheel
+	$(BIN)/pip install --quiet --no-compile $(TORCH)
+	$(BIN)/pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(NEVER_IMPORTED)' .venv/lib || true  # some packages have templates that are no Python
 	@touch $@
