@@ -175,6 +175,6 @@ def test_without_our_pins_a_server_that_does_not_run_is_refused_with_what_to_ins
     *_, last = done.stderr.splitlines()
     assert re.fullmatch(
         r"ImportError: the server of prefect \S+, which a flow starts unless PREFECT_API_URL names another, does not run with "
-        r"fastapi \S+ and sqlalchemy \S+ \(.+\): pip install 'fastapi<0.154' 'sqlalchemy<2.1', or set PREFECT_API_URL",
+        r"fastapi \S+ and sqlalchemy \S+ \(.+\): pip install 'fastapi<0.151' 'sqlalchemy<2.1', or set PREFECT_API_URL",
         last,
     )

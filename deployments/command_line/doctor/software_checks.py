@@ -38,7 +38,7 @@ class ServerLibrary:
     status: Status
 
 
-FASTAPI = ServerLibrary("fastapi", (0, 154), "refuses its own client's requests, or does not start", "wrong")
+FASTAPI = ServerLibrary("fastapi", (0, 151), "refuses requests of its own client, or does not start", "wrong")
 SQLALCHEMY = ServerLibrary("sqlalchemy", (2, 1), "starts no scheduled deployment", "warning")
 
 
@@ -54,7 +54,7 @@ def check_prefect() -> Iterator[Finding]:
     found = version("prefect")
     needed = next(one for one in map(Requirement, requires("prefect-torch") or ()) if one.name == "prefect")
     good = needed.specifier.contains(found, prereleases=True)
-    yield Finding("prefect", "ok" if good else "wrong", found, "" if good else f"pip install '{needed}'")
+    yield Finding("prefect", "ok" if good else "wrong", found, "" if good else f"pip install '{needed.name}{needed.specifier}'")
 
 
 def check_server_library(library: ServerLibrary) -> Iterator[Finding]:

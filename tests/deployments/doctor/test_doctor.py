@@ -99,7 +99,7 @@ def test_another_prefect_than_this_package_requires_is_found(monkeypatch, instal
     ("library", "installed", "prefect", "url", "status"),
     [
         (FASTAPI, "0.145.0", "3.8.8", None, "ok"),
-        (FASTAPI, "0.154.0", "3.8.8", None, "wrong"),
+        (FASTAPI, "0.151.0", "3.8.8", None, "wrong"),
         (FASTAPI, "0.155.1", "3.6.0", "http://there/api", "warning"),
         (FASTAPI, "0.155.1", "3.9.0", None, "ok"),
         (SQLALCHEMY, "2.0.58", "3.8.8", None, "ok"),
