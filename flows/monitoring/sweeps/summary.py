@@ -59,5 +59,7 @@ def summarize_sweep(definition: Definition, trials: History) -> str:
     if scored:
         score, trial = min(scored, key=lambda it: (it[0], it[1].number))
         parts.append(f"{metric} {show_number(score if mode == 'min' else -score)} (best of trial {trial.number})")
+    elif any(trial.state != "failed" for trial in trials.values()):
+        parts.append(f"no best one: {metric} was never a number")
     failed = sum(trial.state == "failed" for trial in trials.values())
     return ", ".join([*parts, *([f"{failed} failed"] if failed else [])])

@@ -162,6 +162,14 @@ def test_the_state_of_the_flow_run_says_the_best_value_and_its_trial():
     assert summarize_sweep(definition, {}) == "0 trials"
 
 
+def test_the_state_of_a_sweep_without_a_number_says_that_it_has_no_best_trial():
+    _, definition = store_sweep(MemoryStorage())
+    records = history_of(events_of_a_sweep())
+    for number in (0, 1, 3, 4):
+        apply(records, TrialReported(number, 2, math.nan, None, {"loss": math.nan}, "stopped", reason="worse than the median"))
+    assert summarize_sweep(definition, records) == "5 trials, no best one: loss was never a number, 1 failed"
+
+
 def test_a_parameter_that_decides_is_important_and_one_that_does_not_matter_is_not():
     draw = random.Random(0)
     configs = [
