@@ -78,7 +78,7 @@ class Training:
 
     def state(self, api: str) -> str:
         """Return the name of the flow run's state."""
-        name = re.findall(r"Beginning flow run '(\S+)'", self.output())[0]
+        name = re.findall(r"Flow run '(\S+)' - attempt 1: ", self.output())[0]
         (found,) = rows(api, "flow_runs", flow_runs={"name": {"any_": [name]}})
         return found["state_name"]
 
