@@ -1,4 +1,4 @@
-"""Ray Tune's ASHA on handwritten digits: half of the trials pause after the first epoch, and the best go on.
+"""Ray Tune's ASHA on handwritten digits: three of four trials pause after the first epoch, and the best goes on.
 
 python examples/ray_tune/asha_digits.py
 """
