@@ -11,6 +11,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -30,6 +31,9 @@ Ending: TypeAlias = Literal["complete", "pruned", "failed"]
 NAME = "sweep"
 _CONTINUES = "continues"  # of the study's trials that tell more of an earlier one: its number
 _SEED_BYTES = 4
+_WITH_RUNGS = ("asha", "hyperband")
+_MODELS = ("tpe", "gp")  # samplers that fit a model to values
+_FOR_A_MODEL = 10  # trials; as many suggestions of tpe and gp are random before they fit one
 _logger = logging.getLogger(__name__)
 
 
@@ -149,11 +153,13 @@ class Study:
         self._space = space
         self._seed = seed
         self._points = points
-        self._make_sampler = _sampler_of(check_sampler(search, space))
+        name = check_sampler(search, space)
+        self._make_sampler = _sampler_of(name)
         self._log = operation_log(operations)
         self._taken = len(self._log.operations)
         logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it tells of each study that it makes
-        self._storage = _study_storage(self._log)
+        by_rung = search.scheduler in _WITH_RUNGS and name in _MODELS and len(search.metrics) == 1
+        self._storage = _study_storage(self._log, by_rung=by_rung)
         self._study = optuna.create_study(
             storage=self._storage,
             study_name=NAME,
@@ -180,7 +186,10 @@ class Study:
         return Suggestion(trial.number, chosen)
 
     def observe(self, study_number: int, observation: Observation) -> None:
-        """Add what a trial has shown; of one that was told before and went on, samplers see the newest observation only."""
+        """Add what a trial has shown; of one that was told before and went on, samplers see the newest observation only.
+
+        With asha and hyperband, tpe and gp see the trials at one rung; see `_at_one_rung`.
+        """
         study_id = self._storage.get_study_id_from_name(NAME)
         frozen = self._storage.get_trial(self._storage.get_trial_id_from_study_id_trial_number(study_id, study_number))
         states = self._optuna.trial.TrialState
@@ -280,11 +289,16 @@ def operation_log(operations: Iterable[Operation]) -> Any:
     return OperationLog()
 
 
-def _study_storage(log: Any) -> "optuna.storages.JournalStorage":
+def _study_storage(log: Any, *, by_rung: bool) -> "optuna.storages.JournalStorage":
     """Return the storage of a study that this process alone changes.
 
     A suggestion does not look through all trials for one that waits, and a sampler sees each trial of the sweep once: with
     successive halving it would else take those that go on for several good configs at the same place.
+
+    Args:
+        log: The operations of the study.
+        by_rung: Whether a sampler sees the trials at one rung.
+
     """
     from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
     from optuna.trial import FrozenTrial, TrialState  # noqa: PLC0415
@@ -300,7 +314,10 @@ def _study_storage(log: Any) -> "optuna.storages.JournalStorage":
             self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
         ) -> list[FrozenTrial]:
             if states != (TrialState.WAITING,):
-                return _without_earlier(super().get_all_trials(study_id, deepcopy, states))
+                trials = _without_earlier(super().get_all_trials(study_id, deepcopy, None if by_rung else states))
+                if not by_rung:
+                    return trials
+                return [trial for trial in _at_one_rung(trials) if states is None or trial.state in states]
             found = super().get_all_trials(study_id, deepcopy, states) if self._may_wait else []
             self._may_wait = bool(found)
             return found
@@ -312,6 +329,37 @@ def _without_earlier(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":
     """Return the newest observation of each trial of the sweep, in the order of their numbers."""
     newest = {trial.user_attrs.get(_CONTINUES, trial.number): trial for trial in trials}
     return sorted(newest.values(), key=lambda trial: trial.number)
+
+
+def _at_one_rung(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":
+    """Return what a model is fitted to: trials that have reached the highest rung that enough have reached, as complete there.
+
+    S. Falkner et al., BOHB: Robust and Efficient Hyperparameter Optimization at Scale, ICML 2018, section 3.2. Values at
+    different rungs do not compare: the early ones tell which config is fast. Trials that are not over yet or have failed are
+    returned as they are, and all are while none of the rungs has enough.
+    """
+    from optuna.trial import TrialState  # noqa: PLC0415 - an extra
+
+    farthest = sorted((max(trial.intermediate_values) for trial in trials if _has_rungs(trial)), reverse=True)
+    if len(farthest) < _FOR_A_MODEL:
+        return trials
+    rung, seen = farthest[_FOR_A_MODEL - 1], []
+    for trial in trials:
+        if not _has_rungs(trial):
+            seen.append(trial)
+            continue
+        at = min((step for step in trial.intermediate_values if step >= rung), default=None)
+        if at is not None:
+            there = copy(trial)
+            there.state, there.values = TrialState.COMPLETE, [trial.intermediate_values[at]]
+            seen.append(there)
+        elif trial.state == TrialState.COMPLETE:  # its function returned before
+            seen.append(trial)
+    return seen
+
+
+def _has_rungs(trial: "FrozenTrial") -> bool:
+    return trial.state.name in ("COMPLETE", "PRUNED") and bool(trial.intermediate_values)
 
 
 def open_study_storage(storage: StorageLike, name: str) -> "optuna.storages.JournalStorage":

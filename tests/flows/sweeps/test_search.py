@@ -263,3 +263,22 @@ def test_a_sampler_sees_a_trial_that_paused_and_went_on_once():
         return study.suggest(12).chosen
 
     assert next_suggestion(pauses=2) == next_suggestion(pauses=0)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "gp"])
+def test_a_model_is_fitted_to_the_highest_rung_that_enough_trials_have_reached(sampler):
+    values = {number: (number * 0.618) % 1 for number in range(40)}
+    rungs = {x: ((1, x), (3, (x - 0.8) ** 2), (9, x)) for x in values.values()}  # the best at one rung is bad at the others
+
+    def next_suggestion(observations, **changes):
+        points = [{"x": values[number]} for number in observations]
+        study = Study([], configured(sampler=sampler, **changes), parse_space({"x": uniform(0, 1)}), 0, points)
+        for number, observation in enumerate(observations.values()):
+            study.observe(study.suggest(number).study_number, observation)
+        return study.suggest(40).chosen
+
+    reached = {number: 3 if number < 2 else 2 if number % 3 == 0 else 1 for number in values}
+    paused = {number: Observation("pruned", None, rungs[values[number]][:far]) for number, far in reached.items()}
+    enough = {number: Observation("complete", (rungs[values[number]][1][1],)) for number, far in reached.items() if far > 1}
+    assert next_suggestion(paused, scheduler="asha", max_t=81) == next_suggestion(enough)
+    assert next_suggestion(paused) != next_suggestion(enough)
