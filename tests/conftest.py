@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from prefect_home import prepared_home
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Transfer
 from servers import ACCESS_KEY, SECRET_KEY, AzureServer, S3Server, SshServer, free_port, program, rclone_command, running
@@ -117,12 +118,15 @@ def pytest_runtest_teardown() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_of_this_machine() -> Iterator[None]:
-    """Let no test find the developer's AWS profile, ask a cloud's metadata service, or fail since the machine is slow."""
+def nothing_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let no test find the developer's AWS profile or Prefect database, ask a cloud's metadata, or fail on a slow machine."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts this in the background has it ignored
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("AWS_")]:
+        for name in [name for name in os.environ if name.startswith(("AWS_", "PREFECT_API_"))]:
             patch.delenv(name)
+        patch.setenv(
+            "PREFECT_HOME", str(prepared_home(tmp_path_factory.mktemp("prefect")))
+        )  # of the processes that tests start
         patch.setenv("AWS_CONFIG_FILE", os.devnull)
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")

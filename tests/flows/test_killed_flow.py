@@ -18,7 +18,8 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
-from prefect_servers import assert_ranks_ended, assert_task_runs_of_ranks_are_final, prepared_home
+from prefect_home import prepared_home
+from prefect_servers import assert_ranks_ended, assert_task_runs_of_ranks_are_final
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import Outcome, newest_attempt, read_outcomes
 from prefect_torch.flows import Result

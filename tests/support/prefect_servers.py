@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -14,17 +13,15 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from unittest import mock
 
-import prefect
-from filelock import FileLock
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing import utilities
+from prefect_home import empty_database, prepared_home
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts
 from servers import free_port
@@ -81,31 +78,6 @@ def senders_follow(change: AbstractContextManager[object]) -> Iterator[None]:
         _begin_senders()
 
 
-@cache
-def _empty_database() -> Path:
-    """Return a SQLite file with Prefect's tables, kept in the environment: to make them is half of a first start."""
-    kept = Path(sys.prefix, f"prefect-{prefect.__version__}.db")
-    with FileLock(f"{kept}.lock"):
-        if not kept.exists():
-            with tempfile.TemporaryDirectory(dir=sys.prefix) as home:
-                made, copy = Path(home, "prefect.db"), Path(home, "copy.db")
-                url = {"PREFECT_HOME": home, "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{made}"}
-                command = [_PREFECT, "server", "database", "upgrade", "--yes"]
-                subprocess.run(command, env={**os.environ, **url}, check=True, capture_output=True)
-                with closing(sqlite3.connect(made)) as source, closing(sqlite3.connect(copy)) as target:
-                    source.backup(target)  # with what is still in the journal beside it
-                copy.replace(kept)
-    return kept
-
-
-def prepared_home(home: Path) -> Path:
-    """Return `home`, a PREFECT_HOME whose server finds the tables of its database there, as at every start but the first."""
-    home.mkdir(exist_ok=True)
-    if not (home / "prefect.db").exists():
-        shutil.copyfile(_empty_database(), home / "prefect.db")
-    return home
-
-
 @contextmanager
 def server_of_this_process() -> Iterator[None]:
     """Have flows of this process run against a server of their own, whose database is ready.
@@ -115,7 +87,7 @@ def server_of_this_process() -> Iterator[None]:
 
     def folder() -> str:
         made = tempfile.mkdtemp()
-        shutil.copyfile(_empty_database(), Path(made, "prefect-test.db"))
+        shutil.copyfile(empty_database(), Path(made, "prefect-test.db"))
         return made
 
     with (
