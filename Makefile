@@ -80,7 +80,7 @@ wheel-check: install
 	@set -e; for python in $(PYTHONS); do $(BIN)/python tests/wheel_check.py $$python --torch '$(TORCH)' $(WITH); done
 
 # The suite with the lowest versions that pyproject.toml allows; writes tests/benchmarks/results/floors.txt. FLOOR_TORCH as TORCH.
-FLOOR_TORCH ?= torch==2.6.0
+FLOOR_TORCH ?= torch==2.9.0
 floors: install
 	$(BIN)/python tests/floors.py .venv/floors --torch '$(FLOOR_TORCH)'
 
