@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _NUM_TICKS = 4
-_MAX_SQUEEZED = 0.35  # the share of a linear axis below which the middle eight tenths of the values are hard to read
 _WIDE_RATIO = 30.0
 _SMALLEST, _LARGEST = 1e-307, 1e307  # arithmetic between these neither underflows nor overflows
 
@@ -34,7 +33,7 @@ class Axis:
 
 
 def value_axis(values: Sequence[float]) -> Axis:
-    """Return an axis for `values`, logarithmic where a linear one would squeeze most of them together.
+    """Return an axis for `values`, logarithmic where they span decades and their middle half has more of it there.
 
     Args:
         values: Finite numbers, at least one.
@@ -44,7 +43,7 @@ def value_axis(values: Sequence[float]) -> Axis:
     if low == high:
         margin = abs(low) / 10 or 1.0
         return _linear(low - margin, high + margin)
-    if low > 0 and high / low > _WIDE_RATIO and _middle_span(values) < _MAX_SQUEEZED * (high - low):
+    if low > 0 and high / low > _WIDE_RATIO and _middle_share(values) <= _middle_share([math.log10(value) for value in values]):
         return log_axis(low, high)
     margin = (high - low) / 20
     return _linear(low - margin, high + margin)
@@ -68,11 +67,11 @@ def step_axis(first: int, last: int) -> Axis:
     return Axis(axis.low, axis.high, axis.is_log, whole)
 
 
-def _middle_span(values: Sequence[float]) -> float:
-    """Return the distance between the lowest and the highest of the middle eight tenths of `values`."""
+def _middle_share(values: Sequence[float]) -> float:
+    """Return the share of the range of `values` that the middle half of them takes."""
     by_size = sorted(values)
-    cut = len(by_size) // 10
-    return by_size[len(by_size) - 1 - cut] - by_size[cut]
+    last = len(by_size) - 1
+    return (by_size[last - last // 4] - by_size[last // 4]) / (by_size[last] - by_size[0])
 
 
 def _linear(low: float, high: float) -> Axis:

@@ -109,6 +109,11 @@ def test_an_axis_is_logarithmic_only_where_that_helps():
     assert value_axis(decay).ticks == (0.001, 0.01, 0.1, 1.0)
     assert not value_axis(cosine).is_log
     assert not value_axis([*decay, -1.0]).is_log
+    assert value_axis([step**-3 for step in range(1, 9)]).is_log  # few points
+    assert value_axis([10 ** (-step / 10) for step in range(31)]).is_log
+    assert value_axis([1.0] * 20 + [0.1] * 20 + [0.01] * 20).is_log
+    assert not value_axis([step / 100 for step in range(1, 101)]).is_log  # a warmup
+    assert not value_axis([1.0, 0.9, 1.1, 1.05, 0.95] * 10 + [0.01]).is_log  # one outlier
     assert value_axis([0.1, 0.3]).ticks == (0.1, 0.2, 0.3)
     assert all(tick == int(tick) for tick in step_axis(0, 3).ticks)
 
