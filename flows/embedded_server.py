@@ -1,6 +1,7 @@
 """Ties Prefect's embedded server to the process that started it: it survives a Ctrl-C, and ends when the process is killed."""
 
 import atexit
+import importlib
 import os
 import subprocess
 import sys
@@ -8,23 +9,23 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
-from types import FunctionType, ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-from prefect import get_run_logger
-
-if TYPE_CHECKING:
-    from prefect.server.api.server import SubprocessASGIServer
-import importlib
-from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import requires, version
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
+from prefect import get_run_logger
+from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
+
+from .prefect_settings import settings_with, using
+
+if TYPE_CHECKING:
+    from prefect.server.api.server import SubprocessASGIServer
 
 # Runs a module in the server's process, as "python -m" does, but searches the working directory last: a queue.py there would
 # end the server. The kernel closes the lifeline however the process at its other end died; end-of-file means that no process
@@ -51,6 +52,7 @@ if not os.read(0, 1):
         os.kill(int(sys.argv[1]), signal.SIGTERM)
 """
 _POLL_S = 1.0
+_START_S = 60
 _MAX_RESTARTS = 3  # within the period; whatever ended the server that often would end it again
 _RESTART_PERIOD_S = 600.0
 _tied: "weakref.WeakSet[subprocess.Popen[Any]]" = weakref.WeakSet()
@@ -120,6 +122,16 @@ def embedded_server_kept_running() -> Iterator[ServerKeeper]:
     finally:
         ended.set()
         thread.join()
+
+
+def with_patience() -> AbstractContextManager[None]:
+    """Wait a minute for an embedded server to start, unless a setting says how long.
+
+    Prefect gives up after 20 s, which the first start of a busy machine exceeds: it also makes the tables of the database.
+    """
+    if "startup_timeout_seconds" in get_current_settings().server.ephemeral.model_fields_set:
+        return nullcontext()
+    return using(settings_with({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: _START_S}))
 
 
 def _embedded_servers() -> "set[SubprocessASGIServer]":

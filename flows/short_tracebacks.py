@@ -16,6 +16,7 @@ from prefect_torch.tasks.rank.one_line_messages import restore_message
 from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
 
 from .cluster_runner import use_threads
+from .embedded_server import with_patience
 from .leading import set_terminated_state
 from .monitoring.terminal import HiddenAtTerminal, filter_terminals, show_short
 
@@ -103,7 +104,7 @@ class ShortTracebackFlow(Flow[P, R]):
             shorten_logs()
             token = _is_called.set(not kwargs.get("return_state", False))
             try:
-                with large_parameters_explained():
+                with large_parameters_explained(), with_patience():
                     return _with_whole_message(super().__call__(*args, **kwargs))
             except ParameterBindError as exc:
                 raise ParameterBindError(_unbound(self.fn, args, kwargs) or str(exc)) from None

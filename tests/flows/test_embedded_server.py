@@ -4,10 +4,14 @@ import sys
 import threading
 
 import pytest
+from prefect import flow
 from prefect.logging import disable_run_logger
 from prefect.server.api.server import SubprocessASGIServer
+from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings, temporary_settings
 from prefect_torch.flows import embedded_server
 from prefect_torch.flows.embedded_server import ServerKeeper, _start_tied
+from prefect_torch.flows.prefect_settings import using
+from prefect_torch.flows.short_tracebacks import short_tracebacks
 
 
 def test_the_server_runs_as_a_module_does_but_looks_in_the_working_folder_last(tmp_path, monkeypatch):
@@ -62,3 +66,21 @@ def test_a_server_that_dies_now_and_then_is_started_each_time(mortal, monkeypatc
         ended.set()
         thread.join()
     assert not keeper.has_given_up
+
+
+def test_a_slow_first_start_has_a_minute_unless_a_setting_says_how_long():
+    startup = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
+
+    @short_tracebacks
+    @flow(validate_parameters=False)
+    def tell():
+        return startup.value()
+
+    settings = get_current_settings()
+    ephemeral = type(settings.server.ephemeral).model_construct(enabled=True)
+    server = settings.server.model_copy(update={"ephemeral": ephemeral})
+    with using(settings.model_copy(update={"server": server})):
+        assert startup.value() == 20
+        assert tell() == 60
+    with temporary_settings({startup: 7}):
+        assert tell() == 7
