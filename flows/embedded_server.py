@@ -29,11 +29,19 @@ if TYPE_CHECKING:
 
 # Runs a module in the server's process, as "python -m" does, but searches the working directory last: a queue.py there would
 # end the server. The kernel closes the lifeline however the process at its other end died; end-of-file means that no process
-# is left to stop the server.
+# is left to stop the server. What its services fail at, and try again, is one line at a training's terminal: the first start
+# has a traceback of 90 lines where SQLite refuses the record of its telemetry.
 _TIED = """
 import os, sys
 sys.path[:] = [*filter(None, sys.path), os.getcwd()]
-import runpy, signal, threading, time
+import logging, runpy, signal, threading, time
+
+def in_one_line(record):
+    if record.exc_info:
+        kind, error, _ = record.exc_info
+        record.msg, record.args = f"{record.getMessage()}: {kind.__name__}: {error}".partition("\\n")[0], ()
+        record.exc_info = record.exc_text = None
+    return True
 
 def end_with_parent():
     os.read(lifeline, 1)
@@ -41,6 +49,8 @@ def end_with_parent():
     time.sleep(10)
     os._exit(1)
 
+for name in ("docket.dependencies", "docket.worker"):
+    logging.getLogger(name).addFilter(in_one_line)
 lifeline, module, sys.argv[1:] = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 threading.Thread(target=end_with_parent, daemon=True).start()
 runpy.run_module(module, run_name="__main__", alter_sys=True)

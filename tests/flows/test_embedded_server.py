@@ -28,6 +28,17 @@ def test_the_server_runs_as_a_module_does_but_looks_in_the_working_folder_last(t
     assert _start_tied(command, {**os.environ, "PYTHONPATH": str(tmp_path / "lib")}).wait(60) == 0
 
 
+def test_a_service_of_the_server_that_fails_and_is_tried_again_is_one_line(tmp_path, capfd):
+    (tmp_path / "service.py").write_text(
+        "import logging\nlogging.basicConfig(level='INFO', format='%(levelname)s %(message)s')\n"
+        "try:\n    raise ValueError('database is locked\\n[SQL: INSERT]')\n"
+        "except ValueError:\n    logging.getLogger('docket.dependencies').exception('%s failed', 'telemetry')\n"
+        "logging.getLogger('docket.worker').info('two\\nlines')\n"
+    )
+    assert _start_tied([sys.executable, "-m", "service"], {**os.environ, "PYTHONPATH": str(tmp_path)}).wait(60) == 0
+    assert capfd.readouterr().err == "ERROR telemetry failed: ValueError: database is locked\nINFO two\nlines\n"
+
+
 @pytest.fixture
 def mortal(monkeypatch) -> list[int]:
     """A server that ends as soon as it is started, and how many were started."""
