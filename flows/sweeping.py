@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import closing
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
-from prefect.states import Completed
 from prefect_torch.ckpt import CheckpointNotFoundError, RunBusyError, StorageError, StorageSpec
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt, claim_unless_led, write_outcome
 from prefect_torch.ckpt.runs.run import Run
@@ -36,6 +35,7 @@ from .api_outage import outlast_api_outages
 from .arguments import name_of_flow_run, seat_for
 from .deployed_trials import DeployedTrials, check_deployment
 from .embedded_server import tie_embedded_server
+from .final_state import completed
 from .monitoring.events.sweep_events import SweepEvents
 from .monitoring.messages import flow_run_name
 from .monitoring.pages.runs_page import refresh_runs_page
@@ -189,8 +189,7 @@ def sweep(
     _record(led, Outcome(claimed.number, "completed", claimed.owner.flow_run_id))
     refresh_runs_page(storage)
     result = SweepResult.of(led, definition, searched.trials)
-    # Prefect returns the data of a state that a flow returns.
-    return cast("SweepResult", Completed(message=summarize_sweep(definition, searched.trials), data=result))
+    return completed(summarize_sweep(definition, searched.trials), result)
 
 
 def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: SearchConfig, termination: Termination) -> None:

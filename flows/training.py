@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 from uuid import UUID
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
-from prefect.states import Completed
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.restarted import Restart
@@ -33,6 +32,7 @@ from pydantic.json_schema import SkipJsonSchema
 from .arguments import count_call_in_task, initial_checkpoint, machines_for, name_run, seat_for
 from .cluster_runner import with_cluster_of_runner
 from .embedded_server import tie_embedded_server
+from .final_state import completed
 from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress
@@ -151,8 +151,7 @@ def train(
             refresh_runs_page(job.storage)
     result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
     place.log_completed(summary := summarize(result, job.policy))
-    # Prefect returns the data of a state that a flow returns.
-    return cast("Result", Completed(message=summary, data=result))
+    return completed(summary, result)
 
 
 def _introduce(job: TrainJob) -> None:

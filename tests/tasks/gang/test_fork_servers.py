@@ -202,10 +202,21 @@ def test_a_supervisor_that_is_killed_takes_the_rank_and_the_server_along(tmp_pat
     assert psutil.wait_procs(below, timeout=120)[1] == []
 
 
-def test_a_server_ends_with_its_client_also_while_it_imports():
-    server = ForkServer(ProcessContext.of_rank(variables()))
+def test_a_server_ends_with_its_client_also_while_it_imports(tmp_path):
+    begun = tmp_path / "begun"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib, sys, time\n"
+        "class Endless:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'torch':\n"
+        f"            pathlib.Path({str(begun)!r}).touch()\n"
+        "            time.sleep(600)\n"
+        "if 'prefect_torch.tasks.rank.starting.fork_server' in sys.argv:\n"
+        "    sys.meta_path.insert(0, Endless)\n"
+    )
+    server = ForkServer(ProcessContext.of_rank({**variables(), "PYTHONPATH": str(tmp_path)}))
     with soon() as wait:
-        wait(lambda: "-u" not in psutil.Process(server._process.pid).cmdline())  # its title is set, and its imports begin
+        wait(begun.exists)
     server._control.close()
     assert server._process.wait(30) == -signal.SIGIO
 

@@ -1,0 +1,36 @@
+"""Final states whose request is repeated, as Prefect's client does when an answer is lost or the server says 503."""
+
+import httpx
+import pytest
+from prefect import flow
+from prefect_torch.flows.final_state import completed
+from prefect_torch.flows.short_tracebacks import short_tracebacks
+
+
+@pytest.fixture
+def answers_lost(monkeypatch):
+    """Lose the first answer to each request for a completed state; their statuses."""
+    send, lost = httpx.Client.send, []
+
+    def send_again(self, request, **options):
+        if request.url.path.endswith("/set_state") and b'"COMPLETED"' in request.content:
+            lost.append(send(self, request, **options).status_code)
+        return send(self, request, **options)
+
+    monkeypatch.setattr(httpx.Client, "send", send_again)
+    return lost
+
+
+def test_a_result_arrives_though_the_answer_to_the_final_state_was_lost(answers_lost):
+    @short_tracebacks
+    @flow(name="train", persist_result=False)
+    def inner(value):
+        return completed(f"{value} steps", {"value": value})
+
+    @flow
+    def outer():
+        return [inner(1), inner(2)]
+
+    assert inner(3) == {"value": 3}
+    assert outer() == [{"value": 1}, {"value": 2}]
+    assert answers_lost == [201] * 4
