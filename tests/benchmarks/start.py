@@ -11,15 +11,14 @@ and writes them to tests/benchmarks/results/start.txt.
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-RESULT = Path(__file__).parent / "results" / "start.txt"
+from result_file import write_results
+
 ROWS = ("train() to the function", "train() to the first step", "loss to the function", "loss to the first step")
 WAYS = ("spawned", "forked")
 
@@ -66,26 +65,18 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    load = os.getloadavg()[0]
     for way in WAYS:  # Prefect's server, and what the flow's process imports
         measure(way)
     taken = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way in WAYS:
             taken[way].append(measure(way))
-    lines = [
-        f"python tests/benchmarks/start.py --rounds {rounds}",
-        f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}; load average before: {load:.1f}",
-        "",
-        f"{'medians':28}{'spawned':>9}{'forked':>9}   forked, of spawned, in each round",
-    ]
+    lines = [f"{'medians':28}{'spawned':>9}{'forked':>9}   forked, of spawned, in each round"]
     for number, row in enumerate(ROWS):
         spawned, forked = ([times[number] for times in taken[way]] for way in WAYS)
         ratios = " ".join(f"{one / other:.2f}" for one, other in zip(forked, spawned, strict=True))
         lines.append(f"{row:28}{statistics.median(spawned):8.2f}s{statistics.median(forked):8.2f}s   {ratios}")
-    text = "\n".join(lines) + "\n"
-    sys.stdout.write(text)
-    RESULT.write_text(text)
+    write_results("start.txt", rounds, lines)
 
 
 if __name__ == "__main__":
