@@ -3,11 +3,11 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,14 +21,13 @@ from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing import utilities
-from prefect_home import empty_database, prepared_home
+from prefect_home import PREFECT, empty_database, prepared_home
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts
 from servers import free_port
 
 _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 _PATIENCE_S = 120  # for what takes seconds on an idle machine
-_PREFECT = str(Path(sys.executable).parent / "prefect")
 
 
 def wait_until(condition: Callable[[], object], what: object, longest_s: float = _PATIENCE_S, *, every_s: float = 0.1) -> None:
@@ -120,7 +119,7 @@ class PrefectServer:
         if self._has_own_database:
             prepared_home(self._home)
         self._home.mkdir(exist_ok=True)
-        command = [_PREFECT, *self._arguments]
+        command = [PREFECT, *self._arguments]
         with (self._home / "output.txt").open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(self.port)],
@@ -137,9 +136,21 @@ class PrefectServer:
             self._process.wait(_PATIENCE_S)
             self._process = None
 
+    def output(self) -> str:
+        """Return what the server has said."""
+        return (self._home / "output.txt").read_text()
+
+    def lost_events(self) -> int:
+        """Return how many events, of which it makes task runs, the server has given up to write.
+
+        Its services read before they write in one transaction, which SQLite may refuse at any time; they try again, five times.
+        """
+        counts = re.findall(r"Error flushing \d+ events \(\d+ to retry, (\d+) dropped\)", self.output())
+        return sum(int(count) for count in counts)
+
     def _answers(self) -> bool:
         assert self._process is not None
-        assert self._process.poll() is None, (self._home / "output.txt").read_text()[-2000:]
+        assert self._process.poll() is None, self.output()[-2000:]
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"{self.api}/health", timeout=5).close()
             return True

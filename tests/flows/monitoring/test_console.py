@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ class Terminal:
 
     def __init__(self):
         self._master, self.slave = pty.openpty()
+        attributes = termios.tcgetattr(self.slave)
+        attributes[3] |= termios.NOFLSH  # else Ctrl-C discards what has not been read yet
+        termios.tcsetattr(self.slave, termios.TCSANOW, attributes)
         self._written = b""
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
