@@ -1,12 +1,13 @@
 """The completed state of a flow, whose result reaches the caller also where Prefect loses it on the way."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
+from prefect.exceptions import MissingResult
 from prefect.states import Completed
 
+P = ParamSpec("P")
 R = TypeVar("R")
 _returned: ContextVar[list[Any] | None] = ContextVar("returned", default=None)  # by the flow that is called, one for each run
 
@@ -25,16 +26,26 @@ def completed(message: str, result: R) -> R:
     return cast("R", Completed(message=message, data=result))
 
 
-@contextmanager
-def returned_results() -> Iterator[list[Any]]:
-    """Give the results with which the flow that is called in the body has completed.
+def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a flow, and return its result also where Prefect raises MissingResult for one that has completed.
 
     Prefect's client repeats the request for the final state when its answer is lost. The server, which has that state by then,
-    refuses the second one, and answers with a state that has no data: the engine raises MissingResult.
+    refuses the second one, and answers with a state that has no data.
+
+    Args:
+        call: Calls the flow.
+        args: Its arguments.
+        kwargs: The same.
+
     """
     results: list[Any] = []
     token = _returned.set(results)
     try:
-        yield results
+        return call(*args, **kwargs)
+    except MissingResult:
+        if not results:
+            raise
+        result: R = results[-1]
+        return result
     finally:
         _returned.reset(token)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import Flow
 from prefect.client.schemas.objects import State
-from prefect.exceptions import MissingResult, ParameterBindError, ParameterTypeError, PrefectHTTPStatusError
+from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectHTTPStatusError
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.one_line_messages import restore_message
 from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
 
 from .cluster_runner import use_threads
-from .embedded_server import with_patience
-from .final_state import returned_results
+from .embedded_server import long_startup_timeout
+from .final_state import call_for_result
 from .leading import set_terminated_state
 from .monitoring.terminal import HiddenAtTerminal, filter_terminals, show_short
 
@@ -105,13 +105,8 @@ class ShortTracebackFlow(Flow[P, R]):
             shorten_logs()
             token = _is_called.set(not kwargs.get("return_state", False))
             try:
-                with large_parameters_explained(), with_patience(), returned_results() as results:
-                    try:
-                        return _with_whole_message(super().__call__(*args, **kwargs))
-                    except MissingResult:
-                        if not results:
-                            raise
-                        return results[-1]
+                with large_parameters_explained(), long_startup_timeout():
+                    return _with_whole_message(call_for_result(super().__call__, *args, **kwargs))
             except ParameterBindError as exc:
                 raise ParameterBindError(_unbound(self.fn, args, kwargs) or str(exc)) from None
             except Exception as exc:

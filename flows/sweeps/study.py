@@ -1,7 +1,8 @@
 """The suggestions of a sweep, by Optuna, whose study is a list of operations that the sweep's journal holds.
 
-The only module that imports Optuna, the extra `sweep`. A sampler is made anew for each suggestion, seeded with the sweep's seed
-and the trial's number: its suggestion depends on these and on the study, and on nothing that a killed process would lose.
+This module and `study_storage` alone import Optuna, the extra `sweep`. A sampler is made anew for each suggestion, seeded with
+the sweep's seed and the trial's number: its suggestion depends on these and on the study, and on nothing that a killed process
+would lose.
 """
 
 import hashlib
@@ -10,8 +11,7 @@ import importlib.util
 import logging
 import math
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -21,19 +21,16 @@ from prefect_torch.flows.sweeps.history import decode_event, operations_of
 from prefect_torch.flows.sweeps.journal import read_journal
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested, Parameters, has_grid
+from prefect_torch.flows.sweeps.study_storage import CONTINUES, Operation, operation_log, study_storage
 
 if TYPE_CHECKING:
     import optuna
-    from optuna.trial import FrozenTrial
 
-Operation: TypeAlias = dict[str, Any]
 Ending: TypeAlias = Literal["complete", "pruned", "failed"]
 NAME = "sweep"
-_CONTINUES = "continues"  # of the study's trials that tell more of an earlier one: its number
 _SEED_BYTES = 4
 _WITH_RUNGS = ("asha", "hyperband")
 _MODELS = ("tpe", "gp")  # samplers that fit a model to values
-_FOR_A_MODEL = 10  # trials; as many suggestions of tpe and gp are random before they fit one
 _logger = logging.getLogger(__name__)
 
 
@@ -159,7 +156,7 @@ class Study:
         self._taken = len(self._log.operations)
         logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it tells of each study that it makes
         by_rung = search.scheduler in _WITH_RUNGS and name in _MODELS and len(search.metrics) == 1
-        self._storage = _study_storage(self._log, by_rung=by_rung)
+        self._storage = study_storage(self._log, by_rung=by_rung)
         self._study = optuna.create_study(
             storage=self._storage,
             study_name=NAME,
@@ -188,7 +185,7 @@ class Study:
     def observe(self, study_number: int, observation: Observation) -> None:
         """Add what a trial has shown; of one that was told before and went on, samplers see the newest observation only.
 
-        With asha and hyperband, tpe and gp see the trials at one rung; see `_at_one_rung`.
+        With asha and hyperband, tpe and gp see the trials at one rung; see `study_storage`.
         """
         study_id = self._storage.get_study_id_from_name(NAME)
         frozen = self._storage.get_trial(self._storage.get_trial_id_from_study_id_trial_number(study_id, study_number))
@@ -207,7 +204,7 @@ class Study:
                 params=frozen.params,
                 distributions=frozen.distributions,
                 intermediate_values=dict(observation.intermediate),
-                user_attrs={**frozen.user_attrs, _CONTINUES: study_number},
+                user_attrs={**frozen.user_attrs, CONTINUES: study_number},
             )
             self._study.add_trial(again)
 
@@ -270,96 +267,6 @@ class _TrialDraw:
 
     def category(self, name: str, labels: Sequence[Any]) -> Any:
         return self._trial.suggest_categorical(name, labels)
-
-
-def operation_log(operations: Iterable[Operation]) -> Any:
-    """Return operations as the backend of an `optuna.storages.JournalStorage`; what it appends stays in memory."""
-    from optuna.storages.journal import BaseJournalBackend  # noqa: PLC0415 - an extra
-
-    class OperationLog(BaseJournalBackend):
-        def __init__(self) -> None:
-            self.operations: list[Operation] = list(operations)
-
-        def read_logs(self, log_number_from: int) -> list[Operation]:
-            return self.operations[log_number_from:]
-
-        def append_logs(self, logs: list[Operation]) -> None:
-            self.operations += logs
-
-    return OperationLog()
-
-
-def _study_storage(log: Any, *, by_rung: bool) -> "optuna.storages.JournalStorage":
-    """Return the storage of a study that this process alone changes.
-
-    A suggestion does not look through all trials for one that waits, and a sampler sees each trial of the sweep once: with
-    successive halving it would else take those that go on for several good configs at the same place.
-
-    Args:
-        log: The operations of the study.
-        by_rung: Whether a sampler sees the trials at one rung.
-
-    """
-    from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
-    from optuna.trial import FrozenTrial, TrialState  # noqa: PLC0415
-
-    class StudyStorage(JournalStorage):
-        _may_wait = True  # whether a trial may have been enqueued, which each suggestion asks
-
-        def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
-            self._may_wait |= template_trial is not None and template_trial.state == TrialState.WAITING
-            return super().create_new_trial(study_id, template_trial)
-
-        def get_all_trials(
-            self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
-        ) -> list[FrozenTrial]:
-            if states != (TrialState.WAITING,):
-                trials = _without_earlier(super().get_all_trials(study_id, deepcopy, None if by_rung else states))
-                if not by_rung:
-                    return trials
-                return [trial for trial in _at_one_rung(trials) if states is None or trial.state in states]
-            found = super().get_all_trials(study_id, deepcopy, states) if self._may_wait else []
-            self._may_wait = bool(found)
-            return found
-
-    return StudyStorage(log)
-
-
-def _without_earlier(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":
-    """Return the newest observation of each trial of the sweep, in the order of their numbers."""
-    newest = {trial.user_attrs.get(_CONTINUES, trial.number): trial for trial in trials}
-    return sorted(newest.values(), key=lambda trial: trial.number)
-
-
-def _at_one_rung(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":
-    """Return what a model is fitted to: trials that have reached the highest rung that enough have reached, as complete there.
-
-    S. Falkner et al., BOHB: Robust and Efficient Hyperparameter Optimization at Scale, ICML 2018, section 3.2. Values at
-    different rungs do not compare: the early ones tell which config is fast. Trials that are not over yet or have failed are
-    returned as they are, and all are while none of the rungs has enough.
-    """
-    from optuna.trial import TrialState  # noqa: PLC0415 - an extra
-
-    farthest = sorted((max(trial.intermediate_values) for trial in trials if _has_rungs(trial)), reverse=True)
-    if len(farthest) < _FOR_A_MODEL:
-        return trials
-    rung, seen = farthest[_FOR_A_MODEL - 1], []
-    for trial in trials:
-        if not _has_rungs(trial):
-            seen.append(trial)
-            continue
-        at = min((step for step in trial.intermediate_values if step >= rung), default=None)
-        if at is not None:
-            there = copy(trial)
-            there.state, there.values = TrialState.COMPLETE, [trial.intermediate_values[at]]
-            seen.append(there)
-        elif trial.state == TrialState.COMPLETE:  # its function returned before
-            seen.append(trial)
-    return seen
-
-
-def _has_rungs(trial: "FrozenTrial") -> bool:
-    return trial.state.name in ("COMPLETE", "PRUNED") and bool(trial.intermediate_values)
 
 
 def open_study_storage(storage: StorageLike, name: str) -> "optuna.storages.JournalStorage":

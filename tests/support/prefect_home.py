@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-_PREFECT = str(Path(sys.executable).parent / "prefect")
+PREFECT = str(Path(sys.executable).parent / "prefect")
 
 
 @cache
@@ -25,7 +25,7 @@ def empty_database() -> Path:
             with tempfile.TemporaryDirectory(dir=sys.prefix) as home:
                 made, copy = Path(home, "prefect.db"), Path(home, "copy.db")
                 url = {"PREFECT_HOME": home, "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{made}"}
-                command = [_PREFECT, "server", "database", "upgrade", "--yes"]
+                command = [PREFECT, "server", "database", "upgrade", "--yes"]
                 subprocess.run(command, env={**os.environ, **url}, check=True, capture_output=True)
                 with closing(sqlite3.connect(made)) as source, closing(sqlite3.connect(copy)) as target:
                     source.backup(target)  # with what is still in the journal beside it

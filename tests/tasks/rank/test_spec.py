@@ -41,6 +41,7 @@ def test_a_rank_has_the_variables_that_torchrun_sets():
     ours = first_rank().environment()
     names = {name for name in of_torchrun if name not in environment and not name.startswith(("LC_", "KMP_"))}
     assert "ROLE_RANK" in names
+    assert not LEFT_OUT & set(ours)
     assert LEFT_OUT - {"TORCHELASTIC_SIGNALS_TO_HANDLE"} <= names - set(ours) <= LEFT_OUT  # torch 2.9 does not set that one
     own_ports = {"MASTER_ADDR", "MASTER_PORT"}
     assert {name: ours[name] for name in names - LEFT_OUT - own_ports} == {
