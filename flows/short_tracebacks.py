@@ -110,12 +110,12 @@ class ShortTracebackFlow(Flow[P, R]):
             except ParameterBindError as exc:
                 raise ParameterBindError(_unbound(self.fn, args, kwargs) or str(exc)) from None
             except Exception as exc:
-                restore_message(exc)
-                if is_defect(exc):
+                whole = restore_message(exc)
+                if is_defect(whole):
                     raise
-                shorten(exc)
-                show_short(exc)
-                raise exc from exc.__cause__
+                shorten(whole)
+                show_short(whole)
+                raise whole from whole.__cause__
             except KeyboardInterrupt as exc:
                 shorten(exc)
                 show_short(exc)
@@ -159,7 +159,9 @@ def large_parameters_explained() -> Iterator[None]:
 def _with_whole_message(returned: Any) -> Any:
     """Return what a call of a flow returned; the exception of a failed state has all lines of its message."""
     if isinstance(returned, State) and returned.is_failed():
-        restore_message(returned.result(raise_on_failure=False))
+        raised = returned.result(raise_on_failure=False)
+        if (whole := restore_message(raised)) is not raised:
+            returned.data = whole
     return returned
 
 

@@ -38,6 +38,7 @@ from prefect_torch.flows import (
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.gang import rank_groups
 from prefect_torch.tasks.training import start
+from pydantic import ValidationError
 
 TWO = ScalingConfig(num_workers=2)
 NO_RESTARTS = FailureConfig(max_infrastructure_failures=0)
@@ -121,12 +122,41 @@ def test_the_states_of_a_failure_have_one_line_and_its_exception_has_all(run):
     assert not hasattr(caught.value, "__notes__")
     failed = train(fail, run=run, return_state=True)
     assert str(failed.result(raise_on_failure=False)) == whole
+    line = "ValueError: the first line"
+    assert_one_line(failed, line, attempt=3, of_rank=line)
+
+
+def test_an_exception_that_makes_its_own_text_of_lines_is_raised_as_it_is_and_its_states_have_one(run, caplog):
+    def refuse():
+        import pydantic  # noqa: PLC0415
+
+        class Hyperparameters(pydantic.BaseModel):
+            lr: float
+            layers: int
+
+        Hyperparameters(lr="fast", layers="many")
+
+    with pytest.raises(ValidationError, match=r"(?s)2 validation errors.*layers\n") as caught:
+        train(refuse, run=run, failure=FailureConfig(max_failures=1))
+    assert isinstance(caught.value.__cause__, RankFailedError)
+    assert type(caught.value) is ValidationError
+    assert [len(record.message.split("layers\n")) for record in caplog.records if "Traceback" in record.message] == [2, 2]
+    failed = train(refuse, run=run, return_state=True)
+    assert type(failed.result(raise_on_failure=False)) is ValidationError
+    line = "ValidationError: 2 validation errors for Hyperparameters"
+    assert_one_line(failed, line, attempt=3, of_rank=f"pydantic_core._pydantic_core.{line}")
+
+
+def assert_one_line(failed, line, attempt, of_rank):
     assert messages_of(failed.state_details.flow_run_id) == {
-        "train": "Flow run encountered an exception: ValueError: the first line",
-        "train-run": "Task run encountered an exception ValueError: the first line",
-        "rank-0": "rank 0 of attempt 3 failed: ValueError: the first line",
+        "train": f"Flow run encountered an exception: {line}",
+        "train-run": f"Task run encountered an exception {line}",
+        "rank-0": f"rank 0 of attempt {attempt} failed: {of_rank}",
     }
-    refused = train(fail, scaling={"num_workers": "many", "use_gpu": 7}, return_state=True)
+
+
+def test_the_message_of_refused_arguments_has_one_line():
+    refused = train("trainings:train_epochs", scaling={"num_workers": "many", "use_gpu": 7}, return_state=True)
     (message,) = messages_of(refused.state_details.flow_run_id).values()
     assert message.startswith("Validation of flow parameters failed with error: ParameterTypeError: Flow run received invalid")
     assert re.search(r"scaling.*num_workers: .*; scaling.*use_gpu: ", message)

@@ -30,7 +30,7 @@ def test_later_lines_are_a_note_until_the_message_is_whole_again(kind, is_sent):
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("one line"), ValueError(), ValueError("a\nb", "c\nd"), KeyError("a\nb"), OwnTextError("a\nb"), ValueError(7)],
+    [ValueError("one line"), ValueError(), ValueError("a\nb", "c\nd"), KeyError("a\nb"), ValueError(7)],
 )
 def test_other_exceptions_stay_as_they_are(error):
     before = (str(error), error.args)
@@ -38,3 +38,15 @@ def test_other_exceptions_stay_as_they_are(error):
     assert ((str(error), error.args), error.__dict__) == (before, {})
     restore_message(error)
     assert ((str(error), error.args), error.__dict__) == (before, {})
+
+
+def test_a_class_that_makes_its_own_text_is_stood_in_for_by_one_of_its_name():
+    error = OwnTextError("a\nb")
+    short = shorten_message(error)
+    assert traceback.format_exception_only(short) == [f"{__name__}.OwnTextError: text of\n"]
+    short.__cause__ = cause = ValueError("its cause")
+    assert restore_message(short) is error
+    assert error.__cause__ is cause
+    sent = pickle.loads(pickle.dumps(short))
+    assert type(sent) is OwnTextError
+    assert restore_message(sent) is sent
