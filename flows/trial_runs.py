@@ -32,10 +32,12 @@ from prefect_torch.tasks.training.job import DecisionMaker, TrainJob
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .arguments import machines_for, seat_for
+from .final_state import completed
 from .leading import lead_training, set_terminated_state
 from .monitoring.events.heartbeats import heartbeats
 from .monitoring.events.observer import EventObserver
 from .monitoring.pages.observer import PageObserver
+from .monitoring.sweeps.trial_end import TrialEndObserver
 from .prefect_settings import settings_with, using
 
 _SHORT_S = 1.0  # the pages of a shorter trial are written once, at its end
@@ -164,6 +166,7 @@ class _Given:
     job: TrainJob
     termination: Termination
     heartbeat_s: float | None
+    metrics: list[str]
 
 
 _given: ContextVar[_Given] = ContextVar("trial")
@@ -184,7 +187,9 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
     seat, machines = seat_for(job.scaling), machines_for(job.scaling)
     with heartbeats(given.heartbeat_s):
         pages = PageObserver(job, backoff=PublishBackoff(delay_s=_SHORT_S))
-        lead_training(job, seat, machines, given.termination, [pages, EventObserver(job)])
+        end = TrialEndObserver(given.metrics)
+        lead_training(job, seat, machines, given.termination, [pages, EventObserver(job), end])
+    return completed(end.summary(), None)
 
 
 class LocalTrials:
@@ -232,7 +237,7 @@ class LocalTrials:
         try:
             decisions = TrialDecisions(self._search, self._training.storage, running.trial.number)
             job = self._training.job_of(running.trial, decisions)
-            _given.set(_Given(job, running.termination, self._heartbeat_s))
+            _given.set(_Given(job, running.termination, self._heartbeat_s, self._search.metrics))
             without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
             with _apart(), using(without_heartbeats):  # the trial sends its own
                 trial(running.trial.run, self._training.config_of(running.trial))

@@ -77,6 +77,7 @@ class Search:
         clock: Returns the time in seconds.
 
     Attributes:
+        metrics: The names of the metrics that are optimized.
         trials: Every trial, by number.
 
     """
@@ -94,6 +95,7 @@ class Search:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._search = search
+        self.metrics = search.metrics
         self._append = append
         self._sweep = sweep
         self._pin = pin

@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore, Manifest
@@ -70,6 +71,9 @@ def check_events(tmp_path, result):
     assert [it.payload["previous"] for it in bests] == [None, *(it.payload["value"] for it in bests[:-1])]
     *_, last = list_attempts(CheckpointStore.open(tmp_path, result.best.run))
     alive = f"prefect.flow-run.{last.owner.flow_run_id}"
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(last.owner.flow_run_id).state
+    assert state.message == f"step 1, loss {result.best.metrics['loss']:.5g}"
     wait_until(lambda: "prefect.flow-run.heartbeat" in {it.event for it in events_about(alive, 1)}, "a trial's heartbeat")
 
 
