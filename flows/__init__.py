@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from . import embedded_server as _embedded_server  # noqa: F401 - its import has an effect
 
 if TYPE_CHECKING:
+    from prefect_torch.flows.sweeps.failures import SweepFailedError
     from prefect_torch.flows.sweeps.journal import JournalDamagedError
-    from prefect_torch.flows.sweeps.search import SweepFailedError
     from prefect_torch.flows.sweeps.search_config import SearchConfig
     from prefect_torch.flows.sweeps.space import choice, grid, loguniform, randint, uniform
     from prefect_torch.tasks import (
@@ -58,7 +58,7 @@ _MODULES = {
     "ScalingConfig": "prefect_torch.tasks",
     "SearchConfig": "prefect_torch.flows.sweeps.search_config",
     "SlurmCluster": "prefect_torch.tasks",
-    "SweepFailedError": "prefect_torch.flows.sweeps.search",
+    "SweepFailedError": "prefect_torch.flows.sweeps.failures",
     "SweepResult": "prefect_torch.flows.sweep_result",
     "SyncConfig": "prefect_torch.tasks",
     "TorchCluster": "prefect_torch.tasks",

@@ -20,7 +20,8 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import Standing, read_standing
 from prefect_torch.flows.sweeps.asked_decisions import Decides, answer_questions
 from prefect_torch.flows.sweeps.history import TrialRecord
-from prefect_torch.flows.sweeps.search import Search, TrialEnd
+from prefect_torch.flows.sweeps.search import Search
+from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.tasks import RunConfig
 
 from .monitoring.messages import portable_storage, tag_of

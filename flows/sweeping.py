@@ -15,10 +15,11 @@ from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import define, settle_definition
 from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, history_of
 from prefect_torch.flows.sweeps.journal import Journal, read_journal
-from prefect_torch.flows.sweeps.search import Search, TrialEnd
+from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.study import check_search, require_optuna
+from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination

@@ -20,7 +20,8 @@ from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.flows.sweeps.history import Source, TrialRecord
-from prefect_torch.flows.sweeps.search import Search, TrialEnd
+from prefect_torch.flows.sweeps.search import Search
+from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
@@ -37,7 +38,7 @@ from .leading import lead_training, set_terminated_state
 from .monitoring.events.heartbeats import heartbeats
 from .monitoring.events.observer import EventObserver
 from .monitoring.pages.observer import PageObserver
-from .monitoring.sweeps.trial_end import TrialEndObserver
+from .monitoring.sweeps.trial_message import TrialMessageObserver
 from .prefect_settings import settings_with, using
 
 _SHORT_S = 1.0  # the pages of a shorter trial are written once, at its end
@@ -187,9 +188,9 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
     seat, machines = seat_for(job.scaling), machines_for(job.scaling)
     with heartbeats(given.heartbeat_s):
         pages = PageObserver(job, backoff=PublishBackoff(delay_s=_SHORT_S))
-        end = TrialEndObserver(given.metrics)
-        lead_training(job, seat, machines, given.termination, [pages, EventObserver(job), end])
-    return completed(end.summary(), None)
+        told = TrialMessageObserver(given.metrics)
+        lead_training(job, seat, machines, given.termination, [pages, EventObserver(job), told])
+    return completed(told.message(), None)
 
 
 class LocalTrials:

@@ -5,12 +5,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-from prefect_torch.ckpt.runs.metrics import Metrics, find_metric, find_score
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.flows.sweeps.failures import Failures
 from prefect_torch.flows.sweeps.history import (
     CheckpointsDeleted,
     Cloned,
@@ -29,37 +30,17 @@ from prefect_torch.flows.sweeps.history import (
     encode_event,
     operations_of,
 )
+from prefect_torch.flows.sweeps.limits import limits_of, reached_limit
 from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
 from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested
 from prefect_torch.flows.sweeps.study import Observation, Study, grid_points
+from prefect_torch.flows.sweeps.trial_end import TrialEnd, judge
 from prefect_torch.flows.sweeps.trial_retention import find_excess
 
 _DEFAULT_TRIALS = 10
 _ITERATION = "training_iteration"
-_MOST_WITHOUT_METRIC = 3
-Outcome: TypeAlias = Literal["completed", "stopped", "failed"]
-
-
-class SweepFailedError(RuntimeError):
-    """Too many trials of a sweep have failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrialEnd:
-    """How the run of a trial has ended.
-
-    Attributes:
-        outcome: Whether its function returned ("completed"), it was stopped, or it failed for good.
-        reason: The error, or None.
-        metrics: Its last metrics.
-
-    """
-
-    outcome: Outcome
-    reason: str | None = None
-    metrics: Metrics = field(default_factory=dict)
 
 
 class Search:
@@ -155,7 +136,7 @@ class Search:
             count_reports: Returns how often its present run has reported up to the checkpoint that it begins from.
 
         """
-        trial, stop, time_attr = self.trials[number], self._limits, self._search.time_attr
+        trial, stop, time_attr = self.trials[number], limits_of(self._search), self._search.time_attr
         if trial.milestone is None and not stop:
             return None
         before = trial.reports_before + count_reports() if _ITERATION in (time_attr, *stop) else 0
@@ -199,37 +180,22 @@ class Search:
 
     def _decide_without_metric(self, trial: TrialRecord, request: DecisionRequest) -> Verdict:
         """Return that a trial goes on to a report with the metric, and asks there; at a limit, it has failed if it had none."""
-        limit = self._reached_limit(request)
+        limit = reached_limit(self._search, request)
         if limit is None:
             return Verdict(True, trial.milestone)
         end = TrialEnd("completed", limit, request.metrics)
         if all(math.isnan(report.value) for report in trial.reports):
-            end = self._judged(end)
+            end = judge(end, self.metrics)
         self.end(trial.number, end, is_judged=True)
         return Verdict(False)
-
-    @property
-    def _limits(self) -> dict[str, float]:
-        limits = dict(self._search.stop or {})
-        if self._search.max_t is not None:
-            limits.setdefault(self._search.time_attr, self._search.max_t)
-        return limits
 
     @property
     def _sign(self) -> int:
         return 1 if self._search.modes[0] == "min" else -1
 
     def _decide(self, history: History, trial: TrialRecord, request: DecisionRequest) -> Decision:
-        limit = self._reached_limit(request)
+        limit = reached_limit(self._search, request)
         return self._scheduler.decide(history, trial.number) if limit is None else Decision("completed", reason=limit)
-
-    def _reached_limit(self, request: DecisionRequest) -> str | None:
-        """Return which limit a report has reached, in words."""
-        for name, limit in self._limits.items():
-            reached = time_of(name, request.step, request.num_reports, request.metrics)
-            if reached is not None and reached >= limit:
-                return f"{name}={reached:g} has reached {limit:g}"
-        return None
 
     def _clone(self, number: int, clone: Clone) -> Cloned | None:
         """Return the run in which a trial goes on from another's checkpoint, pinned before; None if that has none."""
@@ -270,7 +236,7 @@ class Search:
         with self._lock:
             trial = self.trials[number]
             if end.outcome == "completed" and not is_judged:
-                end = self._judged(end)
+                end = judge(end, self.metrics)
             self._tell(trial, end.outcome, end.metrics)
             self._record(TrialEnded(number, end.outcome, end.reason, end.metrics, operations=self._study.take_operations()))
             return self.trials[number]
@@ -284,24 +250,8 @@ class Search:
         """
         if self._error is not None:
             raise self._error
-        most = self._search.max_failed_trials
         with self._lock:
-            failed, without = self._numbers["failed"], self._without_metric()
-            if len(without) >= _MOST_WITHOUT_METRIC:
-                raise SweepFailedError(f"{len(without)} trials of sweep {self._sweep!r} ended so: {without[0].reason}")
-            if most is not None and len(failed) > most:
-                first = self.trials[min(failed)]
-                raise SweepFailedError(
-                    f"{len(failed)} trials of sweep {self._sweep!r} have failed, and max_failed_trials={most}; the first, "
-                    f"trial {first.number}: {first.reason}"
-                )
-
-    def _without_metric(self) -> list[TrialRecord]:
-        """Return the trials that failed for want of the metric, unless a trial has completed or too few have failed."""
-        if self._numbers["completed"] or len(self._numbers["failed"]) < _MOST_WITHOUT_METRIC:
-            return []
-        failed = (self.trials[number] for number in sorted(self._numbers["failed"]))
-        return [trial for trial in failed if (trial.reason or "").startswith(_NO_METRIC)]
+            self._failures().raise_if_too_many(self._search.max_failed_trials)
 
     def raise_if_all_failed(self) -> None:
         """Raise if every trial has failed.
@@ -311,10 +261,10 @@ class Search:
 
         """
         with self._lock:
-            failed = self._numbers["failed"]
-            if failed and len(failed) == len(self.trials):
-                reason = self.trials[min(failed)].reason
-                raise SweepFailedError(f"all {len(failed)} trials of sweep {self._sweep!r} have failed; the first: {reason}")
+            self._failures().raise_if_all()
+
+    def _failures(self) -> Failures:
+        return Failures(self._sweep, self.trials, self._numbers["failed"], has_completed=bool(self._numbers["completed"]))
 
     def _start(self, number: int) -> TrialRecord:
         suggestion = self._study.suggest(number)
@@ -336,13 +286,6 @@ class Search:
     def _resume(self, promotion: Promotion) -> TrialRecord:
         self._record(TrialResumed(promotion.number, promotion.milestone))
         return self.trials[promotion.number]
-
-    def _judged(self, end: TrialEnd) -> TrialEnd:
-        """Return the end of a trial that returned: it has failed if it never reported the metric."""
-        for metric in self._search.metrics:
-            if find_score(end.metrics, metric) is None:
-                return TrialEnd("failed", f"{_NO_METRIC} {metric!r}{_instead(end.metrics, metric)}", end.metrics)
-        return end
 
     def take_released(self) -> list[tuple[Source, str]]:
         """Return the sources that are no longer needed, each with the run that began from it, once."""
@@ -403,14 +346,3 @@ class Search:
 
 def _is_same(known: RungReport, report: RungReport) -> bool:
     return (known.time, known.checkpoint) == (report.time, report.checkpoint)
-
-
-def _instead(metrics: Metrics, metric: str) -> str:
-    """Return what the last report of a trial has instead of a number."""
-    value = find_metric(metrics, metric)
-    if value is not None:
-        return f" as a number: it is {value!r}, of type {type(value).__name__}"
-    return f"; its last report has {', '.join(sorted(metrics)) or 'none at all'}"
-
-
-_NO_METRIC = "no report of the trial has the metric"

@@ -84,8 +84,9 @@ def show_memory(trials):
     from prefect_torch.flows import SearchConfig, uniform
     from prefect_torch.flows.sweeps.history import decode_event
     from prefect_torch.flows.sweeps.journal import Journal, list_parts, read_journal
-    from prefect_torch.flows.sweeps.search import Search, TrialEnd
+    from prefect_torch.flows.sweeps.search import Search
     from prefect_torch.flows.sweeps.space import parse_space
+    from prefect_torch.flows.sweeps.trial_end import TrialEnd
 
     yield f"a search of {trials} trials with the random sampler, one report each"
     yield f"{'trials':>8}{'MiB':>8}{'ms/trial':>10}"

@@ -6,9 +6,10 @@ from typing import Any
 
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.flows.sweeps.history import decode_event
-from prefect_torch.flows.sweeps.search import Search, TrialEnd
+from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
+from prefect_torch.flows.sweeps.trial_end import TrialEnd
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.attempts import Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.flows.monitoring.sweeps.trial_end import TrialEndObserver
+from prefect_torch.flows.monitoring.sweeps.trial_message import TrialMessageObserver
 from prefect_torch.tasks.training.observers import AttemptEnded
 
 TIME = "2026-01-01T00:00:00+00:00"
@@ -29,7 +29,7 @@ def ended(ending):
     ],
 )
 def test_a_trial_is_one_line_with_its_newest_scores(events, summary):
-    observer = TrialEndObserver(["loss", "size/mb"])
+    observer = TrialMessageObserver(["loss", "size/mb"])
     for event in events:
         observer.observe(event)
-    assert observer.summary() == summary
+    assert observer.message() == summary

@@ -8,7 +8,7 @@ from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.tasks.training.observers import AttemptEnded, TrainingEvent
 
 
-class TrialEndObserver:
+class TrialMessageObserver:
     """Records what the message of a trial's completed state is made from.
 
     Args:
@@ -30,7 +30,7 @@ class TrialEndObserver:
     def refresh(self, *, final: bool) -> None:
         """Show nothing meanwhile."""
 
-    def summary(self) -> str:
+    def message(self) -> str:
         """Return how the trial ended in one line, such as "step 9, loss 0.0013" or "stopped by the sweep at step 3, loss 1"."""
         if self._newest is None:
             return "no report"

@@ -1,0 +1,61 @@
+"""When the failures of trials end their sweep."""
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from prefect_torch.flows.sweeps.history import History
+from prefect_torch.flows.sweeps.trial_end import NO_METRIC
+
+_MOST_WITHOUT_METRIC = 3
+
+
+class SweepFailedError(RuntimeError):
+    """Too many trials of a sweep have failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """The failed trials of a sweep.
+
+    Attributes:
+        sweep: The sweep's name.
+        trials: All its trials.
+        failed: The numbers of those that have failed.
+        has_completed: Whether a trial has completed.
+
+    """
+
+    sweep: str
+    trials: History
+    failed: AbstractSet[int]
+    has_completed: bool
+
+    def raise_if_too_many(self, most: int | None) -> None:
+        """Raise if more than `most` have failed, or at least three for want of the metric while none has completed.
+
+        Raises:
+            SweepFailedError: With the first error.
+
+        """
+        if not self.has_completed and len(self.failed) >= _MOST_WITHOUT_METRIC:
+            reasons = [self.trials[number].reason or "" for number in sorted(self.failed)]
+            without = [reason for reason in reasons if reason.startswith(NO_METRIC)]
+            if len(without) >= _MOST_WITHOUT_METRIC:
+                raise SweepFailedError(f"{len(without)} trials of sweep {self.sweep!r} ended so: {without[0]}")
+        if most is not None and len(self.failed) > most:
+            first = self.trials[min(self.failed)]
+            raise SweepFailedError(
+                f"{len(self.failed)} trials of sweep {self.sweep!r} have failed, and max_failed_trials={most}; the first, "
+                f"trial {first.number}: {first.reason}"
+            )
+
+    def raise_if_all(self) -> None:
+        """Raise if all trials have failed.
+
+        Raises:
+            SweepFailedError: With the first error.
+
+        """
+        if self.failed and len(self.failed) == len(self.trials):
+            reason = self.trials[min(self.failed)].reason
+            raise SweepFailedError(f"all {len(self.failed)} trials of sweep {self.sweep!r} have failed; the first: {reason}")

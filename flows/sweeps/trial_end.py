@@ -1,0 +1,42 @@
+"""How the run of a trial has ended, and whether that is a failure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from prefect_torch.ckpt.runs.metrics import Metrics, find_metric, find_score
+
+Outcome: TypeAlias = Literal["completed", "stopped", "failed"]
+NO_METRIC = "no report of the trial has the metric"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialEnd:
+    """How the run of a trial has ended.
+
+    Attributes:
+        outcome: Whether its function returned ("completed"), it was stopped, or it failed for good.
+        reason: The error, or None.
+        metrics: Its last metrics.
+
+    """
+
+    outcome: Outcome
+    reason: str | None = None
+    metrics: Metrics = field(default_factory=dict)
+
+
+def judge(end: TrialEnd, metrics: Sequence[str]) -> TrialEnd:
+    """Return the end of a trial whose function returned: it has failed if it never reported one of `metrics`."""
+    for metric in metrics:
+        if find_score(end.metrics, metric) is None:
+            return TrialEnd("failed", f"{NO_METRIC} {metric!r}{_instead(end.metrics, metric)}", end.metrics)
+    return end
+
+
+def _instead(metrics: Metrics, metric: str) -> str:
+    """Return what the last report of a trial has instead of a number."""
+    value = find_metric(metrics, metric)
+    if value is not None:
+        return f" as a number: it is {value!r}, of type {type(value).__name__}"
+    return f"; its last report has {', '.join(sorted(metrics)) or 'none at all'}"
