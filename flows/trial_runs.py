@@ -19,7 +19,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
-from prefect_torch.flows.sweeps.history import Source, TrialRecord
+from prefect_torch.flows.sweeps.history import Source, TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
@@ -168,6 +168,7 @@ class _Given:
     termination: Termination
     heartbeat_s: float | None
     metrics: list[str]
+    state: Callable[[], TrialState]
 
 
 _given: ContextVar[_Given] = ContextVar("trial")
@@ -190,7 +191,7 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
         pages = PageObserver(job, backoff=PublishBackoff(delay_s=_SHORT_S))
         told = TrialMessageObserver(given.metrics)
         lead_training(job, seat, machines, given.termination, [pages, EventObserver(job), told])
-    return completed(told.message(), None)
+    return completed(told.message(given.state()), None)
 
 
 class LocalTrials:
@@ -238,7 +239,16 @@ class LocalTrials:
         try:
             decisions = TrialDecisions(self._search, self._training.storage, running.trial.number)
             job = self._training.job_of(running.trial, decisions)
-            _given.set(_Given(job, running.termination, self._heartbeat_s, self._search.metrics))
+            number = running.trial.number
+            _given.set(
+                _Given(
+                    job,
+                    running.termination,
+                    self._heartbeat_s,
+                    self._search.metrics,
+                    lambda: self._search.trials[number].state,
+                )
+            )
             without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
             with _apart(), using(without_heartbeats):  # the trial sends its own
                 trial(running.trial.run, self._training.config_of(running.trial))

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.metrics import find_score
 from prefect_torch.flows.monitoring.text import show_number
-from prefect_torch.tasks.training.observers import AttemptEnded, TrainingEvent
+from prefect_torch.flows.sweeps.history import TrialState
+from prefect_torch.tasks.training.observers import TrainingEvent
 
 
 class TrialMessageObserver:
@@ -19,21 +20,24 @@ class TrialMessageObserver:
     def __init__(self, metrics: Sequence[str]) -> None:
         self._metrics = metrics
         self._newest: ReportEvent | None = None
-        self._is_stopped = False
 
     def observe(self, event: TrainingEvent) -> None:
         """Record an event."""
         if isinstance(event, ReportEvent) and not event.record.is_logged:
             self._newest = event
-        self._is_stopped = isinstance(event, AttemptEnded) and event.outcome.ending == "stopped"
 
     def refresh(self, *, final: bool) -> None:
         """Show nothing meanwhile."""
 
-    def message(self) -> str:
-        """Return how the trial ended in one line, such as "step 9, loss 0.0013" or "stopped by the sweep at step 3, loss 1"."""
+    def message(self, state: TrialState) -> str:
+        """Return how a trial ended in one line, such as "step 9, loss 0.0013" or "paused at step 3, loss 0.9".
+
+        Args:
+            state: What the sweep has decided; "running" for nothing, so that its function has returned.
+
+        """
         if self._newest is None:
             return "no report"
         scores = [(name, find_score(self._newest.record.metrics, name)) for name in self._metrics]
-        step = f"{'stopped by the sweep at ' if self._is_stopped else ''}step {self._newest.record.step}"
+        step = f"{f'{state} at ' if state in ('paused', 'stopped') else ''}step {self._newest.record.step}"
         return ", ".join([step, *(f"{name} {show_number(score)}" for name, score in scores if score is not None)])
