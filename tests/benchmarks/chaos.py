@@ -38,6 +38,7 @@ sys.path[:0] = [str(HERE), str(HERE / "injected")]
 
 from file_faults import VARIABLE, Fault, Plan, name_of  # noqa: E402 - found by the line above
 from prefect_torch.ckpt.runs.manifest import step_of  # noqa: E402 - here and above
+from result_file import write_results  # noqa: E402
 
 EPOCHS, BATCHES = 3, 3
 RECORDINGS = 3
@@ -392,10 +393,11 @@ def main() -> int:
         adopt_orphans()
         referee = Referee(scratch)
         run_all(referee, options.every, flow_points, quick=options.quick)
-    table = f"python {' '.join(sys.argv)}\n{show(referee, time.monotonic() - started)}"
-    print(table)
+    table = show(referee, time.monotonic() - started)
     if not options.quick and options.every == 1:
-        (HERE / "results" / "chaos.txt").write_text(table + "\n")
+        write_results("chaos.txt", 1, [table])
+    else:
+        print(table)
     return 1 if referee.failures else 0
 
 

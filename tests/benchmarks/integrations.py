@@ -17,9 +17,6 @@ Prints the table and writes it to tests/benchmarks/results/integrations.txt.
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -30,10 +27,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import torch  # noqa: E402 - here and below: found by the line above
 from rank_processes import launch  # noqa: E402
+from result_file import write_results  # noqa: E402
 
 FRAMEWORKS = ["PyTorch", "Lightning", "Transformers", "Accelerate"]
 HEAD = f"{'':14} {'bare ms':>9} {'ours ms':>9} {'added':>8} {'inside':>8} {'stall bare':>11} {'sync':>8} {'async':>8}"
-RESULT = HERE / "results" / "integrations.txt"
 
 
 def line_of(framework, ranks):
@@ -61,10 +58,8 @@ def main():
             ranks = [json.loads(Path(folder, f"measured-{rank}.json").read_text()) for rank in range(2)]
         lines.append(line_of(framework, ranks))
         print(lines[-1], flush=True)
-    command = f"$ {shlex.join(['python', os.path.relpath(__file__), *sys.argv[1:]])}"
-    machine = f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"
     explained = __doc__.partition("\n\n")[2].partition("\n\n")[2].rpartition("\n\n")[0]
-    RESULT.write_text("\n".join([command, machine, "", HEAD, *lines, "", explained, ""]))
+    write_results("integrations.txt", options.rounds, [f"torch {torch.__version__}", "", HEAD, *lines, "", explained])
     return 0
 
 

@@ -10,8 +10,6 @@ is not in it. Prints a table, and writes it to tests/benchmarks/results/leader_m
 
 import argparse
 import os
-import platform
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -27,8 +25,8 @@ from prefect_torch.flows.monitoring.pages.run_view import RunView
 from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
 from prefect_torch.tasks.training import retention_schedule
 from prefect_torch.tasks.training.observers import AttemptStarted
+from result_file import write_results
 
-RESULT = Path(__file__).parent / "results" / "leader_memory.txt"
 POLICY = RetentionPolicy(3, "loss", "min", keep_every_n_steps=10)
 
 
@@ -59,13 +57,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--reports", type=int, default=1_000_000)
     count = parser.parse_args().reports
-    rows = [f"{' '.join(sys.argv)}   Python {platform.python_version()}, {platform.machine()}"]
+    rows = []
 
     def show(row):
         rows.append(row)
         print(row, flush=True)
 
-    print(rows[0])
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore.open(folder, "run")
         attempt = claim_attempt(store, Owner.current(), world_size=1)
@@ -98,7 +95,7 @@ def main():
                     f"{len(schedule._candidates)} candidates of prunes, {len(view.checkpoints.held)} of "
                     f"{view.checkpoints.num} checkpoints held, {1e6 * spent_s / (step + 1):.0f} us a report"
                 )
-    RESULT.write_text("\n".join(rows) + "\n")
+    write_results("leader_memory.txt", 1, rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ next attempt, torch's import included. Report: a sync report of 1 KB on local di
 """
 
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 
 from prefect_torch.ckpt import Checkpoint, get_context, report
+from result_file import write_results
 
 REPEATS = 5
 REPORTS = 200
@@ -113,12 +113,7 @@ def main():
     row("a sync report of 1 KB from each of 2 ranks", took["checkpoint"], "< 30 ms")
     row("a report without a checkpoint, 2 ranks", took["metrics"])
 
-    header = f"{' '.join(sys.argv)}   Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
-    table = "\n".join([header, *rows])
-    print(table)
-    results = Path(__file__).with_name("results")
-    results.mkdir(exist_ok=True)
-    (results / "main_job.txt").write_text(table + "\n")
+    write_results("main_job.txt", REPEATS, rows)
     subprocess.run(["rm", "-r", folder], check=True)
 
 

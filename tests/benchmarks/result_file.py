@@ -3,6 +3,7 @@
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,8 @@ def spread(values):
 
 def _commit():
     """Return the commit that was measured; with a "+" where files of it were changed."""
+    if shutil.which("git") is None:
+        return "unknown"
     described = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],
         capture_output=True,

@@ -22,7 +22,6 @@ import importlib.util
 import io
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -33,8 +32,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "support"), str(HERE / "state")]
-RESULT = HERE / "results" / "resume.txt"
+sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE / "state")]
+from result_file import write_results  # noqa: E402 - found by the line above
+
 KINDS = ("folder", "state", "torch.load")
 _BACKED = 4  # times the checkpoint: its bytes in memory, twice, and in the page cache
 
@@ -184,9 +184,7 @@ def describe(rounds, arguments):
     peer = subprocess.run(
         ["git", "-C", arguments.peer, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True
     ).stdout.strip()
-    yield f"python tests/benchmarks/resume.py --peer CHECKOUT OF {peer} --mib {arguments.mib} --files {arguments.files}"
-    yield f"Python {platform.python_version()}, {os.cpu_count()} cores, rclone serve s3 on the same ones, {len(rounds)} rounds"
-    yield f"load average of the last 15 minutes: {os.getloadavg()[2]:.0f}, of which this is 1 to 2"
+    yield f"the checkout of the peer is {peer}; rclone serve s3 on the same cores"
     yield ""
     yield f"{'medians':24}{'seconds':>9}{'CPU':>8}{'server':>8}   seconds of each round"
     for of in rounds[0]:
@@ -218,7 +216,6 @@ def main():
     parser.add_argument("--files", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scratch", help="where the bucket and the downloads lie")
-    parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--resume", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -227,9 +224,7 @@ def main():
         return
     if arguments.peer is None:
         parser.error("give --peer, a checkout to compare with")
-    text = "\n".join(describe(run(arguments), arguments)) + "\n"
-    print(text)
-    arguments.output.write_text(text)
+    write_results("resume.txt", arguments.rounds, describe(run(arguments), arguments))
 
 
 if __name__ == "__main__":

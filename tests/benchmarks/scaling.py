@@ -29,7 +29,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import re
 import socket
 import sys
@@ -45,7 +44,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "support")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 from counting_storage import CountingStorage  # noqa: E402 - here and below: found by the line above, or as the others are
 from memory_storage import MemoryStorage  # noqa: E402
@@ -65,8 +64,8 @@ from prefect_torch.ckpt.runs.pruning import collect_garbage  # noqa: E402
 from prefect_torch.ckpt.runs.resume import choose_checkpoint  # noqa: E402
 from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: E402
 from prefect_torch.ckpt.text import utc_now  # noqa: E402
+from result_file import write_results  # noqa: E402
 
-RESULT = HERE / "results" / "scaling.txt"
 DIGEST = "0" * 32
 POLICY = RetentionPolicy(1, "loss", "min", keep_every_n_steps=2)  # steps are even, but for one that may go
 SHORT = {"get_bytes": "GET", "put_bytes": "PUT", "put_file": "PUT", "size": "HEAD", "list": "LIST", "delete": "DELETE"}
@@ -370,19 +369,17 @@ def main():
     parser.add_argument("--latency-ms", type=float, default=20.0)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    rows = [f"{' '.join(sys.argv)}   Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"]
+    rows = []
 
     def show(row):
         rows.append(row)
         print(row, flush=True)
 
-    print(rows[0])
     measure_checkpoints([10, 100] if options.quick else [10, 1000, 100_000], options.latency_ms / 1e3, show)
     measure_s3([10] if options.quick else [10, 3000], show)
     measure_ranks([1, 10, 100] if options.quick else [1, 10, 100, 1000, 10_000], show)
     if not options.quick:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text("\n".join(rows) + "\n")
+        write_results("scaling.txt", 1, rows)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ tests/benchmarks/results/state_gpu.txt.
 """
 
 import argparse
-import os
-import platform
-import shlex
 import signal
 import sys
 import tempfile
@@ -24,18 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "peers"), str(HERE.parents[1] / "support")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "peers"), str(HERE.parents[1] / "support")]
 
 import gang  # noqa: E402 - here and below: found by the line above
 import places  # noqa: E402
 import torch  # noqa: E402
 from plan import Plan  # noqa: E402
+from result_file import write_results  # noqa: E402
 from table import HEAD, LEGEND, Row, summarize  # noqa: E402
 from targets import WHY_MISSED, judge  # noqa: E402
 from training import matmuls_in  # noqa: E402
 from ways import QUICK, WAYS  # noqa: E402
 
-RESULTS = HERE.parent / "results"
 STEP_S = 0.1
 SIZES = {"cpu": [64, 512, 2048], "cuda": [7168]}
 SIZE_ON_S3 = 512
@@ -122,18 +119,15 @@ def measure_all(options, matmuls, ends_at_s):
 def report_of(blocks, options, minutes, turns):
     rows = [row for rows in blocks for row in rows]
     steps_s = [row.step for row in rows if row.step is not None]
-    lines = [
-        f"$ {shlex.join(['python', os.path.relpath(HERE), *sys.argv[1:]])}",
-        f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"
-        + ("" if options.device == "cpu" else f", {torch.cuda.get_device_name()}"),
-        f"{minutes:.0f} min, at most {turns} turns, load average {os.getloadavg()[0]:.1f} at the end",
+    return [
+        f"torch {torch.__version__}" + ("" if options.device == "cpu" else f", {torch.cuda.get_device_name()}"),
+        f"{minutes:.0f} min, at most {turns} turns",
         f"a step took {min(steps_s, default=0) * 1e3:.0f} to {max(steps_s, default=0) * 1e3:.0f} ms",
         *("", HEAD, *(row.text for row in rows), "", LEGEND, "", "What is sure once it is durable:"),
         *(f"{name:22} {WAYS[name].gives}" for name in options.peers),
         *("", "Targets of the async report of a state:", *(line for of_block in blocks for line in judge(of_block))),
         *("", WHY_MISSED),
     ]
-    return "\n".join(lines)
 
 
 def main():
@@ -155,11 +149,13 @@ def main():
     print(HEAD, flush=True)
     measured = measure_all(options, matmuls, started_s + options.minutes * 60)
     blocks = [of_block.rows() for of_block in measured]
-    report = report_of(blocks, options, (time.monotonic() - started_s) / 60, max(it.turns for it in measured))
-    print(f"\n{report}")
+    turns = max(it.turns for it in measured)
+    report = report_of(blocks, options, (time.monotonic() - started_s) / 60, turns)
     everything = (SIZES[options.device], list(WAYS), list(places.PLACES))
     if not options.quick and (options.sizes, options.peers, options.places) == everything:
-        (RESULTS / ("state.txt" if options.device == "cpu" else "state_gpu.txt")).write_text(report + "\n")
+        write_results("state.txt" if options.device == "cpu" else "state_gpu.txt", turns, report)
+    else:
+        print("\n".join(["", *report]))
     return 1 if any(row.problem not in ("", "-") for rows in blocks for row in rows) else 0
 
 
