@@ -54,6 +54,7 @@ from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit  # noqa: 
 from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
+from prefect_torch.ckpt.runs.index_writer import IndexWriter  # noqa: E402
 from prefect_torch.ckpt.runs.manifest import (  # noqa: E402
     FileEntry,
     Manifest,
@@ -85,6 +86,9 @@ def fill(storage, count, attempt=1):
         history.append(MetricRecord(attempt, 2 * number, {"loss": 1 / (number + 1)}, ids[-1], utc_now()))
     history.flush()
     store.hint_latest(ids[-1])
+    writer, listed = IndexWriter(store), store.listed()
+    while writer.repair(listed):
+        pass
 
 
 def put_manifest(store, checkpoint_id, step, files, loss):
