@@ -67,17 +67,18 @@ bench: install
 chaos: install
 	$(BIN)/python tests/benchmarks/chaos.py
 
-# Kills ranks, the flow and the S3 server at random while it trains: ten minutes. Then ranks, trials and sweeps, twenty times each.
+# Kills ranks, the flow and the S3 server at random while it trains: twenty minutes. Then ranks, trials and sweeps, twenty times each.
 soak: install
-	$(BIN)/python tests/benchmarks/soak.py
+	$(BIN)/python tests/benchmarks/soak.py --storage local
+	$(BIN)/python tests/benchmarks/soak.py --storage s3
 	$(BIN)/python tests/benchmarks/sweep_soak.py --where here
 	$(BIN)/python tests/benchmarks/sweep_soak.py --where deployment
 
-# The wheel in clean environments without constraints, one for each PYTHONS; WITH=--without-torch where torch has no small build,
-# WITH=--linked-torch to borrow the torch of .venv.
+# The wheel in clean environments without constraints, one for each PYTHONS; WITH='--without-torch python3.12' for Pythons whose
+# torch has no small build, WITH=--linked-torch to borrow the torch of .venv.
 PYTHONS ?= $(PYTHON)
 wheel-check: install
-	@set -e; for python in $(PYTHONS); do $(BIN)/python tests/wheel_check.py $$python --torch '$(TORCH)' $(WITH); done
+	$(BIN)/python tests/wheel_check.py $(PYTHONS) --torch '$(TORCH)' $(WITH)
 
 # The suite with the lowest versions that pyproject.toml allows; writes tests/benchmarks/results/floors.txt. FLOOR_TORCH as TORCH.
 FLOOR_TORCH ?= torch==2.9.0

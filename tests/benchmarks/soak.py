@@ -14,7 +14,7 @@ complete. Each is compared with one that was not disturbed:
                  manifest names waits for its hour of grace and is only counted
     processes    none left of all that were started
 
-Exits with 1 unless all of this holds. Prints what was killed; tests/benchmarks/results/soak.txt holds the outputs of some runs.
+Exits with 1 unless all of this holds. Prints what was killed, and writes it to tests/benchmarks/results/soak_STORAGE.txt.
 """
 
 import argparse
@@ -37,6 +37,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import psutil  # noqa: E402 - here and below: found by the line above, or as the others are
 from restarted_process import RestartedProcess  # noqa: E402
+from result_file import write_results  # noqa: E402
 
 CONFIG = {"epochs": 120, "batches": 3, "pause_s": 0.05}
 MARK = "PREFECT_TORCH_SOAK"
@@ -278,8 +279,8 @@ def left_behind(mark: str, longest_s: float = 20.0) -> list[str]:
         time.sleep(0.2)
 
 
-def soak(options, scratch: Path) -> list[str]:
-    """Run it all, print a line for each training, and return what was wrong."""
+def soak(options, scratch: Path, show) -> list[str]:
+    """Run it all, show two lines for each training, and return what was wrong."""
     import exact_training
 
     data = str(scratch / "digits.pt")
@@ -305,16 +306,16 @@ def soak(options, scratch: Path) -> list[str]:
             restarts += trainer.starts - 1
             problems += [f"{trainer.run}: {text}" for text in told]
             kills = dict(sorted((killer.hit - before).items()))
-            print(f"{trainer.run}: killed {kills}, {found.attempts} attempts, {trainer.starts} starts of the flow's process, "
-                  f"{found.garbage} checkpoints never committed, {found.quarantined} damaged", flush=True)  # fmt: skip
-            print(f"  {'; '.join(told)}; log in {keep(trainer.log)}" if told else "  as undisturbed", flush=True)
+            show(f"{trainer.run}: killed {kills}, {found.attempts} attempts, {trainer.starts} starts of the flow's process, "
+                 f"{found.garbage} checkpoints never committed, {found.quarantined} damaged")  # fmt: skip
+            show(f"  {'; '.join(told)}; log in {keep(trainer.log)}" if told else "  as undisturbed")
     finally:
         if place.server is not None:
             place.server.kill()
     minutes = (time.monotonic() - started) / 60
     kills = dict(sorted(killer.hit.items()))
-    print(f"{options.storage}: {killer.hit.total()} kills {kills}, {rounds} trainings of {CONFIG['epochs']} epochs, {attempts} "
-          f"attempts, {restarts} restarts of the flow's process, {minutes:.1f} min")  # fmt: skip
+    show(f"{options.storage}: {killer.hit.total()} kills {kills}, {rounds} trainings of {CONFIG['epochs']} epochs, {attempts} "
+         f"attempts, {restarts} restarts of the flow's process, {minutes:.1f} min")  # fmt: skip
     return problems
 
 
@@ -335,16 +336,22 @@ def main() -> int:
     if options.train:
         train_once(*options.train)
         return 0
-    print(f"python {' '.join(sys.argv)}", flush=True)
+    lines = []
+
+    def show(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
     mark = os.environ[MARK] = uuid.uuid4().hex
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-"))).resolve()
         from chaos import prefect_server
 
         os.environ["PREFECT_API_URL"] = stack.enter_context(prefect_server(scratch))
-        problems = soak(options, scratch)
+        problems = soak(options, scratch, show)
     problems += [f"left behind: {command}" for command in left_behind(mark)]
-    print("\n".join(problems) or "every training ended as the undisturbed one; no process is left")
+    lines += problems or ["every training ended as the undisturbed one; no process is left"]
+    write_results(f"soak_{options.storage}.txt", 1, lines)
     return 1 if problems else 0
 
 
