@@ -142,8 +142,9 @@ def test_an_older_lineage_is_not_resumed(store, tmp_path):
 
 
 def test_pinned_checkpoints_survive_a_prune_until_they_are_unpinned(store, tmp_path):
-    first, *_ = fill(store, tmp_path, 1, 2, 3)
+    first, second, _ = fill(store, tmp_path, 1, 2, 3)
     store.pin(first.id)
+    assert [manifest.id for manifest in store.prune(RetentionPolicy(1), dry_run=True).drop] == [second.id]
     assert store.prune(RetentionPolicy(1)).keep[first.id] == ("pinned",)
     store.unpin(first.id)
     assert [manifest.id for manifest in store.prune(RetentionPolicy(1)).drop] == [first.id]
