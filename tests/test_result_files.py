@@ -21,6 +21,13 @@ def test_a_result_names_its_program_the_commit_the_machine_and_the_repeats(path)
     assert re.fullmatch(r"\d+ repeats in turns, load average [\d.]+ at the end", repeats)
 
 
+def test_only_one_module_writes_files_of_results():
+    programs = [*sorted((ROOT / "tests/benchmarks").rglob("*.py")), *sorted((ROOT / "tests").glob("*.py"))]
+    own = re.compile(r'"results"|benchmarks/results/[\w.]+"|platform\.python_version')
+    writers = [path.name for path in programs if own.search(path.read_text()) and not path.name.startswith("test_")]
+    assert writers == ["result_file.py"]
+
+
 def test_the_requests_of_a_long_run_are_those_that_were_measured():
     text = (RESULTS / "many_checkpoints.txt").read_text()
     listing = re.search(r"^list\(\) +[\d. ]+ (\d+)  \{", text, re.MULTILINE)

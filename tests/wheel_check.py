@@ -1,12 +1,13 @@
-"""Installs the wheel into a clean environment of another Python, without constraints, and uses it from elsewhere.
+"""Installs the wheel into a clean environment of each of some Pythons, without constraints, and uses it from elsewhere.
 
-    python tests/wheel_check.py python3.12 [--torch 'torch==2.13.0'] [--linked-torch] [--without-torch] [--record]
+    python tests/wheel_check.py [python3.11 ...] [--torch 'torch==2.13.0'] [--linked-torch] [--without-torch python3.12 ...]
+                                [--record]
 
 By default: every module is imported, and the demo trains, loses a rank and resumes. --linked-torch, for CI: the demo alone,
 on the torch of the Python that runs this program, which has to be of the same version; tests/test_packaging.py imports every
-module in such an environment. Without torch (gigabytes, where it has no build for CPUs): the modules of checkpoints that need
-no torch are imported, and a stored run is verified through a block. --record writes the outcome to the line of this Python
-in tests/benchmarks/results/wheel_check.txt.
+module in such an environment. With the Pythons of --without-torch (gigabytes, where it has no build for CPUs): the modules of
+checkpoints that need no torch are imported, and a stored run is verified through a block. --record writes the outcomes to
+tests/benchmarks/results/wheel_check.txt.
 """
 
 import argparse
@@ -21,10 +22,10 @@ from pathlib import Path
 import tomllib
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests/support"))
-from linked_torch import link_torch  # noqa: E402 - its folder is on no path before
+sys.path += [str(ROOT / "tests/support"), str(ROOT / "tests/benchmarks")]
+from linked_torch import link_torch  # noqa: E402 - here and below: found by the line above
+from result_file import write_results  # noqa: E402
 
-RESULTS = ROOT / "tests/benchmarks/results/wheel_check.txt"
 SOURCES = (
     "package",
     "ckpt",
@@ -65,28 +66,37 @@ print(prefect_torch.__version__, len(names))
 
 
 def main() -> None:
-    """Check one Python, and print what was done."""
+    """Check each Python, and print what was done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("python")
+    parser.add_argument("pythons", nargs="*", metavar="python")
     parser.add_argument("--torch", default="torch")
     parser.add_argument("--linked-torch", action="store_true")
-    parser.add_argument("--without-torch", action="store_true")
+    parser.add_argument("--without-torch", nargs="+", default=[], metavar="PYTHON")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        check(Path(folder), options)
+    pythons = [*options.pythons, *options.without_torch]
+    if not pythons:
+        parser.error("name a Python")
+    outcomes = []
+    for name in pythons:
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes.append(check(name, Path(folder), options))
+        print(outcomes[-1], flush=True)
+    if options.record:
+        write_results("wheel_check.txt", 1, outcomes)
 
 
-def check(folder: Path, options: argparse.Namespace) -> None:
-    """Build, install, import and use the wheel below `folder`."""
-    run([options.python, "-m", "venv", "--without-pip", folder / "venv"])
+def check(name: str, folder: Path, options: argparse.Namespace) -> str:
+    """Build, install, import and use the wheel below `folder`, and return what was done with which versions."""
+    without_torch = name in options.without_torch
+    run([name, "-m", "venv", "--without-pip", folder / "venv"])
     python = folder / "venv/bin/python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
     wheel = build(folder)
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     shutil.copytree(STORED_RUN, elsewhere / "stored")
-    if options.without_torch:
+    if without_torch:
         requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
         run([*pip, *[it for it in requirements if not it.startswith("torch")]])
         run([*pip, "--no-deps", wheel])
@@ -103,19 +113,8 @@ def check(folder: Path, options: argparse.Namespace) -> None:
         run([python, elsewhere / "examples/digits.py"], elsewhere)
     version = run([python, "--version"]).strip()
     imported = "" if options.linked_torch else "imported, "
-    outcome = "imported without torch, a stored run verified" if options.without_torch else f"{imported}trained, resumed"
-    print(f"{version}: {outcome}", flush=True)
-    if options.record:
-        record(version, f"{outcome}; prefect {run([python, '-c', PREFECT]).strip()}, the newest of all else")
-
-
-def record(version: str, outcome: str) -> None:
-    """Replace the line of one Python in the file of results, and leave those of the others."""
-    arguments = shlex.join(it for it in sys.argv[2:] if it != "--record")
-    lines = dict(line.split(": ", 1) for line in RESULTS.read_text().splitlines()) if RESULTS.exists() else {}
-    lines[version] = f"{outcome}   $ python tests/wheel_check.py {arguments}".rstrip()
-    in_order = sorted(lines.items(), key=lambda it: [int(part) for part in it[0].split()[1].split(".")])
-    RESULTS.write_text("".join(f"{name}: {text}\n" for name, text in in_order))
+    outcome = "imported without torch, a stored run verified" if without_torch else f"{imported}trained, resumed"
+    return f"{version}: {outcome}; prefect {run([python, '-c', PREFECT]).strip()}, the newest of all else"
 
 
 def build(folder: Path) -> Path:
