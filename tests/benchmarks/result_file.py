@@ -36,13 +36,13 @@ def spread(values):
 
 
 def _commit():
-    """Return the commit that was measured; with a "+" where files of it were changed."""
+    """Return the commit that was measured; with a "+" where files of it were changed, other than results."""
     if shutil.which("git") is None:
         return "unknown"
-    described = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],
-        capture_output=True,
-        check=False,
-        text=True,
-    )
-    return described.stdout.strip() or "unknown"
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)tests/benchmarks/results")
+    return (_git("rev-parse", "--short=10", "HEAD") or "unknown") + ("+" if changed else "")
+
+
+def _git(*arguments):
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=False, text=True)
+    return done.stdout.strip()
