@@ -17,14 +17,10 @@ from typing import Any
 import kubernetes_validate
 import psutil
 from prefect_servers import wait_until
+from servers import free_port
 
 BIN = Path(sys.executable).parent
 LOOPBACK = "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as server:
-        return server.getsockname()[1]
 
 
 @contextmanager
@@ -72,10 +68,13 @@ def ray_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
     ]
     head = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
     ray = str(BIN / "ray")
-    with program(folder / "head.txt", ray, "start", *head, *common, "--node-name=first"):
+    # With a token in the user's home, `ray start --head` wants it from all, and `ray start --address` does not send it.
+    no_token = {"RAY_AUTH_MODE": "disabled"}
+    with program(folder / "head.txt", ray, "start", *head, *common, "--node-name=first", **no_token):
         address = f"{LOOPBACK}:{port}"
         wait_for_line(folder / "head.txt", "Ray runtime started")
-        with program(folder / "second.txt", ray, "start", f"--address={address}", *common, "--node-name=second") as second:
+        join = [ray, "start", f"--address={address}", *common, "--node-name=second"]
+        with program(folder / "second.txt", *join, **no_token) as second:
             wait_for_line(folder / "second.txt", "Ray runtime started")
             yield address, second
 
