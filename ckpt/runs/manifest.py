@@ -178,6 +178,10 @@ class ManifestMemory:
         """Return the manifest of `checkpoint_id`, or None if it is not remembered."""
         return self._manifests.get(checkpoint_id)
 
+    def ids(self) -> list[str]:
+        """Return the ids of those that are remembered."""
+        return list(self._manifests)
+
     def recall_all(self, checkpoint_ids: Iterable[str]) -> dict[str, Manifest]:
         """Return those manifests that are remembered, by id."""
         return {it: manifest for it in checkpoint_ids if (manifest := self._manifests.get(it)) is not None}

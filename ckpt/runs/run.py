@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -17,13 +16,13 @@ from prefect_torch.ckpt.errors import (
 )
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
-from prefect_torch.ckpt.storage.parallel import drawn_ahead, read_all
-from prefect_torch.ckpt.storage.protocol import ObjectInfo, RetryPolicy, Storage, StorageSpec
+from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
 
 from .evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
 from .layout import Layout, check_run_name, stem
 from .manifest import Manifest, ManifestMemory, attempt_of, is_id
-from .manifest_index import FEW, Entry, read_index
+from .manifest_index import FEW, Entry, no_collection, read_index
 from .records import decode, parse
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PAGE = 1000  # objects in one answer to a listing
+_MOST_PARTS = 8  # of a listing, which are requested concurrently
 _logger = logging.getLogger(__name__)
 
 
@@ -190,19 +190,21 @@ class Run:
     def list_readable(self) -> tuple[list[ListedCheckpoint], list[Manifest]]:
         """Return all checkpoints, and the manifests of those that can be read, as `listed` and `readable` do.
 
-        Of a long listing, the index is read while its pages come, and a page is read while the next comes.
+        The parts of a long listing are requested concurrently, divided between checkpoints that are remembered or indexed.
         """
-        with ThreadPoolExecutor(1, "prefect-torch-index") as pool:
-            ahead: list[Future[dict[str, Entry]]] = []
+        index: dict[str, Entry] = {}
 
-            def infos() -> Iterator[ObjectInfo]:
-                for number, info in enumerate(drawn_ahead(self.storage.list(self.layout.manifests), _PAGE)):
-                    if number == _PAGE and self.memory is None:
-                        ahead.append(pool.submit(read_index, self.storage, self.layout))
-                    yield info
+        def splits() -> list[str]:
+            known = [] if self.memory is None else self.memory.ids()
+            if len(known) < _PAGE:
+                index.update(index or read_index(self.storage, self.layout))
+                known = list(index)
+            part = max(_PAGE, -(-len(known) // _MOST_PARTS))
+            return [f"{self.layout.manifests}{it[:-1]}" for it in sorted(known)[part::part]]
 
-            listed = read_listing(self.layout, infos())
-            return listed, self.readable(listed, ahead[0].result() if ahead else None)
+        with no_collection():
+            listed = read_listing(self.layout, self.storage.list(self.layout.manifests, splits=splits))
+            return listed, self.readable(listed, index or None)
 
     def readable(self, listed: Iterable[ListedCheckpoint], index: Mapping[str, Entry] | None = None) -> list[Manifest]:
         """Return the manifests of listed checkpoints, with attached metrics; unreadable ones are left out with a warning.

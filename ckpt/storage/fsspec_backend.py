@@ -28,7 +28,7 @@ from .fsspec_files import (
 )
 from .keys import check_key, is_temporary, temporary_name
 from .parallel import for_each
-from .protocol import ObjectInfo, Transfer
+from .protocol import ObjectInfo, Splits, Transfer
 
 FileSystem: TypeAlias = Any  # fsspec ships no types
 _LOGIN_REFUSED = re.compile(r"\w*(?:Authentication|Logon|Login)|\w+: 530 ")  # a class's name, or FTP's code
@@ -135,8 +135,9 @@ class FsspecStorage:
         into[: len(data)] = data
         return len(data)
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-        """Yield the files below `prefix`; reads the whole listing first."""
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
+        """Yield the files below `prefix`; reads the whole listing first, for which splits are no help."""
+        del splits
         for key, info in sorted(self._find(prefix).items()):
             if (after is None or key > after) and not is_temporary(key.rpartition("/")[2]):
                 yield ObjectInfo(key, info["size"], _modified_s(info))

@@ -14,7 +14,7 @@ from prefect_torch.ckpt.storage.digest import copy_and_digest, digest_stream, wr
 from prefect_torch.ckpt.storage.local_files.copies import copy_file, require_whole, write_and_digest
 from prefect_torch.ckpt.storage.local_files.groups import store_group
 from prefect_torch.ckpt.storage.local_files.root_folder import RootFolder, Way
-from prefect_torch.ckpt.storage.protocol import ObjectInfo, Transfer
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
 from .keys import check_key, is_temporary, temporary_name
 
@@ -100,14 +100,15 @@ class LocalStorage:
                 done += count
         return done
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-        """Yield the files below `prefix`, sorted by their whole key; a link below it is not followed.
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
+        """Yield the files below `prefix`, sorted by their whole key; a link below it is not followed, and no split needed.
 
         Raises:
             PermissionError: If `prefix` itself leads out of the storage through a link; an empty listing would look like a
                 run without checkpoints.
 
         """
+        del splits
         try:
             with self._root.open(_names(prefix)) as way:
                 folder = way.listed()

@@ -1,9 +1,8 @@
 """Parallel I/O: a small object's request to an object store is mostly waiting, and one large one fills no network."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -43,28 +42,8 @@ def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
     return [shares[place % num_threads][place // num_threads] for place in range(len(wanted))]
 
 
-def drawn_ahead(items: Iterable[T], at_once: int) -> Iterator[T]:
-    """Yield `items`; after the first `at_once`, a thread draws the next as many while the caller works on the last.
-
-    Args:
-        items: Something that waits, such as a listing with a request for each page.
-        at_once: The number of items of a page.
-
-    """
-    source = iter(items)
-    page = list(islice(source, at_once))
-    if len(page) < at_once:  # a thread would cost more than it gains
-        yield from page
-        return
-    with ThreadPoolExecutor(1, "prefect-torch-ahead") as pool:
-        while page:
-            coming = pool.submit(lambda: list(islice(source, at_once)))
-            yield from page
-            page = coming.result()
-
-
 def for_each(items: Iterable[T], work: Callable[[T], R]) -> list[R]:
-    """Call `work` for each of `items`, files or parts of them, and return its results, in order.
+    """Call `work` for each of `items`, such as files or parts of a listing, and return its results, in order.
 
     Eight calls run concurrently; the first error is raised, and cancels the rest.
     """

@@ -1,9 +1,11 @@
 """The storage protocol: the verbs of every backend, with string keys, whole objects, and no rename."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+Splits: TypeAlias = Callable[[], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Storage(Protocol):
         """Return a small object."""
         ...
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
         """Yield every object whose key starts with `prefix`, in any order; one may come twice.
 
         The objects of all puts that returned are among them, and none that a delete removed.
@@ -139,6 +141,8 @@ class Storage(Protocol):
             after: A key directly below `prefix`, which need not exist: an object whose name sorts before it is left out, and
                 so is one below a prefix whose name does. Servers sort by whole keys, or name by name, so keys below a prefix
                 whose name is this key's, or its beginning, may be left out or not.
+            splits: Called, if at all, for a listing that is long: returns keys, sorted, directly below `prefix`, which need not
+                exist, and between which the rest may be requested concurrently.
 
         """
         ...

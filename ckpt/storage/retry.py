@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from prefect_torch.ckpt.errors import StorageError
 
-from .protocol import ObjectInfo, RetryPolicy, Storage, Transfer
+from .protocol import ObjectInfo, RetryPolicy, Splits, Storage, Transfer
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -147,7 +147,7 @@ class RetryingStorage:
         """Fill `into` from `start` on."""
         return self._retry("reading", key, lambda storage: storage.get_range(key, start, into))
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
         """Yield the objects below `prefix`; after a page that fails, the remaining ones of a new listing from its beginning.
 
         The position at which the failed listing would have continued is unknown: the next may have another order.
@@ -157,7 +157,7 @@ class RetryingStorage:
 
         def next_page(storage: Storage) -> tuple[ObjectInfo, ...]:
             nonlocal listing
-            begun, listing = listing or storage.list(prefix, after=after), None
+            begun, listing = listing or storage.list(prefix, after=after, splits=splits), None
             page = tuple(islice((info for info in begun if info.key not in seen), _LISTED_AT_ONCE))
             listing = begun  # only now: a failed listing has ended, and the next try begins another
             seen.update(info.key for info in page)

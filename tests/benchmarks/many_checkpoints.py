@@ -35,6 +35,7 @@ def stored_run(count):
         manifest = Manifest(new_id(1, step), step, 1, metrics, files, 2, None, NOW, {}, timings)
         storage._objects[store.layout.manifest(manifest.id)] = (manifest.encode(), 1.0)
     storage._keys = sorted(storage._objects)
+    store.hint_latest(manifest.id)
     writer, listed = IndexWriter(store), store.listed()
     started_s = time.process_time()
     while writer.repair(listed):

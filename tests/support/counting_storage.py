@@ -3,10 +3,12 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
+from prefect_torch.ckpt.storage.object_store.listing import BucketListing
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits
 from wrapped_storage import WrappedStorage
 
 PAGE = 1000  # objects in one answer to a listing, and in one request to delete
@@ -16,7 +18,7 @@ class CountingStorage(WrappedStorage):
     """Passes everything on to `inner`; a listing and a deletion count as a request for each thousand objects.
 
     Args:
-        inner: The storage that does the work.
+        inner: The storage that does the work, and lists by keys.
         latency_s: How long every request takes.
 
     """
@@ -26,6 +28,7 @@ class CountingStorage(WrappedStorage):
         self.latency_s = latency_s
         self.requests: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._listing = BucketListing("memory", self._pages, lambda _: True, is_documented=True)
 
     def taken(self) -> Counter[str]:
         """Return the requests since the last call."""
@@ -33,13 +36,17 @@ class CountingStorage(WrappedStorage):
             requests, self.requests = self.requests, Counter()
         return requests
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[Any]:
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[Any]:
+        return self._listing.list(prefix, after, splits)
+
+    def _pages(self, prefix: str, after: str | None) -> Iterator[Sequence[ObjectInfo]]:
         listing = iter(self.inner.list(prefix, after=after))
         while True:
             self._request("list")
             page = list(islice(listing, PAGE))
             following = next(listing, None)  # the answer says whether there is more
-            yield from page
+            if page:
+                yield page
             if following is None:
                 return
             listing = chain([following], listing)

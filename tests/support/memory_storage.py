@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 from prefect_torch.ckpt.storage.keys import check_key
-from prefect_torch.ckpt.storage.protocol import ObjectInfo, Transfer
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
 
 class MemoryStorage:
@@ -59,13 +59,16 @@ class MemoryStorage:
         into[: len(data)] = data
         return len(data)
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
+        del splits
         if prefix:
             check_key(prefix.removesuffix("/"))
         with self._lock:
             first = max(bisect_left(self._keys, prefix), 0 if after is None else bisect_right(self._keys, after))
-            found = [(key, self._objects[key]) for key in self._keys[first : bisect_left(self._keys, f"{prefix}\uffff")]]
-        yield from (ObjectInfo(key, len(data), modified_s) for key, (data, modified_s) in found)
+            keys = self._keys[first : bisect_left(self._keys, f"{prefix}\uffff")]
+        for key in keys:
+            if (found := self._objects.get(key)) is not None:
+                yield ObjectInfo(key, len(found[0]), found[1])
 
     def folders(self, prefix: str) -> Iterator[str]:
         names = (info.key.removeprefix(prefix).partition("/") for info in self.list(prefix))

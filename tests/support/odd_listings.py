@@ -5,14 +5,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal
 
-from prefect_torch.ckpt.storage.protocol import ObjectInfo
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits
 from wrapped_storage import WrappedStorage
 
 
 class OddListings(WrappedStorage):
     """Passes everything on to `inner`, but lists as a subclass tells."""
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
         return iter(self.changed(list(self.inner.list(prefix))))
 
     def changed(self, listing: Sequence[ObjectInfo]) -> Iterable[ObjectInfo]:
@@ -38,7 +38,7 @@ class Stale(OddListings):
         super().__init__(inner)
         self.snapshot = list(inner.list(""))
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
         return (info for info in self.snapshot if info.key.startswith(prefix) and (after is None or info.key > after))
 
 
@@ -52,7 +52,7 @@ class FailingListings(Shuffled):
         self._times = times
         self.fired = 0
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
         listing = (info for info in super().list(prefix) if after is None or info.key > after)
         if self.fired == self._times:
             yield from listing

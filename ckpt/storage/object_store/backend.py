@@ -14,7 +14,7 @@ from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.storage.digest import RunningDigest, split, write_all
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import for_each
-from prefect_torch.ckpt.storage.protocol import ObjectInfo, Transfer
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
 from .config import open_object_store, promises_key_order
 from .errors import first_reason, translate
@@ -143,14 +143,14 @@ class ObstoreStorage:
                 break
         return done
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-        """Yield the objects below `prefix`, a request per thousand.
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
+        """Yield the objects below `prefix`, a request per thousand; between splits concurrently where the order allows it.
 
         Raises:
             OSError: If the server loses objects between two pages.
 
         """
-        yield from self._listing.list(prefix, after)
+        yield from self._listing.list(prefix, after, splits)
 
     def folders(self, prefix: str) -> Iterator[str]:
         """Yield the names of the prefixes directly below `prefix`, a request per thousand."""

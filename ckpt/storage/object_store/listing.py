@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from prefect_torch.ckpt.storage.protocol import ObjectInfo
+from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits
 
 LISTED_AT_ONCE = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
 
@@ -32,6 +33,10 @@ class ServerOrder:
     def is_known(self) -> bool:
         """Whether a listing may begin in the middle: every key that sorts after the given one is then listed after it."""
         return self._is_known and (self.by_keys or self.by_names)
+
+    def is_behind(self, one: str, other: str) -> bool:
+        """Return whether `one` is listed after `other`, once the order is known."""
+        return one > other if self.by_keys else one.split("/") > other.split("/")
 
     def see(self, before: str | None, keys: Sequence[str]) -> None:
         """Record a page of keys, which followed the key `before`."""
@@ -69,10 +74,11 @@ class BucketListing:
         self._order = ServerOrder(is_documented=is_documented)
         self._goes_on_as_it_lists = False
 
-    def list(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
-        """Yield the objects below `prefix`, as `Storage.list` promises; a request per thousand.
+    def list(self, prefix: str, after: str | None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
+        """Yield the objects below `prefix`, as `Storage.list` promises; a request per thousand, and one for each split at most.
 
-        If the order is not known, one more request determines it, if there are more than a thousand objects.
+        If the order is not known, one more request determines it, if there are more than a thousand objects. What is behind
+        the first thousand is listed in parts, between splits.
 
         Raises:
             OSError: If the server loses objects between two pages.
@@ -89,10 +95,43 @@ class BucketListing:
             if (begins_after is not None and not is_known) or (
                 begins_after is None and is_known and after is not None and keys[-1] < after
             ):  # the part left out may be newer; or the order is known now, and pages can be left out
-                yield from self.list(prefix, after)
+                yield from self.list(prefix, after, splits)
                 return
             yield from (info for info in page if after is None or info.key > after)
             last = keys[-1]
+            if is_known and splits is not None and len(page) >= LISTED_AT_ONCE:
+                yield from self._list_parts(prefix, [last, *(it for it in splits() if self._order.is_behind(it, last))], after)
+                return
+
+    def _list_parts(self, prefix: str, begins: Sequence[str], after: str | None) -> Iterator[ObjectInfo]:
+        """Yield the objects behind the first of `begins`, and again from the beginning if the order proves to be another.
+
+        Raises:
+            OSError: If the server loses objects between two pages.
+
+        """
+        parts = for_each(zip(begins, (*begins[1:], None), strict=True), lambda ends: self._part(prefix, *ends))
+        self._check_pages(prefix)
+        for part in parts:
+            yield from (info for info in part if after is None or info.key > after)
+        if not self._order.is_known:
+            yield from self.list(prefix, after)
+
+    def _part(self, prefix: str, begin: str, end: str | None) -> Sequence[ObjectInfo]:
+        """Return the objects behind `begin` up to `end`, as long as the order is known."""
+        found: list[ObjectInfo] = []
+        last = begin
+        for page in self._pages(prefix, begin):
+            self._check_pages(prefix)
+            self._order.see(last, [info.key for info in page])
+            if not self._order.is_known:
+                break
+            last = page[-1].key
+            if end is not None and self._order.is_behind(last, end):
+                found += [info for info in page if not self._order.is_behind(info.key, end)]
+                break
+            found += page
+        return found
 
     def _check_pages(self, prefix: str) -> None:
         """Raise OSError unless a page continues where the one before ended.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.local import LocalStorage
-from prefect_torch.ckpt.storage.protocol import ObjectInfo, Transfer
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
 from .late_uploads import LateUploads
 from .transport import Transport
@@ -73,9 +73,10 @@ class SyncedStorage(LocalStorage):
         """Yield the names of the directories directly below `prefix`, without that of uploads."""
         yield from (name for name in super().folders(prefix) if prefix or name != FOLDER)
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
         """Yield the files below `prefix`, without those of uploads that are under way."""
-        yield from (info for info in super().list(prefix, after=after) if not info.key.startswith(f"{FOLDER}/"))
+        found = super().list(prefix, after=after, splits=splits)
+        yield from (info for info in found if not info.key.startswith(f"{FOLDER}/"))
 
     def reopened(self) -> "SyncedStorage":
         """Return this directory, read from the disk."""

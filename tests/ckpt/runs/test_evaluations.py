@@ -142,7 +142,7 @@ def test_an_evaluation_stays_though_a_listing_lags_behind_its_manifest(tmp_path,
     store.attach_metrics(first, {"accuracy": 1})
 
     class Lagging(WrappedStorage):
-        def list(self, prefix, *, after=None):
+        def list(self, prefix, *, after=None, splits=None):
             return (info for info in self.inner.list(prefix, after=after) if info.key != store.layout.manifest(first))
 
     collect_garbage(open_run(Lagging(store.storage)), grace_s=0)

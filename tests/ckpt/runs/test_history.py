@@ -152,7 +152,7 @@ class Merging(FaultyStorage):
 
     writer: HistoryWriter
 
-    def list(self, prefix, *, after=None):
+    def list(self, prefix, *, after=None, splits=None):
         listed = list(self.inner.list(prefix, after=after))
         if prefix == "run/metrics/" and not self.operations:
             self.operations.append(("list", prefix))

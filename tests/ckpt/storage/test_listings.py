@@ -1,5 +1,6 @@
 """Nothing depends on the order of listings, and one that lags behind never deletes, hides or ends in a riddle."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store.listing import BucketListing
-from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.deployments.command_line.runs.run_summaries import summarize_runs
 
@@ -118,8 +119,8 @@ def listing_of(server, *, is_documented=False):
     return BucketListing("s3://bucket", server.pages, lambda _: True, is_documented=is_documented)
 
 
-def listed(listing, after=None):
-    return sorted({info.key for info in listing.list("m/", after)})
+def listed(listing, after=None, splits=None):
+    return sorted({info.key for info in listing.list("m/", after, splits)})
 
 
 @pytest.mark.parametrize("kind", ["keys", "folders"])
@@ -164,6 +165,86 @@ def test_an_order_that_turns_out_to_be_none_is_not_relied_on_any_more(is_documen
     assert listed(listing, "m/0240") == behind(2400)
     server.become("shuffled")
     assert listed(listing, "m/0240") == behind(2400)
+
+
+SPLITS = ["m/0020", "m/0060", "m/0100", "m/0140", "m/0180", "m/0220", "m/9"]
+
+
+@pytest.mark.parametrize("kind", ["keys", "folders"])
+@pytest.mark.parametrize("after", [None, "m/0030", "m/0240"])
+def test_a_long_listing_is_divided_and_each_object_comes_once(kind, after):
+    listing = listing_of(Server(KEYS, kind))
+    infos = [info.key for info in listing.list("m/", after, lambda: SPLITS)]
+    assert sorted(infos) == (KEYS if after is None else behind(int(after[2:]) * 10))
+    assert len(infos) == len(set(infos))
+
+
+def test_the_parts_of_a_listing_are_requested_concurrently():
+    server = Server(KEYS, "keys")
+    at_once = threading.Barrier(len(SPLITS))  # the last one, behind all keys, and the first, of 200 behind the first page
+
+    def pages(prefix, after):
+        if after is not None:
+            at_once.wait(20)
+        yield from server.pages(prefix, after)
+
+    assert listed(BucketListing("s3://bucket", pages, lambda _: True, is_documented=True), None, lambda: SPLITS) == KEYS
+    assert not at_once.broken
+
+
+def test_a_short_listing_asks_for_no_splits():
+    assert listed(listing_of(Server(KEYS[:999], "keys")), splits=lambda: pytest.fail("asked")) == KEYS[:999]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "shuffled, ignores after"])
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("is_documented", [False, True])
+def test_a_server_without_an_order_hides_nothing_from_parts(kind, seed, is_documented):
+    listing = listing_of(Server(KEYS, kind, seed), is_documented=is_documented)
+    for _ in range(2):
+        assert listed(listing, splits=lambda: SPLITS) == KEYS
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "shuffled, ignores after"])
+@pytest.mark.parametrize("seed", range(20))
+def test_an_order_that_ends_within_parts_is_not_relied_on(kind, seed):
+    """The server changes its order after the first page, when the parts are about to be listed."""
+    server = Server(KEYS, "keys", seed)
+
+    def splits():
+        server.become(kind)
+        return SPLITS
+
+    assert listed(listing_of(server, is_documented=True), None, splits) == KEYS
+
+
+@pytest.mark.parametrize("first", range(5))
+def test_a_server_that_loses_objects_between_two_pages_is_told_when_parts_are_listed(first):
+    """It lists by names and goes on by keys, and its first page ends between the evaluation and its manifest or does not."""
+    keys = KEYS[2 * first :] + [f"m/{number:05d}/more.json" for number in range(first)]
+    by_names = sorted(keys, key=lambda key: key.split("/"))
+
+    def pages(prefix, after):
+        while page := [key for key in by_names if after is None or key > after][:1000]:
+            after = page[-1]
+            yield [ObjectInfo(key, 1, 0.0) for key in page]
+
+    listing = BucketListing("s3://bucket", pages, lambda key: key in by_names, is_documented=False)
+    with pytest.raises(OSError, match="loses objects"):
+        listed(listing, None, lambda: SPLITS)
+
+
+def test_an_error_of_one_part_is_that_of_the_listing():
+    server = Server(KEYS, "keys")
+
+    def pages(prefix, after):
+        if after == SPLITS[3]:
+            raise TimeoutError("no answer")
+        yield from server.pages(prefix, after)
+
+    listing = BucketListing("s3://bucket", pages, lambda _: True, is_documented=True)
+    with pytest.raises(TimeoutError, match="no answer"):
+        listed(listing, None, lambda: SPLITS)
 
 
 def test_a_listing_that_breaks_off_is_begun_anew_and_tells_all():

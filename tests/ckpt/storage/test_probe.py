@@ -97,7 +97,7 @@ class Forgetful(LocalStorage):
         self._wrong = wrong
         self._first = []
 
-    def list(self, prefix, *, after=None):
+    def list(self, prefix, *, after=None, splits=None):
         if self._wrong == "fresh":
             self._first = self._first or list(super().list(prefix))
             return iter(self._first)

@@ -190,7 +190,7 @@ class BrokenListings(FaultyStorage):
         self.lengths = list(lengths)
         self.begun_after = []
 
-    def list(self, prefix, *, after=None):
+    def list(self, prefix, *, after=None, splits=None):
         self.begun_after.append(after)
         left = self.lengths.pop(0) if self.lengths else None
         for number, info in enumerate(self.inner.list(prefix, after=after)):
