@@ -65,6 +65,8 @@ def ray_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
         "--disable-usage-stats",
         f"--node-ip-address={LOOPBACK}",
         "--object-store-memory=80000000",
+        "--min-worker-port=0",  # else its workers own 10002 to 19999, and the chosen port may be one of them
+        "--max-worker-port=0",
     ]
     head = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
     ray = str(BIN / "ray")
