@@ -222,7 +222,7 @@ def proxy() -> Iterator[Proxy]:
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_an_end_while_the_api_refuses_is_told_when_it_is_back(proxy, raises):
-    """With one retry of Prefect's own, after 2.4 s at most: what nobody holds back is lost, an answer of a busy SQLite is not."""
+    """One retry of Prefect's own ends after 2.4 s: what nobody holds back is lost, but not for an answer of a busy SQLite."""
     told = []
 
     @flow
