@@ -8,6 +8,7 @@ would lose.
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import logging
 import math
 import warnings
@@ -81,11 +82,15 @@ def check_search(search: SearchConfig, space: Nested) -> None:
     """Raise unless what is searched and how fit each other.
 
     Raises:
-        ValueError: If the sampler does not fit the space or the metrics, or an initial point is not in the space.
+        ValueError: If the sampler does not fit the space or the metrics, if an import path leads to no sampler or pruner, or if
+            an initial point is not in the space.
         ImportError: If the sampler needs a package that is not installed.
 
     """
-    check_sampler(search, space)
+    if ":" in (name := check_sampler(search, space)):
+        _imported_sampler(name)(0)
+    if search.pruner is not None:
+        OptunaPruning(search.pruner)
     _initial_points(search, space)
 
 
@@ -157,13 +162,15 @@ class Study:
         logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it tells of each study that it makes
         by_rung = search.scheduler in _WITH_RUNGS and name in _MODELS and len(search.metrics) == 1
         self._storage = study_storage(self._log, by_rung=by_rung)
-        self._study = optuna.create_study(
-            storage=self._storage,
-            study_name=NAME,
-            directions=["minimize" if mode == "min" else "maximize" for mode in search.modes],
-            load_if_exists=True,
-            sampler=self._make_sampler(seed),
-        )
+        if self._log.operations:
+            self._study = optuna.load_study(storage=self._storage, study_name=NAME, sampler=self._make_sampler(seed))
+        else:
+            self._study = optuna.create_study(
+                storage=self._storage,
+                study_name=NAME,
+                directions=["minimize" if mode == "min" else "maximize" for mode in search.modes],
+                sampler=self._make_sampler(seed),
+            )
 
     def take_operations(self) -> list[Operation]:
         """Return the operations since the last call, which are to be recorded with what they belong to."""
@@ -336,9 +343,10 @@ def _imported_sampler(name: str) -> "Callable[[int], optuna.samplers.BaseSampler
     from optuna.samplers import BaseSampler  # noqa: PLC0415 - an extra
 
     make = _imported("sampler", name)
+    has_seed = _has_seed(make)
 
     def sampler(seed: int) -> BaseSampler:
-        made = make(seed)
+        made = make(seed=seed) if has_seed else make(seed)
         if not isinstance(made, BaseSampler):
             raise ValueError(  # noqa: TRY004 - one error
                 f"sampler={name!r} returned a {type(made).__name__}: return an Optuna sampler for the seed that it is given"
@@ -346,6 +354,14 @@ def _imported_sampler(name: str) -> "Callable[[int], optuna.samplers.BaseSampler
         return made
 
     return sampler
+
+
+def _has_seed(make: Callable[..., Any]) -> bool:
+    """Return whether a parameter is named `seed`: of most of Optuna's own samplers, it is not the first."""
+    try:
+        return "seed" in inspect.signature(make).parameters
+    except (TypeError, ValueError):  # no function, or a built-in one
+        return False
 
 
 def _imported(what: str, name: str) -> Callable[..., Any]:

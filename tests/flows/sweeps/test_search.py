@@ -1,6 +1,7 @@
 """Searches of simulated trials."""
 
 import importlib.util
+import logging
 import math
 
 import pytest
@@ -91,6 +92,27 @@ def test_a_sampler_of_ones_own_by_its_import_path_and_conditional_domains_of_two
             search.end(trial.number, TrialEnd("completed", None, {"loss": trial.config["x"], "size": size}))
         assert {trial.state for trial in search.trials.values()} == {"completed"}
         assert len(search.trials) == 60
+
+
+@pytest.mark.parametrize("sampler", ["TPESampler", "GPSampler", "NSGAIISampler", "RandomSampler"])
+def test_a_sampler_of_optunas_by_its_import_path_gets_the_seed(sampler):
+    suggested = []
+    for _ in range(2):
+        search = Search(configured(sampler=f"optuna.samplers:{sampler}"), parse_space(SPACE), 0, [], [].append, "sweep")
+        suggested.append([search.next_trial().config for _ in range(3)])
+    assert suggested[0] == suggested[1]
+
+
+def test_optuna_logs_nothing_of_a_study_that_goes_on(caplog):
+    entries = []
+    Search(configured(), parse_space(SPACE), 0, [], entries.append, "sweep").next_trial()
+    events = [decode_event(entry, "the journal") for entry in entries]
+    logger = logging.getLogger("optuna")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, "optuna"):
+        assert Search(configured(), parse_space(SPACE), 0, events, entries.append, "sweep").next_trial().number == 1
+    logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def follow_schedule(state, config, step):
