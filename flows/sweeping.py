@@ -12,7 +12,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
-from prefect_torch.flows.sweeps.definition import define, settle_definition
+from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
 from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, history_of
 from prefect_torch.flows.sweeps.journal import Journal, read_journal
 from prefect_torch.flows.sweeps.search import Search
@@ -149,14 +149,10 @@ def sweep(
         failure,
     )
     led = Run.open(storage, run_config.name or name_of_flow_run())
-    claimed = _claim(led, storage, run_config)
-    is_fresh = run_config.resume == "never"
-    definition = settle_definition(
-        led, define(function, space, training.config, search), has_seed=search.seed is not None, is_fresh=is_fresh
-    )
+    is_fresh, given = run_config.resume == "never", define(function, space, training.config, search)
+    claimed = _claim(led, storage, run_config, given)
+    definition = settle_definition(led, given, has_seed=search.seed is not None, is_fresh=is_fresh)
     entries = read_journal(led)
-    if run_config.resume == "must" and not entries:
-        raise CheckpointNotFoundError(f"there is no sweep {led.name!r} in {led.storage.url}, and resume='must' asks for one")
     where = f"the journal of sweep {led.name!r}"
     events = [event for entry in entries if (event := decode_event(entry, where)) is not None and not is_fresh]
     journal = Journal(led, claimed.number, len(entries))
@@ -267,7 +263,7 @@ def _delete_excess(search: Search, trials: TrialRuns, storage: StorageSpec) -> N
             search.record_deleted(number, run)
 
 
-def _claim(run: Run, storage: StorageSpec, run_config: RunConfig) -> Attempt:
+def _claim(run: Run, storage: StorageSpec, run_config: RunConfig, given: Definition) -> Attempt:
     owner = Owner.current(flow_run.id)
 
     def claim_after(_: Attempt | None) -> Attempt:
@@ -275,9 +271,16 @@ def _claim(run: Run, storage: StorageSpec, run_config: RunConfig) -> Attempt:
 
     with unusable_storage_explained(run_config.storage, run.storage.url):
         download_run(storage, run.name)
+        if run_config.resume != "never":  # a sweep that is refused stays as it is
+            _refuse_other(run, given, must_exist=run_config.resume == "must")
         if run_config.takeover:
             return claim_after(None)
         return claim_unless_led(run, lambda attempt: _refuse_if_alive(run, attempt), claim_after)
+
+
+def _refuse_other(run: Run, given: Definition, *, must_exist: bool) -> None:
+    if find_definition(run, given) is None and must_exist:
+        raise CheckpointNotFoundError(f"there is no sweep {run.name!r} in {run.storage.url}, and resume='must' asks for one")
 
 
 def _refuse_if_alive(run: Run, previous: Attempt) -> None:

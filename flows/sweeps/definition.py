@@ -59,6 +59,27 @@ def read_definition(run: Run) -> Definition | None:
     return run.get_record(Definition, key_of(run.name), _WHAT)
 
 
+def find_definition(run: Run, given: Definition) -> Definition | None:
+    """Return the definition that a sweep goes on with; None if there is no such sweep.
+
+    Args:
+        run: The sweep.
+        given: What its caller asks for.
+
+    Raises:
+        ValueError: If it searches something else than before.
+
+    """
+    known = read_definition(run)
+    for name in () if known is None else ("space", "metrics", "modes"):
+        if getattr(known, name) != getattr(given, name):
+            raise ValueError(
+                f"sweep {run.name!r} in {run.storage.url} has {name}={getattr(known, name)!r}, and this one "
+                f"{getattr(given, name)!r}: give it another name, or resume='never' to begin it again"
+            )
+    return known
+
+
 def settle_definition(run: Run, given: Definition, *, has_seed: bool, is_fresh: bool) -> Definition:
     """Return the definition that the sweep goes on with, stored if it is new or changed.
 
@@ -72,15 +93,9 @@ def settle_definition(run: Run, given: Definition, *, has_seed: bool, is_fresh: 
         ValueError: If it searches something else than before.
 
     """
-    known = None if is_fresh else read_definition(run)
+    known = None if is_fresh else find_definition(run, given)
     settled = given
     if known is not None:
-        for name in ("space", "metrics", "modes"):
-            if getattr(known, name) != getattr(given, name):
-                raise ValueError(
-                    f"sweep {run.name!r} in {run.storage.url} has {name}={getattr(known, name)!r}, and this one "
-                    f"{getattr(given, name)!r}: give it another name, or resume='never' to begin it again"
-                )
         seed = given.seed if has_seed else known.seed
         settled = replace(given, seed=seed, created_at=known.created_at)
     if settled != known:

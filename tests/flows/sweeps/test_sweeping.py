@@ -10,11 +10,12 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect_servers import wait_until
-from prefect_torch.ckpt import CheckpointStore, Manifest
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
 from prefect_torch.ckpt.runs.attempts import list_attempts
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.flows import RunConfig, SearchConfig, SweepResult, grid, sweep, uniform
 from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
 from prefect_torch.flows.trial_runs import undecided
@@ -109,6 +110,7 @@ def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run):
     assert result.best.metrics == {"loss": 6}
     with pytest.raises(ValueError, match=r"has space=.* give it another name, or resume='never'"):
         sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=SearchConfig(metric="loss"), run=run)
+    assert read_standing(Run.open(run.storage, run.name)).state == "completed"  # as before
 
 
 WRONG = [
@@ -118,6 +120,8 @@ WRONG = [
     ({"lr": grid([1])}, {"sampler": "tpe"}, "the space has a grid"),
     ({"lr": uniform(0, 1)}, {"initial_points": [{"lr": 1}, {"rate": 1}]}, r"initial_points\[1\]: rate is not in the space"),
     ({"lr": uniform(0, 1)}, {"initial_points": [{"lr": 5}]}, r"initial_points\[0\]: lr=5 is no number from 0.0 to 1.0"),
+    ({"lr": uniform(0, 1)}, {"sampler": "optuna.samplers:NoSampler"}, "sampler='optuna.samplers:NoSampler' cannot be imported"),
+    ({"lr": uniform(0, 1)}, {"scheduler": "pruner", "pruner": "builtins:dict"}, "pruner='builtins:dict' returned a dict"),
 ]
 
 
@@ -125,6 +129,13 @@ WRONG = [
 def test_a_sweep_that_cannot_be_is_refused_before_anything_is_stored(run, tmp_path, space, changes, problem):
     with pytest.raises(ValueError, match=problem):
         sweep("sweep_trainings:climb", space, search=search(**changes), run=run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_that_must_exist_and_does_not_stores_nothing(run, tmp_path):
+    must = run.model_copy(update={"resume": "must"})
+    with pytest.raises(CheckpointNotFoundError, match=r"there is no sweep 'digits' in .*resume='must' asks for one"):
+        sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, search=search(), run=must)
     assert list(tmp_path.iterdir()) == []
 
 
