@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Annotated, Any
 
-import cloudpickle
 from prefect_torch.ckpt.storage.synced.transport import FUNCTION, PLACEHOLDERS, Transport, pickled_function
+from prefect_torch.tasks.rank.code_pickle import dump
 from pydantic import Field, PlainSerializer, field_validator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -71,4 +71,4 @@ class SyncConfig(FormModel):
 
 
 def _text(way: str | Callable[[str, str], Any]) -> str:
-    return way if isinstance(way, str) else pickled_function(cloudpickle.dumps(way))
+    return way if isinstance(way, str) else pickled_function(dump(way))

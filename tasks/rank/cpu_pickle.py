@@ -4,7 +4,7 @@ import io
 import sys
 from typing import Any
 
-import cloudpickle
+from .code_pickle import CodePickler
 
 
 def dump_on_cpu(value: object) -> bytes:
@@ -14,7 +14,7 @@ def dump_on_cpu(value: object) -> bytes:
     return buffer.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+class _Pickler(CodePickler):
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")  # no module, no tensor
         if torch is not None:

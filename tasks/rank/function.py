@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 
+from .code_pickle import dump
+
 TrainFunction: TypeAlias = Callable[..., Any]
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _REFERENCE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)", re.ASCII)
@@ -238,7 +240,7 @@ def _dump(function: TrainFunction | None, config: dict[str, Any] | None, name: s
     if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
-        payload: bytes = cloudpickle.dumps((function, config))
+        payload = dump((function, config))
     except Exception as exc:
         raise TypeError(
             f"train_fn {name} and its config cannot travel to the ranks: {exc}. "

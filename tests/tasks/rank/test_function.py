@@ -1,5 +1,6 @@
 import functools
 import gc
+import inspect
 import os
 import pickle
 import subprocess
@@ -45,6 +46,18 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", ["user_training", "user_training.py", "./user_training.py"])
 def test_a_reference_is_found_in_the_working_folder(folder, place, name):
     assert in_a_new_interpreter(pack_function(f"{place}:{name}", {"a": 1})) == "('beside', {'a': 1})"
+
+
+def test_a_function_that_travels_by_value_keeps_the_file_of_its_code():
+    """Tracebacks show its lines, `inspect` its source."""
+
+    def train_fn(config):
+        return [lambda: config["a"], train_fn.__code__.co_filename]
+
+    function, _ = unpack_function(pack_function(train_fn, {"a": 1}))
+    inner, file = function({})
+    assert {file, inner.__code__.co_filename, function.__code__.co_filename} == {__file__}
+    assert inspect.getsource(function) == inspect.getsource(train_fn)
 
 
 def test_a_file_named_as_a_standard_module_replaces_it_for_nobody(folder):
