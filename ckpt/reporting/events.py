@@ -5,11 +5,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.ckpt.runs.metrics import Metrics, from_json, to_json
+from prefect_torch.ckpt.runs.metrics import Metrics, parse_json, to_json
+from prefect_torch.ckpt.runs.records import fields_of
 
 from .key_value import KeyValue
 
@@ -17,6 +18,7 @@ _MOST_AT_ONCE = 64  # events that one request reads: some 20 KB
 _SLOTS = 4096  # events that may wait for a leader that is stopped, or busy
 _RECEIVED = "events received"
 _POLL_S = 0.01
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,10 @@ class EventSender:
 
     def send(self, event: Sent) -> None:
         """Send `event` to the leader, without waiting for it, unless thousands of events wait."""
-        body = to_json({"type": type(event).__name__, **asdict(event)})
+        body = _encode(event)
         with self._one_sender:
             self._wait_for_slot()
-            self._key_value.set(_slot(self._sent), json.dumps(body).encode())
+            self._key_value.set(_slot(self._sent), body)
             self._sent += 1
 
     def _wait_for_slot(self) -> None:
@@ -143,8 +145,15 @@ def _slot(number: int) -> str:
     return f"event/{number % _SLOTS}"
 
 
+def _encode(event: Sent) -> bytes:
+    fields = fields_of(event)
+    if isinstance(event, ReportEvent):
+        fields["record"] = fields_of(event.record)
+    return _ENCODER.encode(to_json({"type": type(event).__name__, **fields})).encode()
+
+
 def _decode(value: bytes) -> Sent:
-    fields = from_json(json.loads(value))
+    fields = parse_json(value.decode())
     assert isinstance(fields, dict)
     kind = fields.pop("type")
     if kind == CommitEvent.__name__:

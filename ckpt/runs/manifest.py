@@ -12,7 +12,7 @@ from prefect_torch.ckpt.storage.keys import check_key
 
 from .metrics import Metrics, to_json
 from .record_fields import Count, Within
-from .records import FORMAT_VERSION, decode, seal, unseal
+from .records import FORMAT_VERSION, decode, fields_of, seal, unseal
 
 _WHAT = "a manifest"
 MAX_STEP = 10**8 - 1
@@ -123,13 +123,13 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return strict JSON that carries its own digest: the committed record, without metrics attached since."""
-        body = {  # asdict() would take a fifth of the time of a report of very many files
+        body = {
             "format": FORMAT_VERSION,
             "id": self.id,
             "step": self.step,
             "attempt": self.attempt,
             "metrics": to_json(self.reported),
-            "files": [{"path": it.path, "bytes": it.bytes, "digest": it.digest, "rank": it.rank} for it in self.files],
+            "files": [fields_of(it) for it in self.files],
             "world_size": self.world_size,
             "parent": self.parent,
             "created_at": self.created_at.isoformat(),

@@ -1,5 +1,6 @@
 """Metrics as ranks report them: plain numbers, text and nested dicts, safe to write as strict JSON."""
 
+import json
 import math
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ _MAX_DEPTH = 32
 # Strict JSON has no NaN and no infinities; readers in other languages reject Python's bare words for them.
 _NON_FINITE = "__float__"
 _NON_FINITE_TEXTS = ("nan", "inf", "-inf")
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 
 
 def clean_metrics(metrics: Mapping[str, object], *, read: bool = True) -> Metrics:
@@ -125,12 +127,14 @@ def to_json(value: object) -> object:
 
     A dict with the form of the tag, which metadata may hold, has its value in a list, so that `from_json` recognizes it.
     """
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_NON_FINITE: repr(value)}
+    if type(value) in _AS_THEY_ARE:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_NON_FINITE: repr(value)}
     if isinstance(value, Mapping):
-        if value.keys() == {_NON_FINITE}:
+        if len(value) == 1 and _NON_FINITE in value:
             return {_NON_FINITE: [to_json(value[_NON_FINITE])]}
-        return {key: to_json(item) for key, item in value.items()}
+        return {key: item if type(item) in _AS_THEY_ARE else to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     return value
@@ -144,17 +148,32 @@ def from_json(value: object) -> object:
 
     """
     if isinstance(value, dict):
-        if value.keys() == {_NON_FINITE}:
-            return _tagged(value[_NON_FINITE])
-        return {key: from_json(item) for key, item in value.items()}
+        return _untagged({key: from_json(item) for key, item in value.items()})
     if isinstance(value, list):
         return [from_json(item) for item in value]
     return value
 
 
-def _tagged(tagged: object) -> object:
+def parse_json(text: str) -> object:
+    """Return what `from_json` does of the JSON in `text`, in one pass.
+
+    Raises:
+        ValueError: If `text` is no JSON, or has a tag that `to_json` does not write.
+
+    """
+    return _DECODER.decode(text)
+
+
+def _untagged(fields: dict[str, object]) -> object:
+    """Return `fields`, or the value that they are the tag of."""
+    if len(fields) != 1 or _NON_FINITE not in fields:
+        return fields
+    tagged = fields[_NON_FINITE]
     if isinstance(tagged, list) and len(tagged) == 1:
-        return {_NON_FINITE: from_json(tagged[0])}
+        return {_NON_FINITE: tagged[0]}
     if isinstance(tagged, str) and tagged in _NON_FINITE_TEXTS:
         return float(tagged)
     raise ValueError(f"{reprlib.repr(tagged)} is no float that JSON cannot hold")
+
+
+_DECODER = json.JSONDecoder(object_hook=_untagged)

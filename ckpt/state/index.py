@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError
 from prefect_torch.ckpt.runs.record_fields import Count
-from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, parse
+from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, fields_of, parse
 from prefect_torch.ckpt.storage.keys import check_key
 
 from .plan import Step
@@ -235,11 +235,6 @@ class StateIndex:
             _check_apart(name, tensor.chunks)
         for name, value in self.values.items():
             _check_inside(name, value.file, value.start, value.bytes, file_bytes)
-
-
-def fields_of(entry: object) -> dict[str, Any]:
-    """Return a dataclass's fields; `asdict` copies deeply and takes twenty times as long, while a training may wait."""
-    return {name: getattr(entry, name) for name in type(entry).__slots__}  # type: ignore[attr-defined]  # slotted dataclasses
 
 
 def _check_inside(name: str, file: str, start: int, size: int, file_bytes: Mapping[str, int]) -> None:
