@@ -55,7 +55,7 @@ def lead_training(
     Args:
         job: The training.
         seat: The GPUs of its ranks, which are released at the end.
-        machines: The machines of its ranks; None for this one.
+        machines: The machines of its ranks, which are given back at the end; None for this one.
         termination: Whether the flow run is being terminated.
         observers: They are notified of every event of the training.
 
@@ -91,4 +91,6 @@ def lead_training(
             raise
         finally:
             seat.release()
+            if machines is not None:
+                machines.close()
             notified.close()

@@ -119,6 +119,8 @@ def _run(
             metrics = _run_ranks(job, checkpoint, termination, seat, lease, logs)
     finally:
         seat.release()
+        if machines is not None:
+            machines.close()
     if metrics is None:
         raise ValueError(f"{job.function.name} ended without metrics on rank 0: return a dict of them")
     return dict(metrics)

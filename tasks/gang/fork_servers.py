@@ -18,13 +18,14 @@ from pathlib import Path
 
 from prefect_torch.tasks.rank.starting.fork_server import FORKED, READY, Descriptors
 
+RANK_PROGRAM = "prefect_torch.tasks.rank.main"  # what is forked
 # Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.
 RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
 # No library reads these when it is imported: those of a rank, the GPUs that an initialized driver shows, NCCL's flight
-# recorder, Prefect's, and what pytest changes with each test.
+# recorder, those of clouds, Prefect's, and what pytest changes with each test.
 _NOT_READ_AT_IMPORT = re.compile(
     r"((LOCAL_|GROUP_|NODE_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_\w+"
-    r"|[A-Z]+_VISIBLE_DEVICES|ZE_AFFINITY_MASK|TORCH_NCCL_\w+|TORCH_FR_\w+|PREFECT_\w+|PYTEST_\w+)"
+    r"|[A-Z]+_VISIBLE_DEVICES|ZE_AFFINITY_MASK|TORCH_NCCL_\w+|TORCH_FR_\w+|(AWS|AZURE|GCS|GOOGLE|PREFECT|PYTEST)_\w+)"
 )
 # What a process inherits beside its environment: limits, the user's rights, the CPUs, ignored signals.
 _INHERITED = re.compile(

@@ -12,7 +12,7 @@ from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
 from .flight_recorder import FlightRecorder
-from .fork_servers import FORK_SERVERS, python_command
+from .fork_servers import FORK_SERVERS, RANK_PROGRAM, python_command
 from .process import ProcessExit, RankProcess
 from .rank_exit import result_of_exit
 
@@ -35,7 +35,7 @@ class LocalRank:
         self._recorder = FlightRecorder(spec.rank) if spec.records_collectives else None
         environment = {**_environment(spec), **({} if self._recorder is None else self._recorder.environment)}
         self._process = RankProcess(
-            python_command("prefect_torch.tasks.rank.main"),
+            python_command(RANK_PROGRAM),
             environment,
             cloudpickle.dumps(spec),
             spec.gpu_locks[spec.local_rank : spec.local_rank + 1],

@@ -23,17 +23,23 @@ def agents() -> list[psutil.Process]:
 
 
 def test_a_rank_its_guard_and_an_agent_are_killed_one_after_the_other(tmp_path):
-    """The two ranks go on each time; without an agent, on the machine that is left. No process outlives what started it."""
+    """The two ranks go on each time; without an agent, on the machine that is left. No process outlives what started it.
+
+    After one failure the ranks are forked again by the servers that are there; after two, the machines are asked for again.
+    """
+    servers = []
 
     def disturb():
         for attempt, victim in enumerate(("rank", "guard", "agent"), 1):
             wait_until((tmp_path / f"{attempt}-{attempt}").exists, f"epoch {attempt} of attempt {attempt}")
             agent = agents()[0]
-            (guard,) = agent.children()
+            (server,) = agent.children()
+            (guard,) = server.children()
             (rank,) = guard.children()
+            servers.append(server.pid)
             {"rank": rank, "guard": guard, "agent": agent}[victim].kill()
-            psutil.wait_procs([agent, guard, rank], 30)
-            assert not any(process.is_running() for process in (agent, guard, rank))
+            ended = [guard, rank] if attempt == 1 else [agent, server, guard, rank]
+            assert not psutil.wait_procs(ended, 30)[1]
 
     config = {"epochs": 5, "told": str(tmp_path), "waits": dict.fromkeys(("1-1", "2-2", "3-3"), "never")}
     cluster = Hosts(["a", "b"], command="exec {agent}", ranks_per_host=1, leader_address="127.0.0.1", wait_s=0)
@@ -50,4 +56,5 @@ def test_a_rank_its_guard_and_an_agent_are_killed_one_after_the_other(tmp_path):
     assert [attempt.world_size for attempt in list_attempts(store)] == [2, 2, 2, 1]
     assert [(it.ending, it.kind) for it in read_outcomes(store)] == [("failed", "infrastructure")] * 3 + [("completed", None)]
     assert_task_runs_of_ranks_are_final(run.storage)
+    assert servers[0] == servers[1] != servers[2]
     assert not agents()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -178,19 +179,23 @@ def test_machines_that_are_taken_away_leave_a_smaller_training(hosts, run, told,
     ]
 
 
-def start_flow(hosts, run, told, waits_for, **options):
-    """Train on hosts a and b in a process of its own, which waits in its second epoch."""
+@contextmanager
+def started_flow(hosts, run, told, waits_for, **options):
+    """Train on hosts a and b in a process of its own, which waits in its second epoch; it ends with the context."""
     config = {"epochs": 6, "told": str(told), "waits": {"1-1": waits_for}}
     scaling = {"num_workers": 2, "use_gpu": False, "cluster": cluster(hosts, "a", "b").model_dump(mode="json")}
     arguments = [run.storage, "machine_trainings:train_exactly", *map(json.dumps, (config, scaling, {}))]
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "PREFECT_API_URL": PREFECT_API_URL.value()}
-    flow = subprocess.Popen([sys.executable, SUPPORT / "run_on_gpus.py", *arguments], env=environment, **options)
-    wait_for(lambda: (told / "1-1").exists() or flow.poll() is not None)
-    return flow
+    with subprocess.Popen([sys.executable, SUPPORT / "run_on_gpus.py", *arguments], env=environment, **options) as flow:
+        try:
+            wait_for(lambda: (told / "1-1").exists() or flow.poll() is not None)
+            yield flow
+        finally:
+            flow.kill()
 
 
 def test_a_leader_that_is_stopped_for_15_s_loses_no_machine_and_no_line(hosts, run, told, undisturbed, tmp_path):
-    with (tmp_path / "output").open("wb") as output, start_flow(hosts, run, told, "go", stdout=output, stderr=output) as flow:
+    with (tmp_path / "output").open("wb") as output, started_flow(hosts, run, told, "go", stdout=output, stderr=output) as flow:
         flow.send_signal(signal.SIGSTOP)
         time.sleep(15)
         flow.send_signal(signal.SIGCONT)
@@ -207,7 +212,7 @@ def test_a_leader_that_is_stopped_for_15_s_loses_no_machine_and_no_line(hosts, r
 
 
 def test_a_flow_that_is_killed_leaves_nothing_on_any_host(hosts, run, told):
-    with start_flow(hosts, run, told, "never") as flow:
-        assert all(len(hosts.find(host, "rank.main")) == 2 for host in ("a", "b"))  # with its guard
+    with started_flow(hosts, run, told, "never") as flow:
+        assert all(hosts.find(host, name) for host in ("a", "b") for name in ("rank.main", "guard.py", "fork_server"))
         flow.kill()
     wait_for(lambda: not any(map(hosts.processes, hosts.names)), 10)

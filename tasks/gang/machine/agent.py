@@ -3,8 +3,9 @@
     python -m prefect_torch.tasks.gang.machine.agent HOST:PORT [--name NAME] [--slots N] [--gpus]
 
 The key is in PREFECT_TORCH_AGENT_KEY, or is the first line of stdin. The agent imports neither torch nor prefect, and unpickles
-nothing. It ends, and its ranks with it, when the leader says so, closes the connection, or is silent for 30 seconds. On SIGTERM
-it tells the leader, who lets the ranks of the attempt checkpoint.
+nothing; its fork server imports torch while other machines are awaited. It ends, and its ranks with it, when the leader says
+so, closes the connection, or is silent for 30 seconds. On SIGTERM it tells the leader, who lets the ranks of the attempt
+checkpoint.
 """
 
 import argparse
@@ -19,8 +20,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
-from prefect_torch.tasks.gang.fork_servers import python_command
+from prefect_torch.tasks.gang.fork_servers import FORK_SERVERS, RANK_PROGRAM, ForkServer, python_command
 from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
 
 from .interface import interface_of
@@ -35,7 +37,6 @@ _CONNECT_S = 20.0
 _SILENT_S = 30.0
 _POLL_S = 1.0
 _END_S = 10.0
-_PROGRAM_OF_RANKS = "prefect_torch.tasks.rank.main"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -113,6 +114,8 @@ class Agent:
                 if header["type"] == "refused":
                     print(header["reason"], file=sys.stderr)  # noqa: T201 - a program
                     returncode = 1
+                elif header["type"] == "prepare":
+                    self._fork_server(header, self._environment(header))
                 elif header["type"] == "start":
                     self._start(header, body)
                 else:
@@ -127,15 +130,26 @@ class Agent:
         return returncode
 
     def _start(self, header: Mapping[str, Any], spec: bytes) -> None:
-        kept = {name: value for name, value in os.environ.items() if name not in header["not_for_ranks"]}
-        if self._interface is not None:
-            kept = {**dict.fromkeys(_INTERFACES, self._interface), **kept}
         held: tuple[int, ...] = ()
         if self._seat is not None:
             self._seat.keep(header["local_world_size"])
-            kept.update(self._seat.environment)
             held = self._seat.locks[header["local_rank"] : header["local_rank"] + 1]
-        self._ranks[header["rank"]] = _Rank(self._link, header, {**kept, **header["environment"]}, spec, held)
+        environment = self._environment(header)
+        server = self._fork_server(header, environment) if header["program"] == RANK_PROGRAM else None
+        self._ranks[header["rank"]] = _Rank(self._link, header, environment, spec, held, server)
+
+    def _environment(self, header: Mapping[str, Any]) -> dict[str, str]:
+        """Return the whole environment of a rank."""
+        kept = {name: value for name, value in os.environ.items() if name not in header["not_for_ranks"]}
+        if self._interface is not None:
+            kept = {**dict.fromkeys(_INTERFACES, self._interface), **kept}
+        if self._seat is not None:
+            kept.update(self._seat.environment)
+        return {**default_threads(header["local_world_size"]), **kept, **header["environment"]}
+
+    def _fork_server(self, header: Mapping[str, Any], environment: Mapping[str, str]) -> ForkServer | None:
+        """Return the server that forks ranks with `environment`, without waiting for it; None if they are not forked."""
+        return FORK_SERVERS.find(environment) if header["forks_ranks"] else None
 
     def _send_heartbeats(self) -> None:
         """Beat, and close the connection when the leader no longer does."""
@@ -159,15 +173,20 @@ class _Rank:
     """One rank's process, and the thread that passes on its output."""
 
     def __init__(
-        self, link: Link, header: Mapping[str, Any], environment: dict[str, str], spec: bytes, held: Sequence[int]
+        self,
+        link: Link,
+        header: Mapping[str, Any],
+        environment: dict[str, str],
+        spec: bytes,
+        held: Sequence[int],
+        server: ForkServer | None,
     ) -> None:
         self._link = link
         self._number = header["rank"]
         self._recorder = FlightRecorder(self._number) if header["records_collectives"] else None
         self._oom_kills = count_oom_kills()
-        program = header.get("program", _PROGRAM_OF_RANKS)
         recorded = {} if self._recorder is None else self._recorder.environment
-        self._process = RankProcess(python_command(program), {**environment, **recorded}, spec, held)
+        self._process = RankProcess(python_command(header["program"]), {**environment, **recorded}, spec, held, server)
         self.thread = threading.Thread(target=self._supervise, daemon=True)
         self.thread.start()
 

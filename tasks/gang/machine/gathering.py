@@ -30,6 +30,7 @@ class Gathering:
     Args:
         cluster: The cluster.
         wanted: The ranks that need machines.
+        prepares: Whether ranks are going to be started on the machines, which prepare themselves for that as they come.
 
     Attributes:
         address: "HOST:PORT", where the leader waits for agents.
@@ -38,9 +39,9 @@ class Gathering:
 
     """
 
-    def __init__(self, cluster: Cluster, wanted: MachineRequest) -> None:
+    def __init__(self, cluster: Cluster, wanted: MachineRequest, *, prepares: bool) -> None:
         self.key = secrets.token_hex(32)
-        self._cluster, self._wanted = cluster, wanted
+        self._cluster, self._wanted, self._prepares = cluster, wanted, prepares
         self._expected: list[str] = []
         self._came: dict[str, RemoteMachine] = {}
         self._failed: dict[str, str] = {}
@@ -155,12 +156,21 @@ class Gathering:
                 self._came[machine.name] = machine
         if refusal is not None:
             machine.refuse(refusal)
+        elif self._prepares:
+            machine.prepare(self._wanted.most)
 
 
 @contextmanager
-def gather(cluster: Cluster, wanted: MachineRequest) -> Iterator[Gathering]:
-    """Ask a cluster for machines, and let them go at the end of the context."""
-    gathering = Gathering(cluster, wanted)
+def gather(cluster: Cluster, wanted: MachineRequest, *, prepares: bool = False) -> Iterator[Gathering]:
+    """Ask a cluster for machines, and let them go at the end of the context.
+
+    Args:
+        cluster: The cluster.
+        wanted: The ranks that need machines.
+        prepares: Whether ranks are going to be started on the machines, which prepare themselves for that as they come.
+
+    """
+    gathering = Gathering(cluster, wanted, prepares=prepares)
     try:
         with cluster.lend(wanted, gathering):
             try:

@@ -1,4 +1,4 @@
-"""The machines of a training: lent for each attempt, all that are needed or none; lost ones are avoided for a while."""
+"""The machines of a training: all that are needed or none, kept while ranks fail on them; lost ones are avoided for a while."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prefect import get_run_logger
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
-from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
+from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
 
 from .gathering import gather
 from .machine import RemoteMachine
@@ -16,6 +16,8 @@ from .regrowth import Regrowth
 _AVOID_S = 300.0
 _AGAIN_S = 5.0  # between two times that a cluster is asked
 _POLL_S = 0.05
+_MOST_FAULTS = 2
+_OF_THE_FUNCTION = {"user", "out_of_memory"}  # kinds of failures, which happen on any machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Lease:
 
 
 class Machines:
-    """The machines that a cluster lends to a training, from one attempt to the next.
+    """The machines that a cluster lends to a training, from one attempt to the next; `close` gives back what is kept.
 
     Args:
         cluster: The cluster.
@@ -56,10 +58,17 @@ class Machines:
         self._regrow_after_s = regrow_after_s
         self._fewest, self._most, self._use_gpu = fewest, most, use_gpu
         self._lost: dict[str, float] = {}
+        self._kept: tuple[ExitStack, Lease] | None = None  # between two attempts
+        self._num_faults = 0  # of the infrastructure, on the machines that are lent, in a row
 
     @contextmanager
     def lend(self, raise_if_requested: Callable[[], None]) -> Iterator[Lease]:
-        """Lend machines with room for the ranks, which are released at the end of the context.
+        """Lend machines with room for the ranks.
+
+        They are given back at the end of the context, unless that is the failure of a rank while all machines are there, with
+        as many ranks as there are at most: the next context then has the same ones, whose agents need neither to be started
+        again nor to import anything. After two failures of the infrastructure in a row, a machine may be the cause, and they
+        are given back as well.
 
         Args:
             raise_if_requested: Called again and again while this waits.
@@ -69,12 +78,25 @@ class Machines:
 
         """
         with ExitStack() as lent:
-            lease = self._wait_for(lent, raise_if_requested)
+            lease = self._lend_kept(lent)
+            if lease is None:
+                lease = self._wait_for(lent, raise_if_requested)
+                self._num_faults = 0
             try:
                 yield lease
+            except RankFailedError as exc:
+                if self._is_to_keep(lease, exc):
+                    self._kept = (lent.pop_all(), lease)
+                raise
             finally:
-                now_s = time.monotonic()
-                self._lost.update({each.name: now_s for each in lease.machines if each.lost or each.is_terminated})
+                self._record_losses(lease)
+
+    def close(self) -> None:
+        """Give back the machines that are kept between two attempts; harmless when there are none."""
+        if self._kept is not None:
+            held, _ = self._kept
+            self._kept = None
+            held.close()
 
     @contextmanager
     def look_for_more(self, lease: Lease) -> Iterator[Regrowth | None]:
@@ -93,6 +115,34 @@ class Machines:
             yield regrowth
         finally:
             regrowth.stop()
+
+    def _lend_kept(self, lent: ExitStack) -> Lease | None:
+        """Return the machines that were kept, if all of them are still there."""
+        if self._kept is None:
+            return None
+        held, lease = self._kept
+        if self._record_losses(lease):
+            self.close()
+            return None
+        self._kept = None
+        lent.push(held.pop_all())
+        return lease
+
+    def _is_to_keep(self, lease: Lease, failure: RankFailedError) -> bool:
+        if failure.kind in _OF_THE_FUNCTION:
+            self._num_faults = 0
+        elif failure.kind == "infrastructure":
+            self._num_faults += 1
+        else:  # no attempt follows, or a machine may be gone that nobody misses yet
+            return False
+        is_whole = sum(lease.num_ranks) == self._most and not self._record_losses(lease)
+        return is_whole and self._num_faults < _MOST_FAULTS
+
+    def _record_losses(self, lease: Lease) -> bool:
+        """Have the machines that are lost, or are going to be, avoided from now on, and return whether there is one."""
+        lost = [machine.name for machine in lease.machines if machine.lost or machine.is_terminated]
+        self._lost.update(dict.fromkeys(lost, time.monotonic()))
+        return bool(lost)
 
     def _lost_lately(self) -> frozenset[str]:
         return frozenset(name for name, lost_s in self._lost.items() if time.monotonic() - lost_s < _AVOID_S)
@@ -117,7 +167,7 @@ class Machines:
                 _sleep(_AGAIN_S, raise_if_requested)
 
     def _try(self, wanted: MachineRequest, tried: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
-        gathering = tried.enter_context(gather(self._cluster, wanted))
+        gathering = tried.enter_context(gather(self._cluster, wanted, prepares=True))
         machines = gathering.wait(raise_if_requested)
         num_ranks = _fill(machines, wanted.most)
         if sum(num_ranks) < wanted.fewest:

@@ -10,6 +10,8 @@ from typing import Any
 
 import cloudpickle
 from prefect_torch.ckpt import StorageSpec
+from prefect_torch.tasks.gang.fork_servers import RANK_PROGRAM
+from prefect_torch.tasks.options.settings import TorchSettings
 from prefect_torch.tasks.rank.spec import RankSpec
 
 from .link import HEARTBEAT_S, Link, LinkError
@@ -54,18 +56,27 @@ class RemoteMachine:
         self._losing = threading.Lock()
         threading.Thread(target=self._receive, name=f"machine-{self.name}", daemon=True).start()
 
+    def prepare(self, most_ranks: int) -> None:
+        """Let the agent import what its ranks will have imported, while other machines are awaited.
+
+        Args:
+            most_ranks: How many ranks the machine will have at most.
+
+        """
+        self._send({"type": "prepare", **self._orders(self._environment, min(most_ranks, self.slots))})
+
     def start(self, spec: RankSpec) -> RemoteRank:
         """Start a rank; if the machine is lost, the rank is lost as well."""
         rank = self._add(spec.rank, records_collectives=spec.records_collectives)
+        environment = {**_carried(spec.storage), **self._environment, **spec.environment()}
         self._send(
             {
                 "type": "start",
                 "rank": spec.rank,
-                "environment": {**_carried(spec.storage), **self._environment, **spec.environment()},
-                "not_for_ranks": self._not_for_ranks,
+                "program": RANK_PROGRAM,
                 "local_rank": spec.local_rank,
-                "local_world_size": spec.local_world_size,
                 "records_collectives": spec.records_collectives,
+                **self._orders(environment, spec.local_world_size),
             },
             cloudpickle.dumps(spec),
         )
@@ -86,11 +97,9 @@ class RemoteMachine:
             "type": "start",
             "rank": 0,
             "program": program,
-            "environment": {**carried, **self._environment},
-            "not_for_ranks": self._not_for_ranks,
             "local_rank": 0,
-            "local_world_size": 1,
             "records_collectives": False,
+            **self._orders({**carried, **self._environment}, 1),
         }
         self._send(header, cloudpickle.dumps(order))
         return started
@@ -119,6 +128,15 @@ class RemoteMachine:
                 self._link.send_heartbeat()
             except LinkError as exc:
                 self._lose(str(exc))
+
+    def _orders(self, environment: Mapping[str, str], local_world_size: int) -> dict[str, Any]:
+        """Return what makes the environment of a process on the machine."""
+        return {
+            "environment": dict(environment),
+            "not_for_ranks": self._not_for_ranks,
+            "local_world_size": local_world_size,
+            "forks_ranks": TorchSettings().fork_ranks,
+        }
 
     def _add(self, number: int, *, records_collectives: bool) -> RemoteRank:
         rank = RemoteRank(partial(self._order, number), self.name, records_collectives=records_collectives)

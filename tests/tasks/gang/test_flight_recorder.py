@@ -152,7 +152,8 @@ def test_a_rank_of_another_machine_is_given_the_recorders_variables(listening):
             if header["type"] == "exit":
                 ended.set()
 
-    rank = agent._Rank(Leader(), {"rank": 1, "records_collectives": True}, {**os.environ, "RANK": "1"}, b"", [])
+    header = {"rank": 1, "program": "the rank's", "records_collectives": True}
+    rank = agent._Rank(Leader(), header, {**os.environ, "RANK": "1"}, b"", [], None)
     assert ended.wait(30)
     rank.thread.join()
     assert [line for header in sent for line in header.get("lines", [])] == ["listens", "wrote"]

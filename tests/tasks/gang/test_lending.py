@@ -1,0 +1,54 @@
+"""Which machines the next attempt of a training has."""
+
+import os
+import signal
+from contextlib import closing, suppress
+
+import psutil
+from prefect_servers import wait_until
+from prefect_torch.tasks import Hosts
+from prefect_torch.tasks.gang.machine.lending import Machines
+from prefect_torch.tasks.rank.errors import RankFailedError
+
+HERE = {"command": "exec {agent}", "ranks_per_host": 1, "leader_address": "127.0.0.1", "wait_s": 0}
+
+
+def lent_until(machines, failure=None):
+    """Return the machine of an attempt that ends with `failure`, or well."""
+    with suppress(RankFailedError), machines.lend(lambda: None) as lease:
+        if failure is not None:
+            raise RankFailedError("rank 0 failed", 0, failure)
+    return lease.machines[0]
+
+
+def test_machines_are_kept_while_they_are_not_the_likely_cause():
+    with closing(Machines(Hosts(["a"], **HERE), 1, 1, use_gpu=False)) as machines:
+        first = lent_until(machines, "user")
+        kept = [lent_until(machines, kind) for kind in ("infrastructure", "out_of_memory", "infrastructure", "infrastructure")]
+        assert kept == [first] * 4
+        assert first.lost is not None, "after two in a row"
+        ended = []
+        for failure in ("preemption", "communication", "final", None):
+            ended.append(lent_until(machines, failure))
+            assert ended[-1].lost is not None
+        last = lent_until(machines, "infrastructure")  # counted anew, on machines that are lent anew
+        assert last.lost is None
+        assert len({first, *ended, last}) == 6
+    assert last.lost is not None
+
+
+def test_fewer_machines_than_there_may_be_are_given_back():
+    with closing(Machines(Hosts(["a"], **HERE), 1, 2, use_gpu=False)) as machines:
+        assert lent_until(machines, "user").lost is not None
+
+
+def test_a_kept_machine_that_is_going_to_be_taken_away_is_avoided():
+    with closing(Machines(Hosts(["a", "b"], **HERE), 1, 1, use_gpu=False)) as machines:
+        kept = lent_until(machines, "user")
+        assert kept.lost is None
+        processes = psutil.Process().children(recursive=True)
+        (agent,) = [process for process in processes if process.cmdline()[-4:-2] == ["--name", kept.name]]
+        os.kill(agent.pid, signal.SIGTERM)
+        wait_until(lambda: kept.is_terminated, "the agent tells")
+        assert {kept.name, lent_until(machines).name} == {"a", "b"}
+        assert kept.lost is not None
