@@ -7,7 +7,18 @@ import time
 from pathlib import Path
 
 import pytest
-from prefect_torch.flows import FailureConfig, Hosts, NotEnoughMachinesError, RunConfig, ScalingConfig, evaluate, train
+from prefect_torch.flows import (
+    FailureConfig,
+    Hosts,
+    NotEnoughMachinesError,
+    RunConfig,
+    ScalingConfig,
+    SearchConfig,
+    evaluate,
+    grid,
+    sweep,
+    train,
+)
 from prefect_torch.tasks.gang import gpus
 from prefect_torch.tasks.gang.gpus import GpusBusyError
 
@@ -98,6 +109,15 @@ def test_a_training_waits_for_the_gpus_of_another(other, run, caplog):
         told = train("gpu_trainings:tell_gpu", {}, ScalingConfig(num_workers=2, use_gpu=True), run).return_value
     assert [rank["visible"] for rank in told["ranks"]] == ["0,1", "0,1"]
     assert process.wait(60) == 0
+
+
+def test_trials_at_once_have_a_gpu_each_and_one_too_many_waits(run, tmp_path):
+    (folder := tmp_path / "held").mkdir()
+    search = SearchConfig(metric="loss", max_concurrent=3)
+    scaling = ScalingConfig(num_workers=1, use_gpu=True)
+    found = sweep("gpu_trainings:hold_gpu", {"x": grid([1, 2, 3, 4])}, {"folder": str(folder)}, search, scaling, run)
+    assert found.errors == {}
+    assert {trial.metrics["gpu"] for trial in found.trials} == {0, 1}
 
 
 def test_a_gpu_whose_memory_others_hold_is_no_fault_of_the_function(run, monkeypatch, tmp_path):

@@ -12,6 +12,15 @@ from prefect_torch.tasks import get_device
 AT_IMPORT = torch.get_device_module().current_device()
 
 
+def hold_gpu(config: dict) -> dict:
+    """Return which GPU this rank has; FileExistsError if another one holds it."""
+    held = Path(config["folder"], os.environ["FAKEGPU_VISIBLE_DEVICES"])
+    held.touch(exist_ok=False)
+    time.sleep(0.3)
+    held.unlink()
+    return {"loss": config["x"], "gpu": int(held.name)}
+
+
 def tell_gpu(config: dict) -> dict:
     """Return which GPU each rank has, on rank 0; before, kill the rank of the first attempt, or wait for a file, if told so."""
     context = get_context()

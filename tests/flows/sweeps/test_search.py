@@ -250,6 +250,22 @@ def test_a_sampler_whose_package_is_missing_names_the_extra(monkeypatch):
         check_sampler(configured(sampler="cmaes"), parse_space(SPACE))
 
 
+def test_no_trial_starts_or_goes_on_after_the_time_budget_and_none_loses_its_checkpoint():
+    now_s, entries = [0.0], []
+    config = configured(scheduler="asha", max_t=9, time_budget_s=60, keep_best_trials=1)
+    search = Search(config, parse_space(SPACE), 0, [], entries.append, "sweep", clock=lambda: now_s[0])
+    for number in range(3):
+        assert search.next_trial().number == number
+        assert not search.decide(number, DecisionRequest(0, 1, 1, {"loss": float(number)}, f"checkpoint-{number}")).goes_on
+    now_s[0] = 60.0
+    assert search.next_trial() is None
+    assert search.take_excess(is_over=True) == ()
+    assert {trial.state for trial in search.trials.values()} == {"paused"}
+    events = [decode_event(entry, "the journal") for entry in entries]
+    again = Search(config, parse_space(SPACE), 0, events, entries.append, "sweep", clock=lambda: now_s[0])
+    assert again.next_trial().number == 0  # a sweep that is started again has the whole budget
+
+
 def test_more_failures_than_allowed_end_the_search():
     search = Search(configured(max_failed_trials=1), parse_space(SPACE), 0, [], [].append, "sweep")
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import uuid
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect_servers import wait_until
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
-from prefect_torch.ckpt.runs.attempts import list_attempts
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
@@ -111,6 +112,19 @@ def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run):
     with pytest.raises(ValueError, match=r"has space=.* give it another name, or resume='never'"):
         sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=SearchConfig(metric="loss"), run=run)
     assert read_standing(Run.open(run.storage, run.name)).state == "completed"  # as before
+    fresh = run.model_copy(update={"resume": "never"})
+    again = sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=SearchConfig(metric="loss"), run=fresh)
+    assert [trial.config for trial in again.trials] == [{"x": 3}]
+    assert SweepResult.from_storage(run.storage, run.name) == again
+
+
+def test_a_sweep_that_a_living_process_leads_is_refused_unless_it_is_taken_over(run):
+    claim_attempt(Run.open(run.storage, run.name), Owner.current(str(uuid.uuid4())), world_size=0)
+    with pytest.raises(RunBusyError, match=r"sweep 'digits' in .* is led by flow run .*, or give takeover=True"):
+        sweep("sweep_trainings:return_loss", {"x": grid([1])}, search=SearchConfig(metric="loss"), run=run)
+    taken = run.model_copy(update={"takeover": True})
+    result = sweep("sweep_trainings:return_loss", {"x": grid([1])}, search=SearchConfig(metric="loss"), run=taken)
+    assert [trial.state for trial in result.trials] == ["completed"]
 
 
 WRONG = [
