@@ -232,14 +232,22 @@ class Search:
         return budget_s is not None and self._clock() - self._started_s >= budget_s
 
     def end(self, number: int, end: TrialEnd, *, is_judged: bool = False) -> TrialRecord:
-        """Record that the run of a trial has ended; a completed one has failed if it had no metric, unless that is judged."""
+        """Record that the run of a trial has ended; a completed one has failed if it lacked a metric, unless that is judged."""
         with self._lock:
             trial = self.trials[number]
             if end.outcome == "completed" and not is_judged:
-                end = judge(end, self.metrics)
+                end = judge(end, self._needed_by(trial))
             self._tell(trial, end.outcome, end.metrics)
             self._record(TrialEnded(number, end.outcome, end.reason, end.metrics, operations=self._study.take_operations()))
             return self.trials[number]
+
+    def _needed_by(self, trial: TrialRecord) -> list[str]:
+        """Return the metrics without which a trial has failed: also the scheduler's time, unless a report had it."""
+        attribute = self._search.time_attr
+        is_counted = attribute in ("step", _ITERATION)
+        if is_counted or trial.milestone is None or any(not math.isnan(report.time) for report in trial.reports):
+            return self.metrics
+        return [*self.metrics, attribute]
 
     def raise_if_failed(self) -> None:
         """Raise if too many trials have failed, or a decision could not be recorded.

@@ -230,6 +230,18 @@ def test_with_a_scheduler_too_a_metric_that_never_appears_ends_the_search(schedu
     assert simulation.total == 3 * 3
 
 
+@pytest.mark.parametrize("scheduler", ["asha", "hyperband", "median"])
+def test_a_time_that_never_appears_ends_the_search_instead_of_its_scheduler(scheduler):
+    search = Search(configured(scheduler=scheduler, max_t=3, time_attr="epoch"), parse_space(SPACE), 0, [], [].append, "sweep")
+    for number in range(3):
+        trial = search.next_trial()
+        if scheduler == "median":  # asks at every report
+            assert search.decide(number, DecisionRequest(0, 1, 1, {"loss": 1.0}, "a")).goes_on
+        search.end(trial.number, TrialEnd("completed", None, {"loss": 1.0}))
+    with pytest.raises(SweepFailedError, match=r"3 trials .* has the metric 'epoch'; its last report has loss"):
+        search.next_trial()
+
+
 def test_a_metric_that_only_some_reports_have_is_decided_by_those():
     entries = []
     config = configured(scheduler="asha", max_t=9, num_trials=3)
