@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import re
+from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -16,6 +18,9 @@ from prefect_torch.flows import Result, RunConfig, atrain, train
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning", "ignore:unclosed"
 )
+
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/own-flows.md"
 
 
 async def ticks_during(work):
@@ -89,3 +94,15 @@ def test_what_a_training_raises_reaches_the_await(tmp_path):
                 run=RunConfig(name="run", storage=str(tmp_path)),
             )
         )
+
+
+def test_the_async_flow_of_the_page_about_own_flows_trains_both(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (program,) = (it for it in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "async def" in it)
+    named = {"__name__": "page"}
+    exec(program, named)
+    asyncio.run(named["compare"]())
+    gc.collect()
+    paths = [str(tmp_path / "checkpoints" / name) for name in ("lr-0.1", "lr-0.01")]
+    assert [line for line in capsys.readouterr().out.splitlines() if line in paths] == paths
+    assert all(Result.from_storage("./checkpoints", Path(path).name).completed for path in paths)
