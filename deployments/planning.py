@@ -67,8 +67,8 @@ def _read_deployment(name: str) -> DeploymentResponse:
     try:
         with get_client(sync_client=True) as client:
             return client.read_deployment_by_name(name)
-    except ObjectNotFound as exc:
-        raise ValueError(f"there is no deployment {name!r}: `prefect deployment ls` lists them") from exc
+    except ObjectNotFound:  # Prefect's own has no text
+        raise ValueError(f"there is no deployment {name!r}: `prefect deployment ls` lists them") from None
 
 
 def _look_at_pool(

@@ -194,11 +194,11 @@ def read_work_pool(name: str) -> WorkPool:
     try:
         with get_client(sync_client=True) as client:
             return client.read_work_pool(name)
-    except ObjectNotFound as exc:
+    except ObjectNotFound:  # Prefect's own has no text
         raise ValueError(
             f"there is no work pool {name!r}: create it with `prefect work-pool create {name} --type process`, or for "
             f"containers with GPUs by create_work_pool({name!r}, 'docker') or 'kubernetes' of prefect_torch.deployments"
-        ) from exc
+        ) from None
 
 
 def _warn_of_missing_function(deployment: RunnerDeployment) -> None:

@@ -83,7 +83,7 @@ def _load(slug: str) -> Block:
         if not isinstance(exc.__cause__, ObjectNotFound):
             raise
         saved = ", ".join(_saved_blocks()) or "none"
-        raise ValueError(f"there is no block {slug!r}; saved are: {saved}; a directory of this name is './{slug}'") from exc
+        raise ValueError(f"there is no block {slug!r}; saved are: {saved}; a directory of this name is './{slug}'") from None
 
 
 def _saved_blocks() -> list[str]:

@@ -5,6 +5,7 @@ import re
 import ssl
 import subprocess
 import threading
+import traceback
 import uuid
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,9 @@ from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.blocks import resolve_storage
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.deployments import deploy, plan_deployment
 from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConfig, train
+from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from pydantic import SecretStr
 from servers import ACCESS_KEY, SECRET_KEY
 
@@ -380,3 +383,18 @@ def test_a_wrong_name_of_a_block_lists_the_saved_ones(slug, tmp_path, monkeypatc
     with pytest.raises(ValueError, match=f"there is no block '{slug}'; saved are: .*{saved}"):
         train("trainings:train_epochs", run=RunConfig(storage=slug))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_looked_up_outside_of_a_flow_is_refused_without_the_library_s_traceback(moto, monkeypatch):
+    for name, value in moto.options().items():
+        monkeypatch.setenv(name.upper(), value)
+    for error, look in (
+        (ValueError, lambda: CheckpointStore.open("local-file-system/nope", "x")),
+        (ValueError, lambda: load_cluster("torch-cluster/nope")),
+        (ValueError, lambda: plan_deployment("train/nope")),
+        (ValueError, lambda: deploy("x", "trainings:train_epochs", work_pool="nope")),
+        (FileNotFoundError, lambda: Result.from_storage("s3://no-such-bucket/x", "x")),
+    ):
+        with pytest.raises(error) as caught:
+            look()
+        assert "The above exception" not in "".join(traceback.format_exception(caught.value))

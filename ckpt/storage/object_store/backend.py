@@ -221,7 +221,7 @@ class ObstoreStorage:
                 raise  # of the local file; obstore's own have no number
             translated = translate(exc, f"{self._url}/{key}")
             exc.args = (first_reason(exc),)  # the server's whole response may quote the request with its session token
-            raise translated from exc
+            raise translated from None  # its text has the reason
 
 
 def _below(prefix: str) -> str | None:

@@ -71,7 +71,7 @@ def load_cluster(cluster: Cluster | str) -> Cluster:
     except ValueError as exc:
         if not isinstance(exc.__cause__, ObjectNotFound):
             raise
-        raise ValueError(f"there is no block {cluster!r}: save one with TorchCluster(cluster=...).save({name!r})") from exc
+        raise ValueError(f"there is no block {cluster!r}: save one with TorchCluster(cluster=...).save({name!r})") from None
     return saved.cluster
 
 
