@@ -28,5 +28,5 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has
         """Return how `obj` is pickled, for the protocol of pickle."""
         if type(obj) is not CodeType:
             return super().reducer_override(obj)
-        make, fields = self.dispatch_table[CodeType](obj)
+        make, fields, *_ = self.dispatch_table[CodeType](obj)
         return make, tuple(obj.co_filename if type(it) is str and it == _ANONYMOUS else it for it in fields)
