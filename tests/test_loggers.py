@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_programs import run_program
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/how-to/loggers.md").read_text()
@@ -22,7 +22,7 @@ def train(tmp_path):
         program = tmp_path / f"with_{logger}.py"
         program.write_text(code)
         command = [sys.executable, DRIVER, program, tmp_path / "checkpoints", "first"]
-        done = subprocess.run(
+        done = run_program(
             command, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True, check=False
         )
         assert done.stdout.splitlines()[-1:] == ["-9 0 0 1 2 3"], done.stdout + done.stderr
@@ -34,7 +34,7 @@ def train(tmp_path):
 def read_back(program, folder, **environment):
     """Return what `program` prints; reading needs the loggers' own modules, whose warnings are theirs."""
     command = [sys.executable, "-W", "ignore", "-c", program]
-    return subprocess.run(
+    return run_program(
         command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=True
     ).stdout.split()
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import uuid
 from datetime import datetime, timedelta, timezone
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from forked_programs import Popen, run_program
 from playwright.sync_api import Page, expect, sync_playwright
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -45,7 +45,7 @@ class Stack:
         self.mark = uuid.uuid4().hex
         self.storage = folder / "checkpoints"
         self.server = PrefectServer(folder / "home", with_ui=True)
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._worker: Popen[bytes] | None = None
 
     def start(self) -> None:
         self.server.start()
@@ -56,7 +56,7 @@ class Stack:
         self._run("--no-prompt", "deploy", "--all")
         with (self.folder / "worker.txt").open("wb") as output:
             command = [prefect_program(), "worker", "start", "--pool", "gpu-pool", "--type", "process"]
-            self._worker = subprocess.Popen(command, cwd=self.folder, env=self._environment(), stdout=output, stderr=output)
+            self._worker = Popen(command, cwd=self.folder, env=self._environment(), stdout=output, stderr=output)
 
     def stop(self) -> None:
         if self._worker is not None:
@@ -80,7 +80,7 @@ class Stack:
         return f"{runs}\n{(self.folder / 'worker.txt').read_text()[-4000:]}"
 
     def _run(self, *arguments: str) -> None:
-        done = subprocess.run(
+        done = run_program(
             [prefect_program(), *arguments],
             cwd=self.folder,
             env=self._environment(),

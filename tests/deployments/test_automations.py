@@ -11,6 +11,7 @@ from uuid import UUID
 
 import psutil
 import pytest
+from forked_programs import Popen
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, DeploymentFilter, DeploymentFilterId
@@ -268,7 +269,7 @@ def leader_of(server, storage):
 def test_a_flow_process_that_is_killed_is_run_again_and_the_training_resumes(client, prefect_server, tmp_path):
     environment = {**os.environ, "PREFECT_API_URL": prefect_server.api, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     command = [sys.executable, str(SUPPORT / "served_training.py"), str(tmp_path)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+    with Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
         try:
             wait_until(partial(client.read_automations_by_name, "Resume train/mortal"), "the automation")
             deployment = client.read_deployment_by_name("train/mortal")

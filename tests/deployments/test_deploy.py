@@ -1,11 +1,11 @@
 """Deployments in work pools of a real server."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import my_training
 import pytest
+from forked_programs import run_program
 from prefect.client.orchestration import get_client
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import create_work_pool, deploy, make_deployment, plan_deployment, serve
@@ -60,7 +60,7 @@ def test_a_function_itself_is_deployed_by_its_name(client, tmp_path, monkeypatch
         "def train_fn(config): pass\n"
         "if __name__ == '__main__':\n    print(make_deployment('itself', train_fn).parameters['train_fn'])\n"
     )
-    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, check=True)
+    done = run_program([sys.executable, "program.py"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "program.py:train_fn"
     with pytest.raises(ValueError, match="<lambda> exists in this process only: define it at the top level"):
         deploy("nameless", lambda: None, work_pool="process-pool")

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_programs import Popen
 from prefect.client.orchestration import get_client
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
@@ -37,7 +37,7 @@ class Container:
 
     def start(self, behavior, *command):
         environment = {**self._environment, "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": behavior}
-        return subprocess.Popen([sys.executable, str(SUPPORT / "hurried_execute.py"), *command], env=environment)
+        return Popen([sys.executable, str(SUPPORT / "hurried_execute.py"), *command], env=environment)
 
     def terminate_when_training(self, process):
         def trains():

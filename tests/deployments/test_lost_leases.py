@@ -1,7 +1,6 @@
 """A server that loses its leases ends trainings with a concurrency limit, which resume, and no others."""
 
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from forked_programs import Popen
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect_servers import wait_until
@@ -36,7 +36,7 @@ def served(prefect_server, tmp_path):
         "PREFECT_RUNNER_POLL_FREQUENCY": "1",
         "PYTHONPATH": str(SUPPORT),
     }
-    with subprocess.Popen([sys.executable, str(SUPPORT / "serve_limited.py"), str(tmp_path)], env=environment) as server:
+    with Popen([sys.executable, str(SUPPORT / "serve_limited.py"), str(tmp_path)], env=environment) as server:
         try:
             yield tmp_path
         finally:

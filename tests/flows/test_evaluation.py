@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
+from forked_programs import Popen
 from prefect import flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
@@ -50,7 +51,7 @@ def watched(tmp_path_factory):
     config = {"epochs": EPOCHS, "pause_s": 1}
     arguments = [storage, "trainings:train_epochs", *(json.dumps(it) for it in (config, {}, KEEPS_BEST))]
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "PREFECT_API_URL": PREFECT_API_URL.value()}
-    training = subprocess.Popen(
+    training = Popen(
         [sys.executable, str(SUPPORT / "run_training.py"), *arguments],
         env=environment,
         stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from forked_programs import Popen
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.settings import PREFECT_API_URL
@@ -54,7 +55,7 @@ def begin(client, pool, queue="background", *states, **parameters):
 
 def run(flow_run):
     """Start the process that a worker would start."""
-    return subprocess.Popen(
+    return Popen(
         [sys.executable, str(SUPPORT / "run_flow_run.py"), str(flow_run.id)],
         env={**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()},
         stdout=subprocess.PIPE,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked_programs import Popen
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
@@ -35,7 +36,7 @@ class Started:
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
-        self.process = subprocess.Popen(
+        self.process = Popen(
             [sys.executable, *arguments],
             env={**os.environ, MARK: self.mark, "PYTHONPATH": str(SUPPORT), **environment},
             stdout=subprocess.PIPE,

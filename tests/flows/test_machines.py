@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forked_programs import Popen
 from network_hosts import NO_HOSTS, can_make_hosts, network
 from prefect.settings import PREFECT_API_URL
 from prefect_servers import assert_task_runs_of_ranks_are_final
@@ -186,7 +186,7 @@ def started_flow(hosts, run, told, waits_for, **options):
     scaling = {"num_workers": 2, "use_gpu": False, "cluster": cluster(hosts, "a", "b").model_dump(mode="json")}
     arguments = [run.storage, "machine_trainings:train_exactly", *map(json.dumps, (config, scaling, {}))]
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "PREFECT_API_URL": PREFECT_API_URL.value()}
-    with subprocess.Popen([sys.executable, SUPPORT / "run_on_gpus.py", *arguments], env=environment, **options) as flow:
+    with Popen([sys.executable, SUPPORT / "run_on_gpus.py", *arguments], env=environment, **options) as flow:
         try:
             wait_for(lambda: (told / "1-1").exists() or flow.poll() is not None)
             yield flow

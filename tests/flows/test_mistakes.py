@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from forked_programs import run_program
 from prefect import flow
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Failed
@@ -19,7 +20,7 @@ from prefect_torch.tasks.rank import tracebacks
 
 MISTAKES = Path(__file__).parents[1] / "support/mistakes.py"
 HEADING = re.compile(r"^=== (\d+) (.*)$", re.MULTILINE)
-NUMBER = 23
+NUMBER = 25
 COLUMNS = 80
 INSTALLED = "/home/ada/.venv/lib/python3.11/site-packages"
 USUAL_PATHS = {
@@ -40,7 +41,7 @@ def seen(tmp_path_factory, moto):
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
     }
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, str(MISTAKES)],
         cwd=tmp_path_factory.mktemp("mistakes"),
         env=environment,

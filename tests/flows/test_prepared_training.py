@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_programs import run_program
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import RunConfig, ScalingConfig, train
@@ -70,7 +70,7 @@ def test_a_killed_lightning_training_of_two_ranks_continues_to_the_same_weights(
 
 
 def test_the_example_learns_the_digits(tmp_path):
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, str(EXAMPLE), "--storage", str(tmp_path / "store"), "--epochs", "3"],
         env={**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()},
         capture_output=True,

@@ -3,12 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from forked_programs import run_program
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import CheckpointStore
@@ -101,7 +101,7 @@ def test_every_deployment_of_prefect_yaml_is_deployed_as_it_is_written(tmp_path)
 
     def run_prefect(*arguments):
         command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = run_program(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
     run_prefect("work-pool", "create", "--type", "process", "gpu-pool")

@@ -1,12 +1,12 @@
 """Flow runs that are run again, by a person or by a parent's retries, go on with what they trained."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from uuid import UUID
 
 import pytest
+from forked_programs import run_program
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
@@ -108,7 +108,7 @@ def test_a_flow_run_that_a_person_retries_has_new_budgets(client, tmp_path):
     environment = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
     store = CheckpointStore.open(tmp_path, "run")
     for attempts in (2, 4):
-        ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+        ended = run_program(program, env=environment, capture_output=True, text=True, check=False)
         assert len(list(list_attempts(store))) == attempts, ended.stdout + ended.stderr
         state = client.read_flow_run(flow_run.id).state
         assert state.is_failed(), state

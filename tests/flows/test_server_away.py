@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_programs import Popen
 from prefect import flow, get_run_logger
 from prefect.logging import disable_run_logger
 from prefect.logging.handlers import APILogHandler, APILogWorker
@@ -47,7 +47,7 @@ class Training:
         self._output = folder / "output.txt"
         config = {"end": str(self.end), "pause_s": 0.5, "ranks": ranks}
         with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = Popen(
                 [sys.executable, str(SUPPORT / "talking.py"), self.storage, json.dumps(config)],
                 env={**os.environ, "PREFECT_API_URL": api, "PYTHONPATH": str(SUPPORT)},
                 stdout=output,

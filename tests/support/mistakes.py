@@ -3,11 +3,12 @@
 import os
 import signal
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
-from prefect_torch.flows import evaluate, prune, train
+from prefect_torch.flows import SearchConfig, evaluate, prune, sweep, train, uniform
 from prefect_torch.tasks import FailureConfig, RunConfig, ScalingConfig
 
 TWO = ScalingConfig(num_workers=2)
@@ -76,6 +77,11 @@ def changed_model():
     train(model_step, {"layers": 40}, run=run(name="changed"))
 
 
+def without_optuna():
+    with mock.patch.dict(sys.modules, optuna=None):
+        sweep(plain, {"lr": uniform(0, 1)}, search=SearchConfig(metric="loss"), run=run(name="swept"))
+
+
 MISTAKES = {
     "a wrong key on two ranks": (40, lambda: train(wrong_key, {"learning_rate": 1}, scaling=TWO, run=run())),
     "a list as a metric": (40, lambda: train(list_metric, scaling=TWO, run=run())),
@@ -90,6 +96,8 @@ MISTAKES = {
     "a budget of restarts": (40, lambda: train(no_budget, run=run(), failure=FailureConfig(max_failures=1))),
     "more ranks than GPUs": (15, lambda: train(plain, scaling=ScalingConfig(num_workers=2, use_gpu=True), run=run())),
     "a bucket that does not exist": (15, lambda: train(plain, run=run(storage="s3://no-such-bucket/x"))),
+    "a wrong block": (15, lambda: train(plain, run=run(storage="checkpointstorage/no-such"))),
+    "a missing extra": (15, without_optuna),
     "an unknown scheme": (15, lambda: train(plain, run=run(storage="floppy://a"))),
     "a storage without permission": (15, lambda: train(plain, run=run(storage="/proc/no-such-folder"))),
     "a misspelled keyword": (15, lambda: train(plain, scalin=TWO)),

@@ -15,10 +15,13 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+from forked_programs import Popen
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
+from prefect.server.api import server
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing import utilities
 from prefect_home import PREFECT, empty_database, prepared_home
@@ -92,6 +95,7 @@ def server_of_this_process() -> Iterator[None]:
     with (
         temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
         mock.patch.object(utilities, "mkdtemp", folder),
+        mock.patch.object(server, "subprocess", SimpleNamespace(Popen=Popen, TimeoutExpired=subprocess.TimeoutExpired)),
         senders_follow(utilities.prefect_test_harness(server_startup_timeout=_PATIENCE_S)),
     ):
         yield
@@ -121,7 +125,7 @@ class PrefectServer:
         self._home.mkdir(exist_ok=True)
         command = [PREFECT, *self._arguments]
         with (self._home / "output.txt").open("ab") as output:
-            self._process = subprocess.Popen(
+            self._process = Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(self.port)],
                 env=self._environment,
                 stdout=output,

@@ -1,7 +1,6 @@
 """Ranks as real processes: started by a test, joined by the script that each of them runs."""
 
 import os
-import subprocess
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked_programs import Popen
 from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
@@ -35,8 +35,7 @@ def launch(script, arguments, world_size, root):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     with led_attempt(world_size, root) as place:
         ranks = [
-            subprocess.Popen([sys.executable, str(script), *arguments, str(rank), *place], env=environment)
-            for rank in range(world_size)
+            Popen([sys.executable, str(script), *arguments, str(rank), *place], env=environment) for rank in range(world_size)
         ]
         return [rank.wait(150) for rank in ranks]
 

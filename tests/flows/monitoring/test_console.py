@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 import termios
 import threading
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forked_programs import Popen
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_API_URL
 from prefect_servers import assert_ranks_ended
@@ -206,7 +206,7 @@ def test_only_a_terminal_of_prefects_own_log_lines_is_written_to(where, monkeypa
 
 def test_a_training_at_a_terminal_is_shown_and_ctrl_c_leaves_the_terminal_in_order(tmp_path):
     terminal = Terminal()
-    process = subprocess.Popen(
+    process = Popen(
         ["setsid", "--ctty", sys.executable, str(SUPPORT / "console_training.py"), str(tmp_path)],
         stdin=terminal.slave,
         stdout=terminal.slave,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_programs import Popen
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
@@ -24,7 +25,7 @@ def served():
     env = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value(), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     command = [sys.executable, SUPPORT / "serve_trials.py", NAME]
     with (
-        subprocess.Popen(command, env=env, start_new_session=True) as server,
+        Popen(command, env=env, start_new_session=True) as server,
         get_client(sync_client=True) as client,
     ):
         try:

@@ -4,7 +4,6 @@ import base64
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -13,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from forked_programs import run_program
 from prefect_servers import PrefectServer, rows
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows.monitoring.pages.live_artifact import artifact_key
@@ -88,7 +88,7 @@ def seen(tmp_path_factory):
 
 def train(folder, api, reports):
     config = {"reports": reports, "dies_at": 550}
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, str(SUPPORT / "run_training.py"), str(folder / "store"), "often_reporting:report_often",
          json.dumps(config), "{}", json.dumps(KEEPS_TWO)],
         env={**os.environ, "PREFECT_API_URL": api, "PYTHONPATH": f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},

@@ -1,0 +1,195 @@
+"""Python programs that start without their imports: forked from a process that has imported Prefect, its server and torch.
+
+A program that trains imports for some five seconds of a core, and tests start hundreds of them. A forked one is a process as
+any other: a child of the one that starts it, with its own command line and environment also in /proc, its own descriptors,
+signals and session, and what it starts itself is forked in the same way (`FORKED`). Only the modules are there already, and
+the seed of Python's hashes is that of the server. Where a program must be new, use `subprocess`; where this one cannot fork,
+it does so itself.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+SERVER = "import sys; sys.path.append(sys.argv[2]); import program_server; program_server.main()"
+# What libraries may read when they are imported: with another value, a program is started as usual.
+_READ_AT_IMPORT = re.compile(
+    r"PYTHON(?!PATH$|UNBUFFERED$|DONTWRITEBYTECODE$)\w*|(?:OMP(?!_NUM_THREADS$)|MKL|OPENBLAS|KMP|GOMP|TORCH|LD|MALLOC|CUDA|PRETENDED|COVERAGE)_?\w*"
+)
+# What a forked program has forked, rather than started as usual, when it starts processes itself.
+FORKED = re.compile(r"-m (?:prefect\.|uvicorn )|-u -c import sys; .* prefect_torch\.tasks\.rank\.starting\.fork_server ")
+_SCRIPTS = Path(sys.executable).parent
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+_USUAL = subprocess.Popen
+
+
+class ProgramServer:
+    """The connection of this process to the one that forks its programs."""
+
+    def __init__(self, control: socket.socket, process: subprocess.Popen | None = None) -> None:
+        self._control, self._process = control, process
+        self._environment = _read_at_import(os.environ)
+        self._one_at_a_time = threading.Lock()
+        self._is_usable: bool | None = None
+
+    @classmethod
+    def start(cls) -> "ProgramServer":
+        """Start one; its imports go on while this process does."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            process = _USUAL(
+                [sys.executable, "-c", SERVER, str(theirs.fileno()), str(Path(__file__).parent)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        return cls(ours, process)
+
+    def close(self) -> None:
+        """End the process that forks; its programs go on."""
+        self._control.close()
+        if self._process is not None:
+            self._process.wait()
+
+    def fork(self, request: dict[str, object], descriptors: list[int]) -> int | None:
+        """Return the number of a new child of this process, or None if it has to be started as usual."""
+        if _read_at_import(request["environment"]) != self._environment:
+            return None
+        with self._one_at_a_time:
+            if self._is_usable is None:
+                self._is_usable = self._control.recv(1) == b"r"
+            if not self._is_usable:
+                return None
+            message = json.dumps(request).encode()
+            _be_subreaper(is_one=True)
+            try:
+                socket.send_fds(self._control, [len(message).to_bytes(4, "big")], descriptors)
+                self._control.sendall(message)
+                answer = b""
+                while len(answer) < 4:
+                    more = self._control.recv(4 - len(answer))
+                    assert more, "the process that forks programs has ended"
+                    answer += more
+            finally:
+                _be_subreaper(is_one=False)
+        return int.from_bytes(answer, "big")
+
+
+_server: ProgramServer | None = None
+_starting = threading.Lock()
+
+
+def program_server() -> ProgramServer:
+    """Return that of this process."""
+    global _server  # noqa: PLW0603 - it is the process's
+    with _starting:
+        if _server is None:
+            _server = ProgramServer.start()
+            atexit.register(_server.close)
+    return _server
+
+
+def use(control: socket.socket) -> None:
+    """Fork from the process at the other end: a forked program has a server of its own, made before it has threads."""
+    global _server  # noqa: PLW0603 - same
+    _server = ProgramServer(control)
+    subprocess.Popen = _PopenOfProgram
+
+
+class Popen(subprocess.Popen):
+    """As `subprocess.Popen`, for a program of Python whose modules may be there already."""
+
+    def _execute_child(self, *given: object) -> None:
+        wanted = inspect.signature(_USUAL._execute_child).bind(self, *given).arguments
+        pid = self._fork(wanted)
+        if pid is None:
+            super()._execute_child(*given)
+            return
+        self.pid, self._child_created = pid, True
+        self._close_pipe_fds(*(wanted[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
+
+    def _is_to_be_forked(self, command: list[str]) -> bool:
+        return True
+
+    def _fork(self, wanted: dict[str, object]) -> int | None:
+        if wanted["shell"] or wanted["preexec_fn"] or wanted["executable"] or not wanted["close_fds"]:
+            return None
+        others = ("gid", "gids", "uid", "umask", "process_group")
+        if any(wanted.get(name) not in {None, -1} for name in others) or sys.platform != "linux":
+            return None
+        command = [os.fsdecode(word) for word in ([wanted["args"]] if isinstance(wanted["args"], str) else wanted["args"])]
+        program = _program(command)
+        if program is None or not self._is_to_be_forked(command):
+            return None
+        environment = os.environ if wanted["env"] is None else wanted["env"]
+        request = {
+            "command": command,
+            "kind": program[0],
+            "words": program[1],
+            "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()},
+            "starts_session": bool(wanted["start_new_session"]),
+            "numbers": [0, 1, 2, *wanted["pass_fds"]],
+        }
+        ends = [wanted[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        with contextlib.ExitStack() as opened:
+            folder = os.open(wanted["cwd"] or ".", os.O_PATH | os.O_DIRECTORY)
+            opened.callback(os.close, folder)
+            standard = [number if end == -1 else end for number, end in enumerate(ends)]
+            return program_server().fork(request, [folder, *standard, *wanted["pass_fds"]])
+
+
+class _PopenOfProgram(Popen):
+    """What a forked program starts: of its programs, those whose imports are known to be the same."""
+
+    def _is_to_be_forked(self, command: list[str]) -> bool:
+        return FORKED.search(" ".join(command[1:])) is not None
+
+
+def run_program(command, *, input=None, timeout=None, check=False, capture_output=False, **options):  # noqa: A002 - as subprocess.run
+    """As `subprocess.run`."""
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    if capture_output:
+        options.update(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with Popen(command, **options) as process:
+        try:
+            output, errors = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(command, process.returncode, output, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _program(command: list[str]) -> tuple[str, list[str]] | None:
+    """Return how the interpreter gets its program ("-c", "-m" or a file) and its arguments; None if it is another one."""
+    first, *words = command
+    if first != sys.executable:
+        script = Path(first)
+        is_python = script.parent == _SCRIPTS and script.is_file() and script.read_bytes()[:2] == b"#!"
+        return ("file", command) if is_python else None
+    if words[:1] == ["-u"]:
+        words = words[1:]
+    if words[:1] in (["-c"], ["-m"]) and len(words) > 1:
+        return words[0], words[1:]
+    return ("file", words) if words and not words[0].startswith("-") else None
+
+
+def _read_at_import(environment) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if _READ_AT_IMPORT.fullmatch(name)}
+
+
+def _be_subreaper(*, is_one: bool) -> None:
+    """Let this process, or no longer, be the parent of processes below it whose own has ended."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(_SUBREAPER, int(is_one), 0, 0, 0) == 0, os.strerror(ctypes.get_errno())

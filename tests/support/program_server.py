@@ -1,0 +1,300 @@
+"""The process that has imported what programs of the tests import, and forks them (`forked_programs`).
+
+It forks a process that forks the program and ends, so that the kernel makes the program a child of the one that asks, which is
+a subreaper meanwhile. Before a program begins, it forks a server of its own, since it may have threads later.
+"""
+
+import array
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import mmap
+import os
+import random
+import runpy
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SET_MM, _MAP = 35, 14  # of prctl(2)
+_MODULES = (
+    "prefect.flows",
+    "prefect.cli",
+    "prefect.cli.server",
+    "prefect.flow_engine",
+    "prefect.server.api.server",
+    "prefect.events.clients",
+    "prefect.workers.process",
+    "uvicorn.lifespan.on",
+    "uvicorn.loops.auto",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
+    "aiosqlite",
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch._dynamo",
+    "pandas",
+    "prefect_torch.ckpt",
+    "prefect_torch.tasks",
+    "prefect_torch.flows.training",
+    "prefect_torch.flows",
+)
+_IGNORED = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+_kept: list[object] = []  # memory that the kernel reads
+
+
+def main() -> None:
+    """Fork programs until the other end of the control socket is closed; in each, be it."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for kind in (signal.SIGINT, *_IGNORED):
+        signal.signal(kind, signal.SIG_IGN)  # it is in the session of its programs
+    wanted = _prepare_and_serve(control)
+    if wanted is not None:
+        be(wanted)
+
+
+def _prepare_and_serve(control: socket.socket) -> dict | None:
+    sys.path[:] = [entry for entry in sys.path if entry not in {"", str(Path(__file__).parent)}]
+    for module in _MODULES:
+        importlib.import_module(module)
+    from prefect_torch.tasks.rank.starting import fork_server  # noqa: PLC0415 - it decides what is safe
+
+    fork_server.import_for_ranks()
+    if fork_server.find_danger() is not None or not _set_shown(sys.orig_argv, dict(os.environ)):
+        return None
+    _point_at_nothing(0)
+    gc.collect()
+    gc.freeze()
+    control.sendall(b"r")
+    return _serve(control)
+
+
+def _serve(control: socket.socket) -> dict | None:
+    while True:
+        received = _receive(control)
+        if received is None:
+            return None
+        request, descriptors = received
+        begun, begins = os.pipe()
+        told, tells = os.pipe()
+        between = os.fork()
+        if between == 0:
+            program = os.fork()
+            if program == 0:
+                for number in (told, begins):
+                    os.close(number)
+                control.close()
+                os.read(begun, 1)  # nothing, once its parent is the one that asks
+                os.close(begun)
+                companion = _be_program(request, descriptors, tells)
+                if companion is None:
+                    return request
+                control = companion  # this is the server of the program
+                control.sendall(b"r")
+                continue
+            os.write(tells, program.to_bytes(4, "big"))
+            os._exit(0)
+        os.waitpid(between, 0)
+        for number in (tells, begun, begins, *descriptors):
+            os.close(number)
+        program = os.read(told, 4)
+        os.read(told, 1)  # nothing, once it is what it is to be
+        os.close(told)
+        control.sendall(program)
+
+
+def _receive(control: socket.socket) -> tuple[dict, list[int]] | None:
+    numbers = array.array("i")
+    try:
+        head, ancillary, _, _ = control.recvmsg(4, socket.CMSG_SPACE(64 * numbers.itemsize), socket.MSG_WAITALL)
+        for _, _, data in ancillary:
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+        length, message = int.from_bytes(head, "big"), b""
+        while head and len(message) < length:
+            message += control.recv(length - len(message))
+    except ConnectionResetError:
+        return None
+    return (json.loads(message), list(numbers)) if head else None
+
+
+def _be_program(request: dict, descriptors: list[int], tells: int) -> socket.socket | None:
+    """Become the program that is asked for and return None, or the control socket in the server that it has.
+
+    The pipe `tells` is closed once it looks as if it had been started.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    if request["starts_session"]:
+        os.setsid()
+    if os.fork() == 0:
+        ours.close()
+        _point_at_nothing(1)
+        for number in (tells, *descriptors):
+            os.close(number)
+        return theirs
+    theirs.close()
+    folder, *ends = descriptors
+    os.fchdir(folder)
+    before = _prefect_variables()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    _set_shown(request["command"], request["environment"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for kind in _IGNORED:
+        signal.signal(kind, signal.SIG_DFL)
+    for number in (folder, tells):
+        os.close(number)
+    kept = _take_descriptors(ends, request["numbers"], ours)
+    _be_fresh(request, kept)
+    _configure_prefect(before)
+    return None
+
+
+def _point_at_nothing(number: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, number)  # inheritable
+    os.close(nothing)
+
+
+def _take_descriptors(ends: list[int], numbers: list[int], control: socket.socket) -> socket.socket:
+    """Give each end its number, and return the control socket, which has another."""
+    above = max(*numbers, *ends, control.fileno()) + 1
+    moved, *others = [_move_above(end, above) for end in (control.detach(), *ends)]  # out of the way of the numbers
+    for end, number in zip(others, numbers, strict=True):
+        os.dup2(end, number, inheritable=True)
+        os.close(end)
+    return socket.socket(fileno=moved)
+
+
+def _move_above(number: int, lowest: int) -> int:
+    moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest)
+    os.close(number)
+    return moved
+
+
+def _be_fresh(request: dict, control: socket.socket) -> None:
+    """Give this process what a new interpreter has for itself."""
+    torch = sys.modules["torch"]
+    torch.default_generator.seed()
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        torch.set_num_threads(int(threads))
+    sys.modules["numpy.random"].seed()
+    random.seed()
+    tempfile.tempdir = None
+    importlib.invalidate_caches()
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115 - for the life of the process
+    is_unbuffered = "-u" in request["command"][1:2] or bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, buffering=1 if os.isatty(1) or is_unbuffered else -1)  # noqa: SIM115
+    if is_unbuffered:
+        sys.stdout.reconfigure(write_through=True)
+    sys.orig_argv = request["command"]
+    support = str(Path(__file__).parent)
+    sys.path[:] = [entry for entry in sys.path if entry not in _own_path]
+    given = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]  # noqa: PTH100
+    sys.path[:0] = given
+    sys.path.insert(0, support)
+    import forked_programs  # noqa: PLC0415 - of the folder of this file
+
+    sys.path.remove(support)
+    forked_programs.use(control)
+
+
+def _prefect_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
+
+
+def _configure_prefect(before: dict[str, str]) -> None:
+    """Let Prefect read its variables again, if they are others."""
+    now = _prefect_variables()
+    if now != before:
+        sys.modules["prefect.context"].refresh_global_settings_context()
+    if any("LOGGING" in name and before.get(name) != now.get(name) for name in {*before, *now}):
+        sys.modules["prefect.logging.configuration"].setup_logging(incremental=False)
+
+
+_own_path = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}  # noqa: PTH100
+
+
+def _set_shown(command: list[str], environment: dict[str, str]) -> bool:
+    """Let /proc show this command line and environment, and return whether the kernel allows it.
+
+    The fields of the mapping are those of `struct prctl_mm_map`; all others stay as they are (PR_SET_MM_MAP of prctl(2)).
+    """
+    words = b"".join(os.fsencode(word) + b"\0" for word in command)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    memory = mmap.mmap(-1, len(words) + len(variables) + 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the kernel reads no other
+    memory.write(words + variables)
+    shown = ctypes.c_char.from_buffer(memory)
+    _kept[:] = [memory, shown]
+    start = ctypes.addressof(shown)
+    stat = [int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
+    code, stack, data = stat[22:24], stat[24], stat[41:44]
+    _LIBC.sbrk.restype = ctypes.c_void_p
+    brk = _LIBC.sbrk(0)
+    middle, end = start + len(words), start + len(words) + len(variables)
+    mapping = struct.pack("11Q Q I I", *code, *data[:2], data[2], brk, stack, start, middle, middle, end, 0, 0, 2**32 - 1)
+    size, nothing = ctypes.c_ulong(len(mapping)), ctypes.c_ulong(0)
+    return _LIBC.prctl(_SET_MM, _MAP, ctypes.create_string_buffer(mapping), size, nothing) == 0
+
+
+def run(kind: str, words: list[str]) -> None:
+    """Run a program as the interpreter does."""
+    program, *arguments = words
+    main_module = sys.modules["__main__"]
+    for name in [name for name in vars(main_module) if name not in {"__name__", "__builtins__", "__doc__", "__loader__"}]:
+        del vars(main_module)[name]
+    main_module.__spec__ = None
+    if kind == "-m":
+        sys.argv = ["-m", *arguments]
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109 - text
+        sys.modules.pop(program, None)  # it is imported as __main__ only
+        runpy._run_module_as_main(program)
+        return
+    if kind == "-c":
+        sys.argv = ["-c", *arguments]
+        sys.path.insert(0, "")
+        code = compile(program, "<string>", "exec")
+    else:
+        sys.argv = words
+        sys.path.insert(0, os.path.dirname(os.path.realpath(program)))  # noqa: PTH120 - text
+        main_module.__file__ = os.path.abspath(program)  # noqa: PTH100 - text
+        code = compile(Path(program).read_bytes(), program, "exec")
+    exec(code, vars(main_module))
+
+
+def be(request: dict) -> NoReturn:
+    """Run the program that is asked for, and end as the interpreter does, but without taking down the modules."""
+    code, is_interrupted = 0, False
+    try:
+        run(request["kind"], request["words"])
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        if code and not isinstance(exc.code, int):
+            print(exc.code, file=sys.stderr)
+    except BaseException as exc:  # noqa: BLE001 - whatever it is
+        code, is_interrupted = 1, isinstance(exc, KeyboardInterrupt)
+        frames = exc.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next
+        sys.excepthook(type(exc), exc.with_traceback(frames), frames)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads it, or it is closed
+            code = code or 120
+    if is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)

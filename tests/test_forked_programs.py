@@ -1,0 +1,113 @@
+"""A forked program is a process as any other, but for its imports."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from forked_programs import FORKED, Popen, run_program
+from prefect_torch.tasks.gang.fork_servers import python_command
+
+IS_FORKED = "import sys; assert 'torch' in sys.modules and 'prefect' in sys.modules, 'it is new'\n"
+
+
+def output_of(program, *arguments, **options):
+    command = [sys.executable, "-c", IS_FORKED + program, *arguments]
+    return run_program(command, capture_output=True, text=True, check=True, **options).stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="programs are started as usual elsewhere")
+class TestForked:
+    def test_its_command_environment_folder_and_parent_are_those_that_were_given(self, tmp_path):
+        program = IS_FORKED + "import os; os.read(0, 1)"
+        given = {**os.environ, "MARK": "here"}
+        with Popen([sys.executable, "-c", program, "word"], cwd=tmp_path, env=given, stdin=subprocess.PIPE) as started:
+            process = psutil.Process(started.pid)
+            assert process.ppid() == os.getpid()
+            assert process.cmdline() == [sys.executable, "-c", program, "word"]
+            assert process.environ() == given
+            assert process.cwd() == str(tmp_path)
+            assert os.getsid(started.pid) == os.getsid(0)
+            started.stdin.close()
+        assert started.returncode == 0
+
+    def test_it_has_its_input_output_arguments_and_variables(self):
+        program = "import os; print(sys.argv, sys.stdin.read(), os.environ['MARK'], __name__); print('bad', file=sys.stderr)"
+        done = run_program(
+            [sys.executable, "-c", IS_FORKED + program, "word"],
+            env={**os.environ, "MARK": "here"},
+            input="given",
+            capture_output=True,
+            text=True,
+        )
+        assert (done.stdout, done.stderr) == ("['-c', 'word'] given here __main__\n", "bad\n")
+
+    def test_it_has_no_other_descriptors_than_those_that_were_passed_on(self, tmp_path):
+        end, other = os.pipe()
+        listed = (
+            "import os; f = '/proc/self/fd/%d'; print({n: os.readlink(f % n) for n in range(3, 99) if os.path.lexists(f % n)})"
+        )
+        found = ast.literal_eval(output_of(listed, pass_fds=[end]))
+        os.close(end)
+        os.close(other)
+        assert found.pop(end).startswith("pipe:")
+        assert [kind.partition(":")[0] for kind in found.values()] == ["socket"], "that of its own server"
+
+    @pytest.mark.parametrize(
+        ("program", "code", "told"),
+        [
+            ("sys.exit(3)", 3, ""),
+            ("import os; os._exit(4)", 4, ""),
+            ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+            ("raise KeyboardInterrupt", -2, 'File "<string>", line 2, in <module>\nKeyboardInterrupt\n'),
+            (
+                "raise ValueError(1)",
+                1,
+                'Traceback (most recent call last):\n  File "<string>", line 2, in <module>\nValueError: 1\n',
+            ),
+        ],
+    )
+    def test_it_ends_as_a_new_one(self, program, code, told):
+        ended = run_program([sys.executable, "-c", IS_FORKED + program], capture_output=True, text=True)
+        assert ended.returncode == code
+        assert ended.stderr.endswith(told)
+
+    def test_it_can_be_killed_with_its_session(self):
+        program = IS_FORKED + "import time; print('up', flush=True); time.sleep(60)"
+        with Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True) as process:
+            assert process.stdout.readline() == b"up\n"
+            os.killpg(process.pid, signal.SIGKILL)
+            assert process.wait(10) == -signal.SIGKILL
+
+    def test_a_file_is_run_with_its_folder_on_the_path(self, tmp_path):
+        (tmp_path / "beside.py").write_text("VALUE = 7")
+        program = tmp_path / "program.py"
+        program.write_text(f"{IS_FORKED}import beside; print(__file__, sys.path[0], beside.VALUE)")
+        done = run_program([sys.executable, program], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [str(program), str(tmp_path), "7"]
+
+    def test_prefect_has_the_settings_of_its_variables(self):
+        program = "from prefect.settings import PREFECT_API_URL; print(PREFECT_API_URL.value())"
+        environment = {**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9/api"}
+        assert output_of(program, env=environment) == "http://127.0.0.1:9/api\n"
+
+    def test_random_numbers_differ(self):
+        program = "import random, torch, numpy; print(random.random(), torch.rand(1).item(), numpy.random.rand())"
+        assert set(output_of(program).split()).isdisjoint(output_of(program).split())
+
+    def test_torch_has_as_many_threads_as_it_is_given(self):
+        program = "import torch; print(torch.get_num_threads())"
+        assert output_of(program, env={**os.environ, "OMP_NUM_THREADS": "3"}) == "3\n"
+
+    def test_with_another_variable_that_is_read_at_import_it_is_new(self):
+        command = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
+        environment = {**os.environ, "MKL_NUM_THREADS": "3"}
+        assert run_program(command, env=environment, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_fork_server_of_ranks_is_known_by_its_command():
+    command = [*python_command("prefect_torch.tasks.rank.starting.fork_server"), "5", "/torch"]
+    assert FORKED.search(" ".join(command[1:]))
