@@ -69,6 +69,7 @@ SLOW = {
     "tasks/prepare/test_data_loader.py",
     "tasks/prepare/test_model.py",
     "tasks/prepare/test_resumable_loader.py",
+    "test_forked_programs.py",
     "test_gpu_results.py",
     "test_malformed_inputs.py",
     "test_ray_behaviours.py",
