@@ -120,12 +120,12 @@ def _receive(control: socket.socket) -> tuple[dict, list[int]] | None:
         head, ancillary, _, _ = control.recvmsg(4, socket.CMSG_SPACE(64 * numbers.itemsize), socket.MSG_WAITALL)
         for _, _, data in ancillary:
             numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-        length, message = int.from_bytes(head, "big"), b""
-        while head and len(message) < length:
-            message += control.recv(length - len(message))
+        length = int.from_bytes(head, "big")
+        message = control.recv(length, socket.MSG_WAITALL) if head else b""
     except ConnectionResetError:
         return None
-    return (json.loads(message), list(numbers)) if head else None
+    is_whole = bool(head) and len(message) == length  # else the client is gone, perhaps killed in the middle of a request
+    return (json.loads(message), list(numbers)) if is_whole else None
 
 
 def _be_program(request: dict, descriptors: list[int], tells: int) -> socket.socket | None:
