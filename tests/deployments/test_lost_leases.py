@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import yaml
 from forked_programs import Popen
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
-from prefect_servers import wait_until
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect_servers import PrefectServer, postgres, postgres_program, senders_follow, wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import read_outcomes
 from prefect_torch.deployments import create_work_pool, deploy, make_deployment, resume_crashed, serve
@@ -19,6 +21,18 @@ from prefect_torch.deployments.command_line.doctor.software_checks import check_
 
 SUPPORT = Path(__file__).parents[1] / "support"
 DEPLOYMENTS = yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]
+
+
+@pytest.fixture(scope="module")
+def prefect_server(tmp_path_factory):
+    """A server with PostgreSQL where there is one: with SQLite, it may give up an event of a crash, which it may not write."""
+    with ExitStack() as stack:
+        url = stack.enter_context(postgres()) if postgres_program("initdb") else None
+        server = PrefectServer(tmp_path_factory.mktemp("prefect"), url)
+        stack.callback(server.stop)
+        server.start()
+        with senders_follow(temporary_settings({PREFECT_API_URL: server.api})):
+            yield server
 
 
 @pytest.fixture
