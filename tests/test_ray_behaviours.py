@@ -42,7 +42,7 @@ from prefect_torch.flows import (
     TrainingFailedError,
     train,
 )
-from prefect_torch.flows.arguments import default_run_name
+from prefect_torch.tasks import get_device
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import check_signature
@@ -913,9 +913,10 @@ def test_a_report_needs_all_ranks():
 
 
 @behaviour("ray.train.RunConfig", "a run that nobody named gets a name of its own", verdict="same")
-def test_an_unnamed_run_gets_a_name():
-    assert RunConfig().name is None
-    assert default_run_name("quick-fox", "0123456789") != default_run_name("quick-fox", "9876543210")
+def test_an_unnamed_run_gets_a_name(unconfigured):
+    first, second = (Path(result.path) for result in unconfigured)
+    assert first.parent == second.parent
+    assert first != second
 
 
 @behaviour(
@@ -992,8 +993,8 @@ def test_unknown_settings_are_refused(gone):
 
 
 @behaviour("ray.train.ScalingConfig", "is one worker without a GPU by default", verdict="same")
-def test_one_rank_without_a_gpu_by_default():
-    assert (ScalingConfig().num_workers, ScalingConfig().use_gpu) == (1, False)
+def test_one_rank_without_a_gpu_by_default(unconfigured):
+    assert [result.return_value for result in unconfigured] == [(1, "cpu")] * 2
 
 
 @behaviour(
@@ -1064,10 +1065,22 @@ def train_with_a_failure(config):
     }
 
 
+def tell_place():
+    """Return how many ranks there are, and what this one computes on."""
+    return get_context().world_size, get_device().type
+
+
 @pytest.fixture(scope="module")
 def prefect_server():
     with server_of_this_process():
         yield
+
+
+@pytest.fixture(scope="module")
+def unconfigured(tmp_path_factory, prefect_server):
+    """The results of two trainings for which nothing is given but where they lie."""
+    run = RunConfig(storage=str(tmp_path_factory.mktemp("unconfigured")))
+    return [train(tell_place, run=run) for _ in range(2)]
 
 
 @pytest.fixture(scope="module")

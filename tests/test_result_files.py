@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+import tomllib
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "tests/benchmarks/results"
@@ -26,6 +28,13 @@ def test_only_one_module_writes_files_of_results():
     own = re.compile(r'"results"|benchmarks/results/[\w.]+"|platform\.python_version')
     writers = [path.name for path in programs if own.search(path.read_text()) and not path.name.startswith("test_")]
     assert writers == ["result_file.py"]
+
+
+def test_the_floors_of_the_requirements_are_those_that_were_tried():
+    (tried,) = re.findall(r"^lowest versions: (.*)$", (RESULTS / "floors.txt").read_text(), re.MULTILINE)
+    requirements = map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    floors = {it.name: at.version for it in requirements for at in it.specifier if at.operator == ">="}
+    assert dict(it.split("==") for it in tried.split(", ")) == floors
 
 
 def test_the_requests_of_a_long_run_are_those_that_were_measured():

@@ -1,15 +1,15 @@
 """Lightning's own Trainer with the callback, one rank in this process."""
 
-import random
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import pytorch_lightning.demos.boring_classes
 import torch
+from exact_ends import same
+from forked_ranks import launch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_models import BATCHES, Regression, make_trainer
@@ -17,8 +17,6 @@ from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, ReportLogger, prepare_trainer, resume_path
 from prefect_torch.ckpt.runs.history import newest_metrics
 from ranks import Attempt, as_rank, folder, in_training, read_files
-from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 # Lightning's advice about workers, intervals and dataloaders that cannot resume.
@@ -76,67 +74,24 @@ def test_a_training_that_raised_continues_to_the_very_weights_of_an_undisturbed_
     assert [manifest.attempt for manifest in store.list()] == [1, 1, 2, 2]
 
 
-class Drawing(Regression):
-    """Draws in every way that trainings do: dropout, an order, and what a dataset or a transform draws."""
-
-    def __init__(self, loader_of=DataLoader, **ends):
-        super().__init__(dropout=0.5, **ends)
-        self.loader_of = loader_of
-
-    def training_step(self, batch, batch_idx):
-        inputs, targets = batch
-        shift = random.random() + np.random.random()  # noqa: NPY002 - the process's
-        return super().training_step((inputs + shift, targets), batch_idx)
-
-    def train_dataloader(self):
-        return self.loader_of(super().train_dataloader().dataset, batch_size=8, shuffle=True)
-
-
-def ended_with(model, trainer):
-    """Return what a training ended with, and what it would draw next."""
-    moments = [state[name] for state in trainer.optimizers[0].state.values() for name in ("exp_avg", "exp_avg_sq")]
-    drawn = [torch.rand(()).item(), random.random(), np.random.random()]  # noqa: NPY002 - the process's
-    return [
-        weights(model).tolist(),
-        [moment.tolist() for moment in moments],
-        trainer.callback_metrics["val_loss"].item(),
-        drawn,
-    ]
-
-
-def seed(number):
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)  # noqa: NPY002 - the process's
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
 @pytest.mark.parametrize(
-    ("chosen", "ends_at"),
-    [({}, 9), ({"on_validation_end": True}, 9), ({"every_n_train_steps": BATCHES}, 9), ({"every_n_train_steps": 3}, 6)],
+    ("chosen", "ends_at", "reported"),
+    [
+        ({}, 9, 8),
+        ({"on_validation_end": True}, 9, 8),
+        ({"every_n_train_steps": BATCHES}, 9, 8),
+        ({"every_n_train_steps": 3}, 6, 6),
+    ],
 )
-def test_a_resumed_training_with_early_stopping_ends_as_an_undisturbed_one_bit_for_bit(store, tmp_path, chosen, ends_at):
+def test_a_resumed_training_with_early_stopping_ends_as_an_undisturbed_one_bit_for_bit(tmp_path, chosen, ends_at, reported):
     """From the end of an epoch; from within one with a loader that goes on there."""
-
-    def end():
-        raise ValueError("boom from the training")
-
-    def train(attempt, **ends):
-        seed(attempt.number)
-        model = Drawing(loader_of, **ends)
-        callbacks = [EarlyStopping("val_loss", patience=9), ReportCallback(**chosen)]
-        trainer = make_trainer(callbacks=callbacks, max_epochs=3)
-        with in_training(attempt.session()), resume_path() as path:
-            seed(attempt.number)
-            trainer.fit(model, ckpt_path=path)
-        return ended_with(model, trainer)
-
-    loader_of = StatefulDataLoader if ends_at == 6 else DataLoader
-    undisturbed = train(Attempt(CheckpointStore.open(tmp_path / "other", "run")))
-    with pytest.raises(ValueError, match="boom from the training"):
-        train(Attempt(store), at_step=ends_at, then=end)
-    assert store.latest().step == (6 if ends_at == 6 else 8)
-    assert train(Attempt(store)) == undisturbed
+    goes_on = "where it was" if reported % BATCHES else "from the start"
+    for name, early, code in [("undisturbed", None, 0), ("resumed", ends_at, 3), ("resumed", None, 0)]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        assert launch("lightning_draws", (chosen, goes_on, early), 1, tmp_path / name) == [code]
+        if code:
+            assert CheckpointStore.open(tmp_path / name, "run").latest().step == reported
+    assert same(*(torch.load(tmp_path / name / "end.pt") for name in ("undisturbed", "resumed")))
 
 
 def test_a_checkpoint_of_before_random_states_were_stored_resumes(store):

@@ -1,0 +1,67 @@
+"""A Lightning training that draws random numbers wherever trainings do; what it ends with is written down.
+
+It is a process of its own: threads of others, such as those of Prefect's clients, draw from a process's generators as well.
+"""
+
+import random
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning_models import Regression, make_trainer
+from prefect_torch.ckpt.lightning import ReportCallback, resume_path
+from rank_processes import joined
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+LOADERS = {"from the start": DataLoader, "where it was": StatefulDataLoader}
+
+
+class Drawing(Regression):
+    """Draws in every way that trainings do: dropout, an order, and what a dataset or a transform draws."""
+
+    def __init__(self, goes_on, **ends):
+        super().__init__(dropout=0.5, **ends)
+        self.goes_on = goes_on
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        shift = random.random() + np.random.random()  # noqa: NPY002 - the process's
+        return super().training_step((inputs + shift, targets), batch_idx)
+
+    def train_dataloader(self):
+        return LOADERS[self.goes_on](super().train_dataloader().dataset, batch_size=8, shuffle=True)
+
+
+def seed(number):
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002 - the process's
+
+
+def end():
+    raise SystemExit(3)
+
+
+def main(chosen, goes_on, ends_at, *place):
+    """Train with a callback of the arguments `chosen`; write the end down unless it comes early, at step `ends_at`."""
+    for ignored in (r".*lightning.*", r".*torchdata.*"):
+        warnings.filterwarnings("ignore", module=ignored)
+    with joined(*place) as session:
+        seed(session.context.attempt)
+        model = Drawing(goes_on, **({} if ends_at is None else {"at_step": ends_at, "then": end}))
+        callbacks = [EarlyStopping("val_loss", patience=9), ReportCallback(**chosen)]
+        trainer = make_trainer(callbacks=callbacks, max_epochs=3)
+        with resume_path() as path:
+            seed(session.context.attempt)
+            trainer.fit(model, ckpt_path=path)
+        drawn = [torch.rand(()), random.random(), np.random.random()]  # noqa: NPY002 - the process's
+        ended_with = {
+            "weights": [parameter.detach() for parameter in model.parameters()],
+            "optimizer": trainer.optimizers[0].state_dict(),
+            "val_loss": trainer.callback_metrics["val_loss"],
+            "drawn": drawn,
+        }
+        torch.save(ended_with, Path(session.run.storage.url, "end.pt"))
