@@ -47,9 +47,11 @@ class TestForked:
 
     def test_it_has_no_other_descriptors_than_those_that_were_passed_on(self, tmp_path):
         end, other = os.pipe()
-        listed = (
-            "import os; f = '/proc/self/fd/%d'; print({n: os.readlink(f % n) for n in range(3, 99) if os.path.lexists(f % n)})"
-        )
+        listed = """import os
+folder = "/proc/self/fd"
+numbers = [int(name) for name in os.listdir(folder)]  # and that of the folder, closed by now
+print({it: os.readlink(f"{folder}/{it}") for it in numbers if it > 2 and os.path.lexists(f"{folder}/{it}")})
+"""
         found = ast.literal_eval(output_of(listed, pass_fds=[end]))
         os.close(end)
         os.close(other)
