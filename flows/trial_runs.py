@@ -37,7 +37,10 @@ from .final_state import completed
 from .leading import lead_training, set_terminated_state
 from .monitoring.events.heartbeats import heartbeats
 from .monitoring.events.observer import EventObserver
+from .monitoring.messages import portable_storage
+from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver
+from .monitoring.pages.setup import Setup
 from .monitoring.sweeps.trial_message import TrialMessageObserver
 from .prefect_settings import settings_with, using
 
@@ -182,13 +185,14 @@ _given: ContextVar[_Given] = ContextVar("trial")
     validate_parameters=False,
     on_crashed=[set_terminated_state],
 )
-def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's UI shows the parameters
+def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's UI shows the parameter `run`
     """Train one trial of a sweep."""
     given = _given.get()
     job = given.job
     seat, machines = seat_for(job.scaling), machines_for(job.scaling)
+    setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine())
     with heartbeats(given.heartbeat_s):
-        pages = PageObserver(job, backoff=PublishBackoff(delay_s=_SHORT_S))
+        pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids), backoff=PublishBackoff(delay_s=_SHORT_S))
         told = TrialMessageObserver(given.metrics)
         lead_training(job, seat, machines, given.termination, [pages, EventObserver(job), told])
     return completed(told.message(given.state()), None)

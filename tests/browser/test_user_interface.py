@@ -274,6 +274,34 @@ def test_a_sweep_is_seen_as_a_whole(stack, page, shoot, monkeypatch):
     shoot("sweep")
 
 
+def test_lists_and_logs_say_what_each_training_was_and_led_to(stack, page, shoot):
+    """The runs list, the page of the storage and a flow run's state and logs, in both interfaces."""
+    seen, searched = (
+        next(run for run in rows(stack.server.api, "flow_runs") if f"run:{name}" in run["tags"])
+        for name in ("seen", "searched")
+    )
+    assert re.fullmatch(r"8 steps, val_accuracy 0\.9375 \(best at 7\), 2 attempts", seen["state"]["message"])
+    page.goto(f"{stack.server.url}/v2/runs")
+    page.get_by_role("switch", name="Hide subflows").click()
+    for name, tag in ((seen["name"], "run:seen"), (searched["name"], "run:searched")):
+        expect(page.get_by_role("link", name=name)).to_be_visible()
+        expect(page.get_by_text(tag, exact=True)).to_be_visible()
+    page.set_viewport_size({"width": 1280, "height": 1500})
+    shoot("runs")
+    page.goto(f"{stack.server.url}/v2/runs/flow-run/{searched['id']}")
+    open_artifact(page, "-runs")
+    for name in ("seen", "nightly", "searched"):
+        expect(page.get_by_role("cell", name=name).first).to_be_visible()
+    page.set_viewport_size({"width": 1280, "height": 960})
+    shoot("storage")
+    for interface in ("/v2", ""):
+        page.goto(f"{stack.server.url}{interface}/runs/flow-run/{seen['id']}?tab=Logs")
+        expect(page.get_by_text(re.compile("attempt 2: resuming from")).first).to_be_visible()
+        assert page.get_by_text(re.compile("Traceback")).count() == 0
+        page.goto(f"{stack.server.url}{interface}/runs/flow-run/{seen['id']}?tab=Details")
+        expect(page.get_by_text(seen["state"]["message"]).first).to_be_visible()
+
+
 def test_the_server_recorded_all_that_trainings_told_it(stack):
     assert rows(stack.server.api, "flow_runs")
     assert stack.server.lost_events() == 0

@@ -100,7 +100,9 @@ def test_a_rank_that_lost_its_peer_is_stopped_not_failed(seen):
 
     def at_server():
         task_runs = rows(PREFECT_API_URL.value(), "task_runs", flow_runs={"name": {"any_": [flow_run]}})
-        return sorted((it["name"], it["state_type"], it["state"]["message"]) for it in task_runs if it["name"].startswith("rank-"))
+        return sorted(
+            (it["name"], it["state_type"], it["state"]["message"]) for it in task_runs if it["name"].startswith("rank-")
+        )
 
     stopped = ("rank-0", "CANCELLED", "stopped: lost its connection to rank 1")
     failed = ("rank-1", "FAILED", "rank 1 of attempt 1 failed: ZeroDivisionError: on rank 1")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from prefect_torch.tasks.rank.resources.cpus import count_cpus
@@ -130,6 +131,7 @@ def describe_machine() -> str:
     return ", ".join([*parts, f"Python {platform.python_version()}", f"torch {_torch_version()}", f"process {os.getpid()}"])
 
 
+@cache
 def _torch_version() -> str:
     try:
         return version("torch")

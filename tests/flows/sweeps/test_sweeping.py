@@ -1,5 +1,6 @@
 """Whole sweeps: real trials, each with a process of its own."""
 
+import json
 import re
 import sys
 import uuid
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-from prefect_servers import wait_until
+from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect_servers import rows, wait_until
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts
@@ -52,6 +53,15 @@ def test_a_sweep_finds_the_best_of_its_trials_at_two_at_once(run, tmp_path):
     assert list(result.trials_dataframe["config/lr"]) == [trial.config["lr"] for trial in result.trials]
     assert CheckpointStore.open(tmp_path, result.best.run).latest().step == 1
     check_events(tmp_path, result)
+    check_page_of_trial(tmp_path, result.best)
+
+
+def check_page_of_trial(tmp_path, trial):
+    *_, last = list_attempts(CheckpointStore.open(tmp_path, trial.run))
+    written = rows(PREFECT_API_URL.value(), "artifacts", flow_runs={"id": {"any_": [last.owner.flow_run_id]}})
+    (page,) = (it["data"] for it in written if (it["key"] or "").endswith("-summary"))
+    (config,) = re.findall(r"## Setup\n\n1 rank led from .*torch .*\n\n```json\n(.*?)```", page, re.DOTALL)
+    assert json.loads(config) == trial.config
 
 
 def check_events(tmp_path, result):
