@@ -116,6 +116,9 @@ class DeployedTrials:
         """Return the names of the runs of the trials that run."""
         return frozenset(trial.run for trial, _ in self._running.values())
 
+    def close(self) -> None:
+        """Do nothing: they share nothing here; see `TrialRuns`."""
+
     def terminate(self, cause: BaseException) -> None:
         """Cancel the flow runs of all trials, which commit a last checkpoint; see `TrialRuns`."""
         self._give_up_s = time.monotonic() + self._training.failure.grace_s + _CANCEL_S

@@ -1,11 +1,65 @@
-"""Clients of Prefect's API for threads that show a training: each has its own, since a flow's is bound to the flow's thread."""
+"""Clients of Prefect's API: for threads that show a training, since a flow's is bound to the flow's thread, and the engine."""
 
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from http import HTTPStatus
+from typing import Any, cast
 
 import httpx
+from prefect.context import AsyncClientContext, SyncClientContext
 from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE_SKIP_VERIFY
+from prefect.utilities.asyncutils import run_coro_as_sync
+
+_NUM_SOON, _SOON_S = 3, 0.1
+_REFUSALS = "prefect_torch_refusals"
+
+
+class SubflowClients:
+    """The clients with which Prefect's engine runs subflows in this process, open until they are closed.
+
+    Else the engine makes one for the parent task run of each, which takes 40 ms of CPU for the certificates. A request that the
+    server refuses with 503, as it does when another write has SQLite's lock, is repeated after a tenth of a second, thrice,
+    before Prefect's 2 s.
+    """
+
+    def __init__(self) -> None:
+        self._asynchronous: AsyncClientContext = cast("Any", run_coro_as_sync(_opened()))
+        self._synchronous = SyncClientContext({**_trust(), "event_hooks": {"response": [_repeat_soon]}})
+        self._synchronous._httpx_settings = None  # it is taken by whoever asks for no settings  # noqa: SLF001
+        self._synchronous.client.__enter__()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Let the engine use them for the flows that are called in the body, in this thread."""
+        with self._asynchronous.model_copy(), self._synchronous.model_copy():
+            yield
+
+    def close(self) -> None:
+        """Close their connections."""
+        run_coro_as_sync(self._asynchronous.client.__aexit__(None, None, None))
+        self._synchronous.client.__exit__(None, None, None)
+
+
+async def _opened() -> AsyncClientContext:
+    context = AsyncClientContext({**_trust(), "event_hooks": {"response": [_arepeat_soon]}})
+    context._httpx_settings = None  # noqa: SLF001 - as above
+    await context.client.__aenter__()
+    return context
+
+
+async def _arepeat_soon(response: httpx.Response) -> None:
+    _repeat_soon(response)
+
+
+def _repeat_soon(response: httpx.Response) -> None:
+    if response.status_code != HTTPStatus.SERVICE_UNAVAILABLE or "Retry-After" in response.headers:
+        return
+    refusals = response.request.extensions.get(_REFUSALS, 0)
+    response.request.extensions[_REFUSALS] = refusals + 1
+    if refusals < _NUM_SOON:
+        response.headers["Retry-After"] = str(_SOON_S)
 
 
 def own_connections(timeout_s: float) -> dict[str, Any]:
@@ -15,9 +69,13 @@ def own_connections(timeout_s: float) -> dict[str, Any]:
         timeout_s: The longest time for each step of a request.
 
     """
+    return {"timeout": timeout_s, **_trust()}
+
+
+def _trust() -> dict[str, Any]:
     if PREFECT_API_TLS_INSECURE_SKIP_VERIFY.value():
-        return {"timeout": timeout_s}
-    return {"timeout": timeout_s, "verify": _trusted(PREFECT_API_SSL_CERT_FILE.value())}
+        return {}
+    return {"verify": _trusted(PREFECT_API_SSL_CERT_FILE.value())}
 
 
 @cache

@@ -213,7 +213,9 @@ def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: Searc
         trials.terminate(termination.cause or exc)
         while trials.num_running():
             trials.take_ended(_POLL_S)
+        trials.close()
         raise
+    trials.close()
     search.raise_if_all_failed()
 
 

@@ -42,6 +42,7 @@ from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver
 from .monitoring.pages.setup import Setup
 from .monitoring.sweeps.trial_message import TrialMessageObserver
+from .prefect_client import SubflowClients
 from .prefect_settings import settings_with, using
 
 _SHORT_S = 1.0  # the pages of a shorter trial are written once, at its end
@@ -148,6 +149,10 @@ class TrialRuns(Protocol):
         """Return the names of the runs of the trials that run."""
         ...
 
+    def close(self) -> None:
+        """Release what trials share, once none runs."""
+        ...
+
     def terminate(self, cause: BaseException) -> None:
         """Let every trial commit a last checkpoint within the grace, and stop; returns immediately."""
         ...
@@ -207,9 +212,12 @@ class LocalTrials:
         self._running: dict[int, _Running] = {}
         self._ended = threading.Condition()
         self._heartbeat_s = get_current_settings().flows.heartbeat_frequency
+        self._clients: SubflowClients | None = None
 
     def start(self, trial: TrialRecord) -> None:
         """Start a trial in a thread of its own; see `TrialRuns`."""
+        if self._clients is None:
+            self._clients = SubflowClients()
         running = _Running(trial, Termination(self._training.failure.grace_s))
         self._running[trial.number] = running
         threading.Thread(target=copy_context().run, args=(self._run, running), name=trial.run, daemon=True).start()
@@ -236,6 +244,12 @@ class LocalTrials:
         for running in tuple(self._running.values()):
             running.termination.request(cause)
 
+    def close(self) -> None:
+        """Close the clients; see `TrialRuns`."""
+        if self._clients is not None:
+            self._clients.close()
+            self._clients = None
+
     def _done(self) -> dict[int, _Running]:
         return {number: running for number, running in self._running.items() if running.has_ended.is_set()}
 
@@ -254,7 +268,8 @@ class LocalTrials:
                 )
             )
             without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-            with _apart(), using(without_heartbeats):  # the trial sends its own
+            assert self._clients is not None
+            with _apart(), self._clients.used(), using(without_heartbeats):  # the trial sends its own
                 trial(running.trial.run, self._training.config_of(running.trial))
         except BaseException as exc:  # noqa: BLE001 - a trial's failure costs that trial
             running.error = exc

@@ -1,0 +1,127 @@
+"""The clients that Prefect's engine runs a sweep's trials with: one each, which soon repeat what SQLite's lock refuses."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from threading import Thread
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
+    temporary_settings,
+)
+from prefect.utilities.asyncutils import run_coro_as_sync
+from prefect_torch.flows.prefect_client import SubflowClients
+
+
+@contextmanager
+def refusing(times, headers=()):
+    """Serve an API that refuses the first requests as Prefect's server does when SQLite is locked; yield when they came."""
+    came = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            came.append(time.monotonic())
+            body = json.dumps({"exception_message": "Service Unavailable"}).encode()
+            self.send_response(503 if len(came) <= times else 200)
+            for name, value in (*headers, ("Content-Length", str(len(body)))):
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    settings = {
+        PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api",
+        PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False,
+        PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED: False,
+        PREFECT_CLIENT_MAX_RETRIES: 3,
+    }
+    try:
+        with temporary_settings(settings):
+            yield came
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def clients():
+    """Make them for the API of the settings, and close them."""
+    made = []
+
+    def make():
+        made.append(SubflowClients())
+        return made[-1]
+
+    yield make
+    for it in made:
+        it.close()
+
+
+def ask():
+    with get_client(sync_client=True) as client:
+        return client.request("GET", "/hello").status_code
+
+
+def aask():
+    async def request():
+        async with get_client() as client:
+            return (await client.request("GET", "/hello")).status_code
+
+    return run_coro_as_sync(request())
+
+
+@pytest.mark.parametrize("asks", [ask, aask])
+def test_what_was_refused_is_repeated_soon_and_three_times(clients, asks):
+    with refusing(3) as came, clients().used():
+        assert asks() == 200
+    assert len(came) == 4
+    assert all(0.1 <= after - before < 0.9 for before, after in pairwise(came)), "Prefect waits for 2 s"
+
+
+def test_a_server_that_says_when_is_heard_and_one_that_goes_on_refusing_is_not_flooded(clients):
+    with refusing(9, [("Retry-After", "0.3")]) as came, clients().used(), pytest.raises(PrefectHTTPStatusError, match="503"):
+        ask()
+    assert all(after - before >= 0.3 for before, after in pairwise(came))
+    with refusing(9) as came, temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 4}), clients().used():
+        with pytest.raises(PrefectHTTPStatusError, match="503"):
+            ask()
+        waits = [after - before for before, after in pairwise(came)]
+    assert [wait > 0.9 for wait in waits] == [False, False, False, True]
+
+
+def test_all_threads_take_the_same_ones_and_others_do_not(clients):
+    with refusing(0):
+        shared = clients()
+
+        def taken():
+            with shared.used(), get_client(sync_client=True) as client:
+                return client, run_coro_as_sync(current())
+
+        async def current():
+            return get_client()
+
+        with ThreadPoolExecutor(2) as pool:
+            (first, afirst), (second, asecond) = [
+                it.result() for it in [pool.submit(copy_context().run, taken) for _ in range(2)]
+            ]
+        assert first is second
+        assert afirst is asecond
+        with shared.used():
+            assert ask() == 200, "they are open after others' use"
+        assert get_client(sync_client=True) is not first
