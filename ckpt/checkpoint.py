@@ -314,7 +314,8 @@ class Checkpoint:
             manifest = self.manifest
         except (CheckpointError, OSError) as exc:
             return {"not readable": exc}
-        size = f"{show_bytes(manifest.total_bytes)} in {len(manifest.files)} files"
+        num_files = len(manifest.files)
+        size = f"{show_bytes(manifest.total_bytes)} in {num_files} file{'' if num_files == 1 else 's'}"
         return {"step": manifest.step, "attempt": manifest.attempt, **dict(flatten_metrics(manifest.metrics)), "size": size}
 
     def __eq__(self, other: object) -> bool:

@@ -23,7 +23,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import PrefectServer, rows, senders_follow, wait_until
-from prefect_torch.flows import Result, RunConfig, SearchConfig, choice, sweep, uniform
+from prefect_torch.flows import Result, RunConfig, SearchConfig, SweepResult, choice, sweep, uniform
 
 CHROMIUM = shutil.which("chromium")
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -300,6 +300,22 @@ def test_lists_and_logs_say_what_each_training_was_and_led_to(stack, page, shoot
         assert page.get_by_text(re.compile("Traceback")).count() == 0
         page.goto(f"{stack.server.url}{interface}/runs/flow-run/{seen['id']}?tab=Details")
         expect(page.get_by_text(seen["state"]["message"]).first).to_be_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_notebook_shows_a_result_a_checkpoint_and_a_sweep(stack, page, shoot, scheme):
+    """The HTML that they give to a notebook, on a page of a cell's width without a style of its own."""
+    result = Result.from_storage(stack.storage, "seen")
+    shown = [result, result.checkpoint, SweepResult.from_storage(stack.storage, "searched")]
+    cells = "".join(f"<div style='padding: 16px; width: 900px'>{it._repr_html_()}</div>" for it in shown)
+    colors = {"light": ("white", "black"), "dark": ("#111", "#ddd")}[scheme]
+    page.emulate_media(color_scheme=scheme)
+    page.set_content(f"<body style='background: {colors[0]}; color: {colors[1]}; font: 13px sans-serif'>{cells}</body>")
+    for text in ("val_accuracy", result.checkpoint.id, "searched"):
+        expect(page.get_by_text(re.compile(text)).first).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "it is as wide as the window"
+    page.set_viewport_size({"width": 960, "height": page.evaluate("document.body.scrollHeight") + 16})
+    shoot("notebook" if scheme == "light" else "notebook-dark")
 
 
 def test_the_server_recorded_all_that_trainings_told_it(stack):

@@ -64,7 +64,7 @@ class Asha:
         promoted = self.promote({**history, number: replace(trial, state="paused")})
         if promoted is not None and promoted.number == number:
             return Decision("running", promoted.milestone)
-        return Decision("paused", reason=f"waits at rung {rungs[rung]:g}")
+        return Decision("paused", reason=f"waits at rung {rung + 1} (at {rungs[rung]:g})")
 
     def promote(self, history: History) -> Promotion | None:
         """Return a paused trial that is among the best 1/eta of those that have reached its rung; the highest rung first."""

@@ -62,7 +62,7 @@ def test_trials_are_flow_runs_of_a_deployment_that_pause_and_go_on_from_their_ch
     function = f"{SUPPORT / 'sweep_trainings.py'}:climb"
     result = sweep(function, {"lr": uniform(0, 1)}, {"epochs": 9}, chosen, run=run, trials_on=served)
     assert [trial.state for trial in result.trials] == ["paused", "completed"]
-    assert [trial.reason for trial in result.trials] == ["waits at rung 1", "step=3 has reached 3"]
+    assert [trial.reason for trial in result.trials] == ["waits at rung 1 (at 1)", "step=3 has reached 3"]
     assert [trial.checkpoint.step for trial in result.trials] == [1, 3]
     attempts = result.best.result.attempts
     assert [record.step for record in result.best.result.history] == [0, 1, 2, 3]  # none was trained twice
