@@ -20,7 +20,7 @@ from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.runs.records import check_depth
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import show_bytes, show_count
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.state.loading.load import Source  # it imports torch
@@ -314,8 +314,7 @@ class Checkpoint:
             manifest = self.manifest
         except (CheckpointError, OSError) as exc:
             return {"not readable": exc}
-        num_files = len(manifest.files)
-        size = f"{show_bytes(manifest.total_bytes)} in {num_files} file{'' if num_files == 1 else 's'}"
+        size = f"{show_bytes(manifest.total_bytes)} in {show_count(len(manifest.files), 'file')}"
         return {"step": manifest.step, "attempt": manifest.attempt, **dict(flatten_metrics(manifest.metrics)), "size": size}
 
     def __eq__(self, other: object) -> bool:

@@ -25,6 +25,11 @@ def show_age(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
+def show_count(number: int, noun: str) -> str:
+    """Return a number with its noun in the right form."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def show_some(names: Sequence[str]) -> str:
     """Return the first five of `names`, and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

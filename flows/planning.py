@@ -10,7 +10,7 @@ from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.probe import PROBE_RETRY_POLICY, probe_storage
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, GpusBusyError, KubernetesCluster, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuSeat
@@ -137,7 +137,7 @@ def _check_function(train_fn: str | TrainFunction, config: dict[str, Any] | None
 
 
 def _check_gpus(scaling: ScalingConfig) -> Iterator[PlanLine]:
-    ranks = f"{scaling.most_workers} rank{'' if scaling.most_workers == 1 else 's'}"
+    ranks = show_count(scaling.most_workers, "rank")
     if scaling.cluster is not None:
         named = scaling.cluster if isinstance(scaling.cluster, str) else type(scaling.cluster).__name__
         yield PlanLine("machines", "ok", f"{ranks} on machines of {named}, which was not asked")

@@ -95,11 +95,6 @@ def show_number(value: MetricValue) -> str:
     return f"{value:.6g}" if isinstance(value, float) else plain(value)
 
 
-def show_count(number: int, noun: str) -> str:
-    """Return a number with its noun in the right form."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _cell(value: object) -> tuple[str, str]:
     text, style = value if isinstance(value, tuple) else (value, "")
     return "-" if text is None else plain(text), style

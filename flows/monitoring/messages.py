@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import score
 from prefect_torch.ckpt.storage.location import is_block_slug
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.result import Result
@@ -79,8 +80,7 @@ def place_of(job: TrainJob) -> str:
 
 def summarize(result: Result, policy: RetentionPolicy) -> str:
     """Return a completed training in one line, such as "150 steps, val_loss 0.0013 (best at 143), 2 attempts"."""
-    attempts = f"{result.attempts} attempt{'' if result.attempts == 1 else 's'}"
-    return ", ".join([*_steps(result), *_best(result, policy), attempts])
+    return ", ".join([*_steps(result), *_best(result, policy), show_count(result.attempts, "attempt")])
 
 
 def _steps(result: Result) -> list[str]:
@@ -88,7 +88,7 @@ def _steps(result: Result) -> list[str]:
     if not reported:
         return ["no report"]
     number = max(reported) + (1 if min(reported) == 0 else 0)  # most trainings count from 0
-    return [f"{number} step{'' if number == 1 else 's'}"]
+    return [show_count(number, "step")]
 
 
 def _best(result: Result, policy: RetentionPolicy) -> list[str]:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.deployments.command_line.arguments import json_option
-from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_count
+from prefect_torch.deployments.command_line.terminal import print_json, print_table, say
 
 from .equivalents import Equivalents
 from .usages import Usage, find_usages

@@ -12,11 +12,11 @@ from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
 from prefect_torch.ckpt.runs.metric_chunks import Chunk, read_records
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.runs.standing import Standing, read_standing
-from prefect_torch.ckpt.text import show_age
+from prefect_torch.ckpt.text import show_age, show_count
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.run_summaries import STATE_STYLES
 from prefect_torch.deployments.command_line.runs.selection import open_training
-from prefect_torch.deployments.command_line.terminal import console, plain, say, show_count, show_number
+from prefect_torch.deployments.command_line.terminal import console, plain, say, show_number
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text

@@ -11,7 +11,7 @@ from prefect_torch.ckpt.runs.attempts import Attempt
 from prefect_torch.ckpt.runs.metrics import find_metric
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
@@ -19,7 +19,7 @@ from prefect_torch.deployments.command_line.arguments import (
     run_argument,
     storage_argument,
 )
-from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_count, show_number
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_number
 
 from .selection import best_first, open_run, policy_of, resolve_score
 

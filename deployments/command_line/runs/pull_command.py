@@ -11,9 +11,9 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.files.selection import choose_files
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import metric_option, order_option, run_argument, storage_argument
-from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say, show_count
+from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say
 
 from .progress import progress_bar
 from .selection import find_checkpoint, open_run

@@ -13,7 +13,7 @@ from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 from prefect_torch.ckpt.runs.standing import Standing
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
@@ -21,7 +21,7 @@ from prefect_torch.deployments.command_line.arguments import (
     run_argument,
     storage_argument,
 )
-from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_count, show_number
+from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_number
 
 from .run_summaries import STATE_STYLES
 from .selection import find_checkpoint, is_sweep, open_run

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 import click
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     metric_option,
     open_named_storage,
@@ -14,7 +14,7 @@ from prefect_torch.deployments.command_line.arguments import (
 )
 from prefect_torch.deployments.command_line.runs.progress import progress_bar
 from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, open_run
-from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say, show_count
+from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say
 
 from .copying import check_same_run, copy_planned, plan_copy
 from .live_runs import check_not_live, ended_option

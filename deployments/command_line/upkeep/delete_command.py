@@ -6,10 +6,10 @@ import click
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.storage.folder_readers import is_read
-from prefect_torch.ckpt.text import show_bytes, show_some
+from prefect_torch.ckpt.text import show_bytes, show_count, show_some
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, open_run
-from prefect_torch.deployments.command_line.terminal import note, say, show_count
+from prefect_torch.deployments.command_line.terminal import note, say
 
 from .live_runs import check_not_live, ended_option
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.tasks.rank.resources.cpus import count_cpus
 
 _QUERY = "index,uuid,name,utilization.gpu,memory.used,memory.total"
@@ -126,8 +127,7 @@ class GpuMonitor:
 
 def describe_machine() -> str:
     """Return this machine's processors, system and versions in one line."""
-    cpus = count_cpus()
-    parts = [f"{cpus} CPU{'' if cpus == 1 else 's'}", f"{platform.system()} {platform.machine()}"]
+    parts = [show_count(count_cpus(), "CPU"), f"{platform.system()} {platform.machine()}"]
     return ", ".join([*parts, f"Python {platform.python_version()}", f"torch {_torch_version()}", f"process {os.getpid()}"])
 
 

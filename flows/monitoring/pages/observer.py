@@ -9,6 +9,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.text import page_url, plain_text, show_time
 from prefect_torch.flows.prefect_client import own_connections
 from prefect_torch.flows.prefect_settings import without_retries
@@ -133,9 +134,8 @@ class PageObserver:
         rows = checkpoint_rows(checkpoints.held, self._view.kept(), self._policy.checkpoint_score_attribute, now_s)
         if not rows and not self._checkpoints.is_shown:
             return
-        count = f"{checkpoints.num} checkpoint{'' if checkpoints.num == 1 else 's'}"
         parts = [
-            f"{count} of run {plain_text(self._store.run)} in `{self._store.path}`",
+            f"{show_count(checkpoints.num, 'checkpoint')} of run {plain_text(self._store.run)} in `{self._store.path}`",
             *([f"{MAX_ROWS} of them shown"] if checkpoints.num > MAX_ROWS else []),
             f"ages as of {show_time(now_s)} UTC",
             *([] if problem is None else [problem]),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.monitoring.text import plain_text
 
@@ -43,7 +43,7 @@ def restart_line(restart: Restart) -> str:
 def write_setup(setup: Setup, world_size: int | None, host: str | None) -> Iterator[str]:
     """Yield the section about the machine and the config."""
     yield from ("## Setup", "")
-    ranks = "" if world_size is None else f"{world_size} rank{'' if world_size == 1 else 's'} led from "
+    ranks = "" if world_size is None else f"{show_count(world_size, 'rank')} led from "
     yield f"{ranks}`{host or 'this machine'}`: {plain_text(setup.machine)}"
     if setup.gpus:
         yield from ("", "| GPU | name | utilization | mean | memory |", "| --: | :-- | --: | --: | --: |")

@@ -7,6 +7,7 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.messages import command_for, current_flow_run, portable_storage, tag_of
 from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.sweeps.definition import Definition
@@ -53,7 +54,7 @@ def place_of(run: Run, given: RunConfig, storage: StorageSpec) -> str:
 
 def summarize_sweep(definition: Definition, trials: History) -> str:
     """Return a sweep in one line, such as "32 trials, val_loss 0.0013 (best of trial 7), 2 failed"."""
-    parts = [f"{len(trials)} trial{'' if len(trials) == 1 else 's'}"]
+    parts = [show_count(len(trials), "trial")]
     metric, mode = definition.metrics[0], definition.modes[0]
     scored = [(score, it) for it in trials.values() if (score := score_of(it, metric, mode)) is not None]
     if scored:
