@@ -1,11 +1,11 @@
 """Clients of Prefect's API: for threads that show a training, since a flow's is bound to the flow's thread, and the engine."""
 
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 from prefect.context import AsyncClientContext, SyncClientContext
@@ -14,6 +14,7 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 
 _NUM_SOON, _SOON_S = 3, 0.1
 _REFUSALS = "prefect_torch_refusals"
+_Context = TypeVar("_Context", AsyncClientContext, SyncClientContext)
 
 
 class SubflowClients:
@@ -26,8 +27,7 @@ class SubflowClients:
 
     def __init__(self) -> None:
         self._asynchronous: AsyncClientContext = cast("Any", run_coro_as_sync(_opened()))
-        self._synchronous = SyncClientContext({**_trust(), "event_hooks": {"response": [_repeat_soon]}})
-        self._synchronous._httpx_settings = None  # it is taken by whoever asks for no settings  # noqa: SLF001
+        self._synchronous = _context(SyncClientContext, _repeat_soon)
         self._synchronous.client.__enter__()
 
     @contextmanager
@@ -43,9 +43,14 @@ class SubflowClients:
 
 
 async def _opened() -> AsyncClientContext:
-    context = AsyncClientContext({**_trust(), "event_hooks": {"response": [_arepeat_soon]}})
-    context._httpx_settings = None  # noqa: SLF001 - as above
+    context = _context(AsyncClientContext, _arepeat_soon)
     await context.client.__aenter__()
+    return context
+
+
+def _context(kind: type[_Context], hook: Callable[[httpx.Response], object]) -> _Context:
+    context = kind({**_trust(), "event_hooks": {"response": [hook]}})
+    context._httpx_settings = None  # it is taken by whoever asks for no settings  # noqa: SLF001
     return context
 
 
