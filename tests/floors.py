@@ -16,10 +16,10 @@ import tempfile
 from pathlib import Path
 
 import tomllib
-from packaging.requirements import Requirement
 from wheel_check import ROOT, build, run
 
-sys.path.append(str(ROOT / "tests/benchmarks"))
+sys.path += [str(ROOT / "tests/benchmarks"), str(ROOT / "tests/support")]
+from lowest_versions import lowest
 from result_file import write_results
 
 TESTS_NEED = [
@@ -66,11 +66,6 @@ def main() -> None:
         lines += tested(python, part)
         write_results("floors.txt", 1, lines)
     sys.exit(any(re.search(r" (failed|errors?)\b", line) for line in lines))
-
-
-def lowest(requirements: list[str]) -> list[str]:
-    """Return each requirement at its lowest version."""
-    return [f"{it.name}=={at.version}" for it in map(Requirement, requirements) for at in it.specifier if at.operator == ">="]
 
 
 def tested(python: Path, arguments: list[str]) -> list[str]:

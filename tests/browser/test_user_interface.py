@@ -314,7 +314,8 @@ def test_a_notebook_shows_a_result_a_checkpoint_and_a_sweep(stack, page, shoot, 
     for text in ("val_accuracy", result.checkpoint.id, "searched"):
         expect(page.get_by_text(re.compile(text)).first).to_be_visible()
     page.set_viewport_size({"width": 960, "height": page.evaluate("document.body.scrollHeight") + 16})
-    shoot("notebook" if scheme == "light" else "notebook-dark")
+    if scheme == "light":  # the one that the documentation shows
+        shoot("notebook")
 
 
 def test_the_server_recorded_all_that_trainings_told_it(stack):

@@ -1,25 +1,20 @@
 """A real Prefect server, storages, and the command `prefect-torch` in this process."""
 
 import json
+from contextlib import ExitStack
 
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect_servers import PrefectServer, senders_follow
+from prefect_servers import server_in_use
 from prefect_torch.deployments.command_line.program import run
 
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory):
-    """Let clients in this process talk to it; its `api` is for other processes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL", "0.1")  # else each event is known after 5 s
-        server = PrefectServer(tmp_path_factory.mktemp("prefect"))
-    try:
-        server.start()
-        with senders_follow(temporary_settings({PREFECT_API_URL: server.api})):
-            yield server
-    finally:
-        server.stop()
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL", "0.1")  # else each event is known after 5 s
+            server = stack.enter_context(server_in_use(tmp_path_factory.mktemp("prefect")))
+        yield server
 
 
 @pytest.fixture(params=["local", "s3"])

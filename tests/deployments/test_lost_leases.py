@@ -12,8 +12,7 @@ import yaml
 from forked_programs import Popen
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
-from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect_servers import PrefectServer, postgres, postgres_program, senders_follow, wait_until
+from prefect_servers import postgres, postgres_program, server_in_use, wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import read_outcomes
 from prefect_torch.deployments import create_work_pool, deploy, make_deployment, resume_crashed, serve
@@ -28,11 +27,7 @@ def prefect_server(tmp_path_factory):
     """A server with PostgreSQL where there is one: with SQLite, it may give up an event of a crash, which it may not write."""
     with ExitStack() as stack:
         url = stack.enter_context(postgres()) if postgres_program("initdb") else None
-        server = PrefectServer(tmp_path_factory.mktemp("prefect"), url)
-        stack.callback(server.stop)
-        server.start()
-        with senders_follow(temporary_settings({PREFECT_API_URL: server.api})):
-            yield server
+        yield stack.enter_context(server_in_use(tmp_path_factory.mktemp("prefect"), url))
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ It is a process of its own: threads of others, such as those of Prefect's client
 """
 
 import random
-import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
+from exact_ends import write_end
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning_models import Regression, make_trainer
 from prefect_torch.ckpt.lightning import ReportCallback, resume_path
@@ -16,6 +16,7 @@ from rank_processes import joined
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+BOOM = "boom from the training"
 LOADERS = {"from the start": DataLoader, "where it was": StatefulDataLoader}
 
 
@@ -42,13 +43,21 @@ def seed(number):
 
 
 def end():
-    raise SystemExit(3)
+    raise ValueError(BOOM)
 
 
-def main(chosen, goes_on, ends_at, *place):
-    """Train with a callback of the arguments `chosen`; write the end down unless it comes early, at step `ends_at`."""
-    for ignored in (r".*lightning.*", r".*torchdata.*"):
-        warnings.filterwarnings("ignore", module=ignored)
+def main(*arguments):
+    """Train, and exit with 3 if the training raises its own error."""
+    try:
+        train(*arguments)
+    except ValueError as exc:
+        if str(exc) != BOOM:
+            raise
+        raise SystemExit(3) from exc
+
+
+def train(chosen, goes_on, ends_at, *place):
+    """Train with a callback of the arguments `chosen`; write the end down unless it raises early, at step `ends_at`."""
     with joined(*place) as session:
         seed(session.context.attempt)
         model = Drawing(goes_on, **({} if ends_at is None else {"at_step": ends_at, "then": end}))
@@ -57,11 +66,6 @@ def main(chosen, goes_on, ends_at, *place):
         with resume_path() as path:
             seed(session.context.attempt)
             trainer.fit(model, ckpt_path=path)
-        drawn = [torch.rand(()), random.random(), np.random.random()]  # noqa: NPY002 - the process's
-        ended_with = {
-            "weights": [parameter.detach() for parameter in model.parameters()],
-            "optimizer": trainer.optimizers[0].state_dict(),
-            "val_loss": trainer.callback_metrics["val_loss"],
-            "drawn": drawn,
-        }
-        torch.save(ended_with, Path(session.run.storage.url, "end.pt"))
+        root = Path(session.run.storage.url)
+        write_end(trainer.optimizers[0], root / "end-0.pt")
+        torch.save([model.state_dict(), trainer.callback_metrics["val_loss"]], root / "model.pt")

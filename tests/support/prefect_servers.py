@@ -161,6 +161,18 @@ class PrefectServer:
         return False
 
 
+@contextmanager
+def server_in_use(home: Path, database_url: str | None = None) -> Iterator[PrefectServer]:
+    """Let clients in this process talk to a server of their own; its `api` is for other processes."""
+    server = PrefectServer(home, database_url)
+    try:
+        server.start()
+        with senders_follow(temporary_settings({PREFECT_API_URL: server.api})):
+            yield server
+    finally:
+        server.stop()
+
+
 def postgres_program(name: str) -> str | None:
     """Return the newest PostgreSQL's program of that name, or None; Debian keeps them off the PATH."""
     found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), key=lambda path: int(path.parts[4]))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import pytorch_lightning.demos.boring_classes
 import torch
-from exact_ends import same
+from exact_ends import same, same_ends
 from forked_ranks import launch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -91,7 +91,9 @@ def test_a_resumed_training_with_early_stopping_ends_as_an_undisturbed_one_bit_f
         assert launch("lightning_draws", (chosen, goes_on, early), 1, tmp_path / name) == [code]
         if code:
             assert CheckpointStore.open(tmp_path / name, "run").latest().step == reported
-    assert same(*(torch.load(tmp_path / name / "end.pt") for name in ("undisturbed", "resumed")))
+    undisturbed, resumed = tmp_path / "undisturbed", tmp_path / "resumed"
+    assert same(torch.load(undisturbed / "model.pt"), torch.load(resumed / "model.pt"))
+    assert same_ends(undisturbed, resumed, 1)
 
 
 def test_a_checkpoint_of_before_random_states_were_stored_resumes(store):
