@@ -22,10 +22,11 @@ from prefect_torch.flows.sweeps.asked_decisions import Decides, answer_questions
 from prefect_torch.flows.sweeps.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
+from prefect_torch.flows.sweeps.trial_storage import read_end
 from prefect_torch.tasks import RunConfig
 
 from .monitoring.messages import portable_storage, tag_of
-from .trial_runs import Training, TrialDecisions, read_end
+from .trial_runs import Training, TrialDecisions
 
 _FLOW = "train"
 _PAUSE_S = 0.5

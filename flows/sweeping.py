@@ -20,6 +20,7 @@ from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.study import check_search, require_optuna
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
+from prefect_torch.flows.sweeps.trial_storage import delete_all, pin_source, read_end, undecided, unpin_source
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
@@ -43,7 +44,7 @@ from .monitoring.pages.runs_page import refresh_runs_page
 from .monitoring.sweeps.summary import show_sweep, summarize_sweep
 from .short_tracebacks import short_tracebacks, shorten_logs
 from .sweep_result import SweepResult
-from .trial_runs import LocalTrials, Training, TrialRuns, delete_all, pin_source, read_end, undecided, unpin_source
+from .trial_runs import LocalTrials, Training, TrialRuns
 
 _POLL_S = 0.5
 

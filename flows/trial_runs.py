@@ -1,9 +1,7 @@
 """The trials of a sweep in this process: each a flow run below the sweep's, in a thread, with ranks of its own."""
 
-import math
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,24 +9,20 @@ from typing import Any, Protocol
 from prefect import flow
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
-from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-from prefect_torch.ckpt.runs.history import newest_metrics, read_history
-from prefect_torch.ckpt.runs.manifest import Manifest
-from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import read_standing
-from prefect_torch.flows.sweeps.history import Source, TrialRecord, TrialState
+from prefect_torch.flows.sweeps.history import TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
+from prefect_torch.flows.sweeps.trial_storage import count_reports, read_end
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
-from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import DecisionMaker, TrainJob
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
@@ -281,110 +275,6 @@ class LocalTrials:
         if running.termination.cause is not None or isinstance(running.error, TERMINATIONS):
             return None
         return read_end(Run.open(self._training.storage, running.trial.run), running.error)
-
-
-def read_end(run: Run, error: BaseException | None) -> TrialEnd | None:
-    """Return how the run of a trial has ended, by its storage: what Prefect says may be an outage's.
-
-    Args:
-        run: The run of the trial.
-        error: What its flow run raised.
-
-    Returns:
-        None if its last attempt has no outcome, or was terminated, so that it can go on.
-
-    """
-    standing = read_standing(run)
-    outcome = None if standing is None else standing.outcome
-    if outcome is None:
-        return None if error is None else TrialEnd("failed", _one_line(error))
-    metrics = newest_metrics(read_history(run))
-    if outcome.ending == "stopped":  # the journal has the decision
-        return TrialEnd("stopped", None, metrics)
-    if outcome.ending == "completed":
-        if isinstance(outcome.return_value, dict):  # a function may return its metrics instead of reporting them
-            metrics = {**outcome.return_value, **metrics}
-        return TrialEnd("completed", None, metrics)
-    reason = (outcome.error or "").strip().partition("\n")[0] or outcome.ending
-    return TrialEnd("failed", reason, metrics)
-
-
-def count_reports(run: Run) -> int:
-    """Return how often a trial has reported up to its latest checkpoint; a step that was trained again counts once."""
-    newest = run.find_newest(run.read_or_leave_out)
-    return 0 if newest is None else len(_reported_steps(run, [newest], newest.step))
-
-
-def _reported_steps(run: Run, manifests: Sequence[Manifest], last: int) -> set[int]:
-    """Return the steps of a trial's reports up to `last`; a kill may have lost records of reports that have a checkpoint."""
-    steps = {record.step for record in read_history(run) if not record.is_logged}
-    return {step for step in steps | {manifest.step for manifest in manifests} if step <= last}
-
-
-def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> DecisionRequest | None:
-    """Return the committed report of a trial that asks for a decision which was not recorded, because of a kill.
-
-    There is one at most, since the ranks wait for the decision on it.
-
-    Args:
-        run: The run of the trial.
-        trial: The trial.
-        points: The reports that ask.
-
-    """
-    if points is None:
-        return None
-    manifests = CheckpointStore(run.storage, run.layout, run.spec).list()
-    decided = {report.checkpoint for report in trial.reports}
-    last = trial.reports[-1].time if trial.reports else -math.inf
-    for manifest in manifests:
-        count = trial.reports_before + len(_reported_steps(run, manifests, manifest.step))
-        at = time_of(points.time_attr, manifest.step, count, manifest.reported)
-        if manifest.id in decided or (at is not None and at <= last):
-            continue
-        if points.ask(manifest.step, count, manifest.reported, has_checkpoint=True):
-            return DecisionRequest(0, manifest.step, count, manifest.reported, manifest.id)
-    return None
-
-
-def pin_source(storage: StorageSpec, source: TrialRecord, token: str) -> str | None:
-    """Pin the checkpoint of a trial's newest decision, or its newest one, and return its id; None if there is none.
-
-    Args:
-        storage: The storage of the sweep.
-        source: The trial.
-        token: Of the pin.
-
-    """
-    store = CheckpointStore.open(storage, source.run)
-    known = [report.checkpoint for report in source.reports[-1:]]
-    for checkpoint_id in (*known, *(manifest.id for manifest in filter(None, (store.latest(), store.latest())))):
-        if checkpoint_id is None:
-            continue
-        with suppress(CheckpointNotFoundError):  # pruned: the source has gone on
-            store.pin(checkpoint_id, token)
-            return checkpoint_id
-    return None
-
-
-def unpin_source(storage: StorageSpec, source: Source, token: str) -> None:
-    """Remove the pin of `pin_source`, once the copy is committed; harmless if it was removed."""
-    CheckpointStore.open(storage, source.run).unpin(source.checkpoint, token)
-
-
-def delete_all(storage: StorageSpec, run: str) -> frozenset[str]:
-    """Delete the checkpoints of a run that has ended, and return the ids of those that stay, since they are pinned.
-
-    Raises:
-        StorageError: If some could not be deleted.
-
-    """
-    store = CheckpointStore.open(storage, run)
-    return delete_checkpoints(store, store.list())
-
-
-def _one_line(error: BaseException) -> str:
-    return first_line(error) if isinstance(error, Exception) else repr(error)
 
 
 class _apart:  # noqa: N801 - used as a function

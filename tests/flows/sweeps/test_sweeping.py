@@ -20,7 +20,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.flows import RunConfig, SearchConfig, SweepResult, grid, sweep, uniform
 from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
-from prefect_torch.flows.trial_runs import undecided
+from prefect_torch.flows.sweeps.trial_storage import undecided
 from told_trainings import events_about
 
 
