@@ -28,6 +28,7 @@ from .prefect_settings import without_retries
 _RETRIES = 7
 _LONGEST_S = 600.0
 _POLL_S = 1.0
+_JUST_NOW_S = 1.0
 
 
 _keeper: ContextVar[ServerKeeper] = ContextVar("keeper")
@@ -42,11 +43,12 @@ def outlast_api_outages() -> Iterator[None]:
     Without the wait, the flow run would stay "Running" forever and its process would end with a connection error: Prefect's
     engine proposes the final state for a minute only, with settings that the flow's body cannot change. An embedded server that
     dies is started again; there is no wait for one that does not start. Within another such body, such as a trial in that of
-    its sweep, the settings and the server are the outer one's.
+    its sweep, the settings and the server are the outer one's, and nothing is asked after less than a second: the API answered
+    when the inner flow run began, and its final state is proposed with the outer one's retries.
     """
     outer = _keeper.get(None)
     if outer is not None:
-        with _api_answers_after(outer):
+        with _api_answers_after(outer, unless_within_s=_JUST_NOW_S):
             yield
         return
     with temporary_settings(set_defaults=_defaults()), embedded_server_kept_running() as keeper:
@@ -70,13 +72,19 @@ def _defaults() -> dict[Any, Any]:
 
 
 @contextmanager
-def _api_answers_after(keeper: ServerKeeper) -> Iterator[None]:
+def _api_answers_after(keeper: ServerKeeper, unless_within_s: float = 0.0) -> Iterator[None]:
+    begun_s = time.monotonic()
+
+    def wait() -> None:
+        if time.monotonic() - begun_s >= unless_within_s:
+            _wait_for_api(keeper)
+
     try:
         yield
     except Exception:
-        _wait_for_api(keeper)
+        wait()
         raise
-    _wait_for_api(keeper)
+    wait()
 
 
 def _wait_for_api(keeper: ServerKeeper) -> None:

@@ -178,7 +178,6 @@ _given: ContextVar[_Given] = ContextVar("trial")
 
 @flow(
     name="trial",
-    flow_run_name="{run}",
     task_runner=ONE_THREAD_PER_RANK,
     persist_result=False,
     validate_parameters=False,
@@ -264,7 +263,8 @@ class LocalTrials:
             without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
             assert self._clients is not None
             with _apart(), self._clients.used(), using(without_heartbeats):  # the trial sends its own
-                trial(running.trial.run, self._training.config_of(running.trial))
+                run = running.trial.run
+                self._clients.call(trial, run, {"run": run, "config": self._training.config_of(running.trial)})
         except BaseException as exc:  # noqa: BLE001 - a trial's failure costs that trial
             running.error = exc
         with self._ended:

@@ -71,6 +71,7 @@ class Gang:
         logs: Where their lines go; None for all to Prefect.
 
     Attributes:
+        task_runs: The task run of each rank.
         is_cut_short: Whether the ranks have returned before their work was done, to go on as more ranks.
 
     """
@@ -97,6 +98,8 @@ class Gang:
         self._has_news = threading.Event()  # that another one is done
         self._stop_deadline_s: float | None = None  # from the first `stop` on
         self._futures = [_submit(group, machines, logs, self._stop) for group in self._groups]
+        started = zip(self._groups, self._futures, strict=True)
+        self.task_runs = {rank: future.task_run_id for group, future in started for rank in group.ranks}
         for number, future in enumerate(self._futures):
             future.add_done_callback(partial(self._record_finished, number))
 

@@ -4,10 +4,11 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+from uuid import UUID
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import Plan
@@ -25,6 +26,14 @@ class AttemptStarted:
 
     attempt: Attempt
     resumed_from: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RanksStarted:
+    """The ranks of an attempt are started; `task_runs` has the task run of each."""
+
+    attempt: int
+    task_runs: Mapping[int, UUID]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,9 @@ class AttemptEnded:
     outcome: Outcome
 
 
-TrainingEvent: TypeAlias = AttemptStarted | ReportEvent | CommitEvent | CheckpointsPruned | CheckpointQuarantined | AttemptEnded
+TrainingEvent: TypeAlias = (
+    AttemptStarted | RanksStarted | ReportEvent | CommitEvent | CheckpointsPruned | CheckpointQuarantined | AttemptEnded
+)
 
 
 class Observer(Protocol):

@@ -34,7 +34,7 @@ from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.run_logs import library_logs_in_run
 
 from .job import TrainJob
-from .observers import AttemptEnded, AttemptStarted, Observers
+from .observers import AttemptEnded, AttemptStarted, Observers, RanksStarted
 from .recorder import RunRecorder
 from .restarts import Restarts
 from .start import Start, choose_start, claim
@@ -169,6 +169,7 @@ class _Leader:
         specs_at = partial(_specs, job, attempt, restored, self._seat, lease)
         with rank_logs(job.run_config, LogFiles(self._store, self._store.layout.logs(attempt))) as logs:
             gang, key_value = meet(specs_at, job.failure.hang_timeout_s, lease, regrowth, logs)
+            self._observers.notify(RanksStarted(attempt, gang.task_runs))
             recorder.on_request = partial(self._decide, key_value)
             try:
                 value = gang.run(key_value, recorder, termination)

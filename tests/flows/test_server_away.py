@@ -241,6 +241,30 @@ def test_an_end_while_the_api_refuses_is_told_when_it_is_back(proxy, raises):
     assert found["state_name"] == ("Failed" if raises else "Completed")
 
 
+def test_only_an_inner_flow_run_that_has_just_begun_does_not_ask_whether_the_api_answers(monkeypatch):
+    asked = []
+    monkeypatch.setattr(api_outage, "_outage", lambda: asked.append(flow_run.id))
+
+    @flow
+    def inner(lasts_s):
+        with outlast_api_outages():
+            time.sleep(lasts_s)  # a training
+        return flow_run.id
+
+    @flow
+    def outer():
+        with outlast_api_outages():
+            inner(0.0)
+            assert asked == []
+            monkeypatch.setattr(api_outage, "_JUST_NOW_S", 0.1)
+            slow = inner(0.1)
+            assert asked == [slow]
+        return flow_run.id
+
+    assert outer() == asked[-1]
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize("own", [None, 2])
 def test_lines_are_tried_for_minutes_unless_the_user_says_otherwise(monkeypatch, own):
     tries = []

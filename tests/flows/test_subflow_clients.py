@@ -10,8 +10,10 @@ from itertools import pairwise
 from threading import Thread
 
 import pytest
+from prefect import flow, tags
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.runtime import flow_run
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
@@ -20,6 +22,7 @@ from prefect.settings import (
     temporary_settings,
 )
 from prefect.utilities.asyncutils import run_coro_as_sync
+from prefect_servers import rows
 from prefect_torch.flows.prefect_client import SubflowClients
 
 
@@ -125,3 +128,40 @@ def test_all_threads_take_the_same_ones_and_others_do_not(clients):
         with shared.used():
             assert ask() == 200, "they are open after others' use"
         assert get_client(sync_client=True) is not first
+
+
+@flow
+def half(number: float, of: dict):
+    if number < 0:
+        raise ValueError("boom")
+    return {"half": number / 2, "id": flow_run.id, **of}
+
+
+def test_a_flow_is_called_as_a_plain_call_does_and_has_its_name_from_the_beginning(clients):
+    @flow
+    def parent():
+        shared = clients()
+        with shared.used(), tags("t"):
+            plain = half(1, {"a": 1})
+            named = [shared.call(half, f"half-{number}", {"number": number, "of": {"a": 1}}) for number in (1, 2)]
+            with pytest.raises(ValueError, match="boom"):
+                shared.call(half, "half--1", {"number": -1, "of": {}})
+        return flow_run.id, plain, *named
+
+    above, plain, one, two = parent()
+    assert [(it["half"], it["a"]) for it in (plain, one, two)] == [(0.5, 1), (0.5, 1), (1.0, 1)]
+    api = PREFECT_API_URL.value()
+    found = {it["name"]: it for it in rows(api, "flow_runs", flow_runs={"parent_flow_run_id": {"any_": [above]}})}
+    assert len(found) == 4
+    assert {name: it["state_name"] for name, it in found.items() if name.startswith("half-")} == {
+        "half-1": "Completed",
+        "half-2": "Completed",
+        "half--1": "Failed",
+    }
+    (of_plain,) = (it for name, it in found.items() if not name.startswith("half-"))
+    assert (of_plain["id"], found["half-1"]["id"], found["half-2"]["id"]) == (plain["id"], one["id"], two["id"])
+    for field in ("parameters", "tags", "flow_id", "flow_version", "run_count"):
+        assert found["half-1"][field] == of_plain[field], field
+    assert found["half-2"]["parameters"] == {"number": 2, "of": {"a": 1}}
+    between = {it["id"] for it in rows(api, "task_runs", flow_runs={"id": {"any_": [above]}})}
+    assert between == {it["parent_task_run_id"] for it in found.values()}

@@ -22,6 +22,7 @@ from prefect_torch.tasks.training.observers import (
     AttemptStarted,
     CheckpointQuarantined,
     CheckpointsPruned,
+    RanksStarted,
     TrainingEvent,
 )
 
@@ -75,7 +76,7 @@ class EventObserver:
         elif isinstance(happening, AttemptEnded):
             self._attempt_ended(happening.outcome)
         else:
-            assert isinstance(happening, ReportEvent)  # in the history; thousands of events would be a flood
+            assert isinstance(happening, ReportEvent | RanksStarted)  # in the history, thousands would be a flood; task runs
 
     def refresh(self, *, final: bool) -> None:
         """Send the remaining events if `final`."""

@@ -1,9 +1,10 @@
 """The times of one attempt: its claim, reports, checkpoints and end."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
+from uuid import UUID
 
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
@@ -103,6 +104,7 @@ class AttemptLog:
         first_step: The step of the first report.
         last_step: The step of the last report.
         checkpoints: The report times of its checkpoints, and how long they stalled the training.
+        task_runs: The task run of each rank, if this process started it.
 
     """
 
@@ -115,6 +117,7 @@ class AttemptLog:
     first_step: int | None = None
     last_step: int | None = None
     checkpoints: CommitMarks = field(default_factory=CommitMarks)
+    task_runs: Mapping[int, UUID] = field(default_factory=dict)
 
     @property
     def number(self) -> int:

@@ -20,7 +20,6 @@ from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 from .attempt_log import AttemptLog
 from .live_artifact import LiveArtifact, artifact_key
 from .machine import GpuMonitor
-from .rank_logs import RankLogs
 from .run_view import RunView
 from .setup import Setup
 from .stored_checkpoints import MAX_ROWS, checkpoint_rows
@@ -59,7 +58,6 @@ class PageObserver:
         self._setup = setup
         self._gpus = gpus or GpuMonitor(lambda: ())
         self._view = RunView(self._store, job.policy)
-        self._rank_logs = RankLogs()
         self._clock = clock
         self._backoff = backoff or PublishBackoff()
         self._client: SyncPrefectClient | None = None
@@ -114,14 +112,12 @@ class PageObserver:
 
     def _publish_summary(self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float) -> None:
         logs = self._view.logs
-        if flow_run_id is not None:
-            self._rank_logs.update(client, flow_run_id, logs)
         context = SummaryContext(
             path=self._store.path,
             first_metric=self._policy.checkpoint_score_attribute,
             order=self._policy.checkpoint_score_order,
             flow_runs={log.number: page_url("flow-run", UUID(it)) for log in logs if (it := log.attempt.owner.flow_run_id)},
-            ranks=self._rank_logs.urls(),
+            ranks={log.number: {rank: page_url("task-run", it) for rank, it in log.task_runs.items()} for log in logs},
             setup=None if self._setup is None else replace(self._setup, gpus=self._gpus.uses),
         )
         page = write_summary(self._store.run, self._view, context, now_s)

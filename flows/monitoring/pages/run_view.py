@@ -17,6 +17,7 @@ from prefect_torch.tasks.training.observers import (
     AttemptStarted,
     CheckpointQuarantined,
     CheckpointsPruned,
+    RanksStarted,
     TrainingEvent,
 )
 
@@ -97,6 +98,8 @@ class RunView:
             case AttemptStarted(attempt, resumed_from):
                 self._add_attempt(replace(attempt, resumed_from=resumed_from))
                 self._pace = None
+            case RanksStarted(number, task_runs):
+                self._logs[number].task_runs = task_runs
             case ReportEvent(record, progress):
                 self._record_report(record)
                 if progress is not None:

@@ -6,18 +6,29 @@
 It starts the command, or adopts a child that it has already, and waits. A "t" on the lifeline sends SIGTERM to the command, any
 other byte STACK_TRACES_SIGNAL, on which the command must print its stack traces. The end of file of the lifeline, which the
 kernel delivers however the supervisor died, kills the command and all its descendants (SIGKILL). The command's return code is
-written to the status pipe. The guard needs no lock of the command, so it also kills a rank that hangs in native code.
+written to the status pipe. The guard needs no lock of the command, so it also kills a rank that hangs in native code. It has
+few imports, since it starts beside the command, on the same cores.
 """
 
-import contextlib
-import ctypes
 import os
 import signal
-import subprocess
 import sys
 import threading
-from pathlib import Path
-from typing import Protocol
+
+TYPE_CHECKING = False  # `typing` would be imported for nothing else
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class Child(Protocol):
+        """A child process of this one."""
+
+        def send_signal(self, number: int, /) -> None:
+            """Send a signal; without effect once the process has exited."""
+
+        def wait(self) -> int:
+            """Return its exit code once it has exited; negative for the signal that killed it."""
+            ...
+
 
 ADOPT = "adopt"
 STACK_TRACES_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # unused by others: Lightning takes SIGUSR1
@@ -25,19 +36,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Child(Protocol):
-    """A child process of this one."""
-
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal; without effect once the process has exited."""
-
-    def wait(self) -> int:
-        """Return its exit code once it has exited; negative for the signal that killed it."""
-        ...
-
-
 def main(lifeline: int, status: int, passed: int, command: list[str]) -> None:
     """Run `command` until it or the supervisor exits."""
+    import subprocess  # noqa: PLC0415 - a guard that adopts its child does without
+
     prepare_guard()
     with subprocess.Popen(
         command,
@@ -68,14 +70,14 @@ def prepare_command() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case the guard itself is killed
 
 
-def _guard(lifeline: int, status: int, child: Child) -> None:
+def _guard(lifeline: int, status: int, child: "Child") -> None:
     threading.Thread(target=_watch, args=(lifeline, child), daemon=True).start()
     returncode = child.wait()
     _kill_descendants()
     os.write(status, str(returncode).encode())
 
 
-def _watch(lifeline: int, child: Child) -> None:
+def _watch(lifeline: int, child: "Child") -> None:
     while order := os.read(lifeline, 1):
         child.send_signal(signal.SIGTERM if order == b"t" else STACK_TRACES_SIGNAL)
     child.send_signal(signal.SIGKILL)
@@ -102,15 +104,29 @@ class _ForkedChild:
 
 
 def _kill_descendants() -> None:
-    while descendants := _descendants():
-        for pid in descendants:
+    while _has_children():
+        import contextlib  # noqa: PLC0415 - most commands leave no process
+
+        for pid in _descendants():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
 
 
+def _has_children() -> bool:
+    """Return whether there are descendants: those whose parents are gone have become children of this process."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def _descendants() -> list[int]:
+    import contextlib  # noqa: PLC0415 - as above
+    from pathlib import Path  # noqa: PLC0415 - as above
+
     parents = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -123,6 +139,8 @@ def _descendants() -> list[int]:
 
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
+        import ctypes  # noqa: PLC0415 - a guard that adopts its child was prepared before
+
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 

@@ -1,6 +1,7 @@
 """What the leader does about ranks that do not end; whole gangs of real processes are in tests/flows."""
 
 import logging
+from uuid import uuid4
 
 import pytest
 from prefect_torch.tasks.gang import gang
@@ -13,6 +14,7 @@ class Supervisor:
 
     def __init__(self):
         self.done = []
+        self.task_run_id = uuid4()
 
     def submit(self, spec, machine, log, stop):
         self.stop = stop
