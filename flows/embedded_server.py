@@ -27,6 +27,24 @@ from .prefect_settings import settings_with, using
 if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
 
+# Collects a server's garbage in a thread of its own. A cursor that is collected waits for its connection's thread, which may
+# wait for the lock of a transaction that the main thread leads: if that collects, all stands still for SQLite's timeout, 60 s.
+COLLECTED_ELSEWHERE = """
+import gc, threading, time
+
+def collect_garbage():
+    whole_s = time.monotonic()
+    while True:
+        time.sleep(0.1)
+        if gc.get_count()[0] > 10_000:
+            is_whole = time.monotonic() - whole_s > 60
+            gc.collect(2 if is_whole else 1)
+            whole_s = time.monotonic() if is_whole else whole_s
+
+gc.disable()
+threading.Thread(target=collect_garbage, daemon=True).start()
+"""
+
 # Runs a module in the server's process, as "python -m" does, but searches the working directory last: a queue.py there would
 # end the server. The kernel closes the lifeline however the process at its other end died; end-of-file means that no process
 # is left to stop the server. What its services fail at, and try again, is one line at a training's terminal: the first start
@@ -35,6 +53,7 @@ _TIED = """
 import os, sys
 sys.path[:] = [*filter(None, sys.path), os.getcwd()]
 import logging, runpy, signal, threading, time
+__COLLECTED_ELSEWHERE__
 
 def in_one_line(record):
     if record.exc_info:
@@ -54,7 +73,7 @@ for name in ("docket.dependencies", "docket.worker"):
 lifeline, module, sys.argv[1:] = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 threading.Thread(target=end_with_parent, daemon=True).start()
 runpy.run_module(module, run_name="__main__", alter_sys=True)
-"""
+""".replace("__COLLECTED_ELSEWHERE__", COLLECTED_ELSEWHERE)
 _WATCHER = """
 import contextlib, os, signal, sys
 if not os.read(0, 1):

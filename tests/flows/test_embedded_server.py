@@ -39,6 +39,50 @@ def test_a_service_of_the_server_that_fails_and_is_tried_again_is_one_line(tmp_p
     assert capfd.readouterr().err == "ERROR telemetry failed: ValueError: database is locked\nINFO two\nlines\n"
 
 
+def test_the_garbage_of_the_server_is_collected_in_a_thread_that_no_request_waits_for(tmp_path):
+    """A collected cursor waits for its connection's thread, and that one, here, for the main thread's transaction."""
+    (tmp_path / "collecting.py").write_text(
+        """
+import sqlite3, sys, threading, time
+
+class Request:
+    def __init__(self, **kept):
+        self.kept, self.itself = kept, self
+
+    def __del__(self):
+        deleted_in.append(threading.current_thread())
+
+deleted_in = []
+writing, waiting = (sqlite3.connect(sys.argv[1], 20, isolation_level=None, check_same_thread=False) for _ in range(2))
+writing.execute("CREATE TABLE kept (number)")
+writing.execute("BEGIN IMMEDIATE")
+cursor = waiting.execute("SELECT 1 UNION ALL SELECT 2")
+cursor.fetchone()
+Request(cursor=cursor)
+del cursor
+insert = threading.Thread(target=lambda: waiting.execute("INSERT INTO kept VALUES (1)"))
+insert.start()
+time.sleep(0.5)
+begun_s = time.monotonic()
+for _ in range(20):
+    for _ in range(2_000):
+        Request()
+    time.sleep(0.1)
+writing.execute("COMMIT")
+insert.join()
+assert time.monotonic() - begun_s < 15, "the main thread stood still until SQLite's timeout"
+assert writing.execute("SELECT number FROM kept").fetchall() == [(1,)]
+deadline_s = time.monotonic() + 30
+while len(deleted_in) < 40_001 - 12_000 and time.monotonic() < deadline_s:
+    time.sleep(0.1)
+assert len(deleted_in) >= 40_001 - 12_000, "garbage stays"
+assert threading.main_thread() not in deleted_in
+"""
+    )
+    command = [sys.executable, "-m", "collecting", str(tmp_path / "database")]
+    assert _start_tied(command, {**os.environ, "PYTHONPATH": str(tmp_path)}).wait(60) == 0
+
+
 @pytest.fixture
 def mortal(monkeypatch) -> list[int]:
     """A server that ends as soon as it is started, and how many were started."""
