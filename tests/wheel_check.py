@@ -137,6 +137,8 @@ def run(command: list[str | Path], folder: Path | None = None) -> str:
     """
     environment = {name: it for name, it in os.environ.items() if not name.startswith(("PYTHON", "PREFECT_"))}
     environment["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
+    if folder is not None:  # the newest Prefect would change the database of the user's, which then has no way back
+        environment["PREFECT_HOME"] = str(folder / "prefect")
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{shlex.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -52,6 +52,7 @@ def measure_trials(trials):
 
     with tempfile.TemporaryDirectory(prefix="prefect-torch-sweep-", dir=".") as folder:
         place = str(Path(folder).absolute())
+        os.environ["PREFECT_HOME"] = f"{place}/prefect"
         search = SearchConfig(metric="loss", num_trials=trials, sampler="random", seed=0)
         times = Path(place, "times")
         times.mkdir()
