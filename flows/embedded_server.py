@@ -49,11 +49,15 @@ threading.Thread(target=collect_garbage, daemon=True).start()
 # end the server. The kernel closes the lifeline however the process at its other end died; end-of-file means that no process
 # is left to stop the server. What its services fail at, and try again, is one line at a training's terminal: the first start
 # has a traceback of 90 lines where SQLite refuses the record of its telemetry.
-_TIED = """
+_SEARCHES_HERE_LAST = """
 import os, sys
 sys.path[:] = [*filter(None, sys.path), os.getcwd()]
-import logging, runpy, signal, threading, time
-__COLLECTED_ELSEWHERE__
+"""
+_TIED = (
+    _SEARCHES_HERE_LAST
+    + COLLECTED_ELSEWHERE
+    + """
+import logging, runpy, signal
 
 def in_one_line(record):
     if record.exc_info:
@@ -73,7 +77,8 @@ for name in ("docket.dependencies", "docket.worker"):
 lifeline, module, sys.argv[1:] = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 threading.Thread(target=end_with_parent, daemon=True).start()
 runpy.run_module(module, run_name="__main__", alter_sys=True)
-""".replace("__COLLECTED_ELSEWHERE__", COLLECTED_ELSEWHERE)
+"""
+)
 _WATCHER = """
 import contextlib, os, signal, sys
 if not os.read(0, 1):

@@ -60,7 +60,11 @@ class SubflowClients:
         return run_flow(flow, flow_run=flow_run, parameters=parameters)
 
     def _create_run(self, flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> FlowRun:
-        """Create a flow run below the current one: Prefect relates them by a task run."""
+        """Create a flow run below the current one: Prefect relates them by a task run.
+
+        Its key is its own. Prefect would count the subflows of a flow run: those of concurrent threads would have arbitrary
+        numbers, and a flow run that is retried would take the results of its earlier subflows for those of others.
+        """
         client, above = self._synchronous.client, FlowRunContext.get()
         assert above is not None
         assert above.flow_run is not None

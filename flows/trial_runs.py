@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prefect import flow
-from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
@@ -262,7 +261,7 @@ class LocalTrials:
             )
             without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
             assert self._clients is not None
-            with _apart(), self._clients.used(), using(without_heartbeats):  # the trial sends its own
+            with self._clients.used(), using(without_heartbeats):  # the trial sends its own
                 run = running.trial.run
                 self._clients.call(trial, run, {"run": run, "config": self._training.config_of(running.trial)})
         except BaseException as exc:  # noqa: BLE001 - a trial's failure costs that trial
@@ -275,20 +274,3 @@ class LocalTrials:
         if running.termination.cause is not None or isinstance(running.error, TERMINATIONS):
             return None
         return read_end(Run.open(self._training.storage, running.trial.run), running.error)
-
-
-class _apart:  # noqa: N801 - used as a function
-    """Gives the flow runs of concurrent trials keys of their own.
-
-    Prefect counts the subflows of a flow run: those of concurrent threads would have arbitrary numbers, and a flow run that is
-    retried would take the results of its earlier subflows for those of others.
-    """
-
-    def __enter__(self) -> None:
-        current = FlowRunContext.get()
-        assert current is not None
-        self._context = current.model_copy(update={"detached": True})
-        self._context.__enter__()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._context.__exit__(*exc_info)

@@ -48,11 +48,11 @@ def process_start_s():
 
 
 def measure_trials(trials):
-    from prefect_torch.flows import RunConfig, SearchConfig, sweep, uniform
-
     with tempfile.TemporaryDirectory(prefix="prefect-torch-sweep-", dir=".") as folder:
         place = str(Path(folder).absolute())
-        os.environ["PREFECT_HOME"] = f"{place}/prefect"
+        os.environ["PREFECT_HOME"] = f"{place}/prefect"  # before Prefect's import
+        from prefect_torch.flows import RunConfig, SearchConfig, sweep, uniform
+
         search = SearchConfig(metric="loss", num_trials=trials, sampler="random", seed=0)
         times = Path(place, "times")
         times.mkdir()

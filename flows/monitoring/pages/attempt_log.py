@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
-from uuid import UUID
 
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
@@ -104,7 +103,7 @@ class AttemptLog:
         first_step: The step of the first report.
         last_step: The step of the last report.
         checkpoints: The report times of its checkpoints, and how long they stalled the training.
-        task_runs: The task run of each rank, if this process started it.
+        ranks: The URL of each rank's task run; empty if this process has not started the ranks.
 
     """
 
@@ -117,7 +116,7 @@ class AttemptLog:
     first_step: int | None = None
     last_step: int | None = None
     checkpoints: CommitMarks = field(default_factory=CommitMarks)
-    task_runs: Mapping[int, UUID] = field(default_factory=dict)
+    ranks: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def number(self) -> int:

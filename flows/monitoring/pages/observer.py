@@ -117,7 +117,7 @@ class PageObserver:
             first_metric=self._policy.checkpoint_score_attribute,
             order=self._policy.checkpoint_score_order,
             flow_runs={log.number: page_url("flow-run", UUID(it)) for log in logs if (it := log.attempt.owner.flow_run_id)},
-            ranks={log.number: {rank: page_url("task-run", it) for rank, it in log.task_runs.items()} for log in logs},
+            ranks={log.number: log.ranks for log in logs if log.ranks},
             setup=None if self._setup is None else replace(self._setup, gpus=self._gpus.uses),
         )
         page = write_summary(self._store.run, self._view, context, now_s)

@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
 from prefect_torch.flows.monitoring.pages.drawing.curves import Curves
+from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.training.observers import (
     AttemptEnded,
     AttemptStarted,
@@ -99,7 +100,7 @@ class RunView:
                 self._add_attempt(replace(attempt, resumed_from=resumed_from))
                 self._pace = None
             case RanksStarted(number, task_runs):
-                self._logs[number].task_runs = task_runs
+                self._logs[number].ranks = {rank: page_url("task-run", it) for rank, it in task_runs.items()}
             case ReportEvent(record, progress):
                 self._record_report(record)
                 if progress is not None:
