@@ -1,18 +1,21 @@
 """Clients of Prefect's API: for threads that show a training, since a flow's is bound to the flow's thread, and the engine."""
 
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
 from typing import Any, TypeVar, cast
 from uuid import UUID, uuid4
 
 import httpx
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import FlowRunCreate
 from prefect.client.schemas.objects import FlowRun, FlowRunPolicy
 from prefect.context import AsyncClientContext, FlowRunContext, SyncClientContext, TagsContext
-from prefect.flow_engine import run_flow
+from prefect.flow_engine import FlowRunEngine
 from prefect.flows import Flow
 from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE_SKIP_VERIFY
 from prefect.states import Pending, to_state_create
@@ -36,7 +39,8 @@ class SubflowClients:
         self._asynchronous: AsyncClientContext = cast("Any", run_coro_as_sync(_opened()))
         self._synchronous = _context(SyncClientContext, _repeat_soon)
         self._synchronous.client.__enter__()
-        self._flow_ids: dict[str, UUID] = {}
+        self._places: dict[tuple[UUID, str], _Place] = {}
+        self._placing = threading.Lock()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -56,39 +60,69 @@ class SubflowClients:
             parameters: Its parameters.
 
         """
-        flow_run = self._create_run(flow, name, parameters)
-        return run_flow(flow, flow_run=flow_run, parameters=parameters)
+        engine = _SubflowEngine(flow, parameters)
+        engine.create = lambda: self._create_run(flow, name, parameters)
+        with engine.start():
+            while engine.is_running():
+                with engine.run_context():
+                    engine.call_flow_fn()
+        return engine.result()
 
     def _create_run(self, flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> FlowRun:
-        """Create a flow run below the current one: Prefect relates them by a task run.
-
-        Its key is its own. Prefect would count the subflows of a flow run: those of concurrent threads would have arbitrary
-        numbers, and a flow run that is retried would take the results of its earlier subflows for those of others.
-        """
-        client, above = self._synchronous.client, FlowRunContext.get()
-        assert above is not None
-        assert above.flow_run is not None
-        if flow.name not in self._flow_ids:
-            self._flow_ids[flow.name] = client.create_flow_from_name(flow.name)
-        between: Task[..., Any] = Task(name=flow.name, fn=flow.fn, version=flow.version)
-        between_run = client.create_task_run(between, above.flow_run.id, str(uuid4()), name=name, state=Pending())
+        place = self._place(flow)
         wanted = FlowRunCreate(
-            flow_id=self._flow_ids[flow.name],
+            flow_id=place.flow_id,
             flow_version=flow.version,
             name=name,
             parameters=flow.serialize_parameters(parameters),
             tags=list(TagsContext.get().current_tags),
-            parent_task_run_id=between_run.id,
+            parent_task_run_id=place.task_run_id,
             state=to_state_create(Pending()),
             empirical_policy=FlowRunPolicy(retries=flow.retries, retry_delay=int(flow.retry_delay_seconds or 0)),
         )
-        created = client.request("POST", "/flow_runs/", json=wanted.model_dump(mode="json", exclude_unset=True))
-        return FlowRun.model_validate(created.json())
+        body = wanted.model_dump(mode="json", exclude_unset=True)
+        return FlowRun.model_validate(self._synchronous.client.request("POST", "/flow_runs/", json=body).json())
+
+    def _place(self, flow: Flow[..., Any]) -> "_Place":
+        """Return where flow runs of a flow belong below the current one: Prefect relates them by a task run.
+
+        They share it; its state is that of the one whose state was set last. Its key is its own: Prefect would count the
+        subflows of a flow run, and one that is retried would take the results of its earlier subflows for those of others.
+        """
+        client, above = self._synchronous.client, FlowRunContext.get()
+        assert above is not None
+        assert above.flow_run is not None
+        below = above.flow_run.id
+        with self._placing:
+            if (below, flow.name) not in self._places:
+                flow_id = client.create_flow_from_name(flow.name)
+                between: Task[..., Any] = Task(name=flow.name, fn=flow.fn, version=flow.version)
+                run = client.create_task_run(between, below, str(uuid4()), name=flow.name, state=Pending())
+                self._places[below, flow.name] = _Place(flow_id, run.id)
+            return self._places[below, flow.name]
 
     def close(self) -> None:
         """Close their connections."""
         run_coro_as_sync(self._asynchronous.client.__aexit__(None, None, None))
         self._synchronous.client.__exit__(None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A flow, and the task run between a flow run and those of this flow below it."""
+
+    flow_id: UUID
+    task_run_id: UUID
+
+
+class _SubflowEngine(FlowRunEngine[..., Any]):
+    """Prefect's engine for a flow run that is created in another way: one that it is given, it sends to the server again."""
+
+    create: Callable[[], FlowRun]
+
+    def create_flow_run(self, client: SyncPrefectClient) -> FlowRun:  # noqa: ARG002 - Prefect's signature
+        """Create the flow run of a new subflow."""
+        return self.create()
 
 
 async def _opened() -> AsyncClientContext:

@@ -165,3 +165,30 @@ def test_a_flow_is_called_as_a_plain_call_does_and_has_its_name_from_the_beginni
     assert found["half-2"]["parameters"] == {"number": 2, "of": {"a": 1}}
     between = {it["id"] for it in rows(api, "task_runs", flow_runs={"id": {"any_": [above]}})}
     assert between == {it["parent_task_run_id"] for it in found.values()}
+    assert len(between) == 2, "one for the plain call, and one for all others"
+    with get_client(sync_client=True) as client:
+        graph = client.request("GET", f"/flow_runs/{above}/graph-v2").json()
+    assert {(node["id"], node["state_type"]) for _, node in graph["nodes"]} == {
+        (it["id"], it["state_type"]) for it in found.values()
+    }
+
+
+def test_flow_runs_that_begin_at_once_share_one_task_run(clients):
+    @flow
+    def parent():
+        shared = clients()
+
+        def call(number):
+            with shared.used():
+                return shared.call(half, f"half-{number}", {"number": number, "of": {}})["id"]
+
+        with ThreadPoolExecutor(4) as pool:
+            return flow_run.id, [it.result() for it in [pool.submit(copy_context().run, call, n) for n in range(1, 5)]]
+
+    above, below = parent()
+    api = PREFECT_API_URL.value()
+    found = rows(api, "flow_runs", flow_runs={"parent_flow_run_id": {"any_": [above]}})
+    assert sorted(it["id"] for it in found) == sorted(below)
+    assert {it["state_name"] for it in found} == {"Completed"}
+    (between,) = rows(api, "task_runs", flow_runs={"id": {"any_": [above]}})
+    assert between["state_name"] == "Completed"
