@@ -13,12 +13,12 @@ from uuid import UUID, uuid4
 import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import FlowRunCreate
-from prefect.client.schemas.objects import FlowRun, FlowRunPolicy
+from prefect.client.schemas.objects import FlowRun, FlowRunPolicy, State
 from prefect.context import AsyncClientContext, FlowRunContext, SyncClientContext, TagsContext
 from prefect.flow_engine import FlowRunEngine
 from prefect.flows import Flow
 from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE_SKIP_VERIFY
-from prefect.states import Pending, to_state_create
+from prefect.states import Pending, Running, to_state_create
 from prefect.tasks import Task
 from prefect.utilities.asyncutils import run_coro_as_sync
 
@@ -51,8 +51,8 @@ class SubflowClients:
     def call(self, flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> Any:
         """Call a flow that has no `flow_run_name`, within `used` and a flow's body, and return what it returns.
 
-        A plain call would ask for the id of the flow, for an earlier flow run of the same call, and for the name, one after the
-        other.
+        A plain call would ask for the id of the flow, for an earlier flow run of the same call, for the name, and for the state
+        Running, one after the other. This flow run is created with its name, and running.
 
         Args:
             flow: The flow.
@@ -77,7 +77,7 @@ class SubflowClients:
             parameters=flow.serialize_parameters(parameters),
             tags=list(TagsContext.get().current_tags),
             parent_task_run_id=place.task_run_id,
-            state=to_state_create(Pending()),
+            state=to_state_create(Running()),
             empirical_policy=FlowRunPolicy(retries=flow.retries, retry_delay=int(flow.retry_delay_seconds or 0)),
         )
         body = wanted.model_dump(mode="json", exclude_unset=True)
@@ -116,13 +116,17 @@ class _Place:
 
 
 class _SubflowEngine(FlowRunEngine[..., Any]):
-    """Prefect's engine for a flow run that is created in another way: one that it is given, it sends to the server again."""
+    """Prefect's engine for a flow run that is created running; one that it is given, it sends to the server again."""
 
     create: Callable[[], FlowRun]
 
     def create_flow_run(self, client: SyncPrefectClient) -> FlowRun:  # noqa: ARG002 - Prefect's signature
         """Create the flow run of a new subflow."""
         return self.create()
+
+    def begin_run(self) -> State[Any]:
+        """Return the state of the flow run: it runs already, and its parameters wait for nothing."""
+        return self.state
 
 
 async def _opened() -> AsyncClientContext:

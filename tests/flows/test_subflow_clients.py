@@ -162,6 +162,7 @@ def test_a_flow_is_called_as_a_plain_call_does_and_has_its_name_from_the_beginni
     assert (of_plain["id"], found["half-1"]["id"], found["half-2"]["id"]) == (plain["id"], one["id"], two["id"])
     for field in ("parameters", "tags", "flow_id", "flow_version", "run_count"):
         assert found["half-1"][field] == of_plain[field], field
+    assert all(it["start_time"] and it["end_time"] and it["total_run_time"] > 0 for it in found.values())
     assert found["half-2"]["parameters"] == {"number": 2, "of": {"a": 1}}
     between = {it["id"] for it in rows(api, "task_runs", flow_runs={"id": {"any_": [above]}})}
     assert between == {it["parent_task_run_id"] for it in found.values()}
