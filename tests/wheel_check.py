@@ -3,20 +3,22 @@
     python tests/wheel_check.py [python3.11 ...] [--torch 'torch==2.13.0'] [--linked-torch] [--without-torch python3.12 ...]
                                 [--record]
 
-By default: every module is imported, and the demo trains, loses a rank and resumes. --linked-torch, for CI: the demo alone,
-on the torch of the Python that runs this program, which has to be of the same version; tests/test_packaging.py imports every
-module in such an environment. With the Pythons of --without-torch (gigabytes, where it has no build for CPUs): the modules of
-checkpoints that need no torch are imported, and a stored run is verified through a block. --record writes the outcomes to
-tests/benchmarks/results/wheel_check.txt.
+Every module is imported, none of Prefect's server with them; it trains with an API elsewhere; without one, it trains or says
+which server to install; with the extra that brings one, the demo trains, loses a rank and resumes. --linked-torch, for CI: on
+the torch of the Python that runs this program, which has to be of the same version. With the Pythons of --without-torch
+(gigabytes, where it has no build for CPUs): the modules of checkpoints that need no torch are imported, and a stored run is
+verified through a block. --record writes the outcomes to tests/benchmarks/results/wheel_check.txt.
 """
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 import tomllib
@@ -24,7 +26,9 @@ import tomllib
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tests/support"), str(ROOT / "tests/benchmarks")]
 from linked_torch import link_torch  # noqa: E402 - here and below: found by the line above
+from prefect_servers import PrefectServer  # noqa: E402
 from result_file import write_results  # noqa: E402
+from wheel_programs import IMPORT_EVERYTHING, INTEGRATIONS, REFUSED, TRAIN, TRAINING  # noqa: E402
 
 SOURCES = (
     "package",
@@ -51,16 +55,6 @@ for name in names:
         importlib.import_module(name)
 store = CheckpointStorage(location=r"{run}").get_store("run")
 assert [store.verify(manifest) for manifest in store.list()]
-print(prefect_torch.__version__, len(names))
-"""
-IMPORT_ALL = """
-import importlib, pkgutil
-import prefect_torch
-names = [it.name for it in pkgutil.walk_packages(prefect_torch.__path__, "prefect_torch.")]
-extras = ("prefect_torch.ckpt.lightning", "prefect_torch.ckpt.transformers", "prefect_torch.ckpt.accelerate")
-for name in names:
-    if not name.startswith(extras):
-        importlib.import_module(name)
 print(prefect_torch.__version__, len(names))
 """
 
@@ -106,15 +100,57 @@ def check(name: str, folder: Path, options: argparse.Namespace) -> str:
             link_torch(folder / "venv", folder / "torch")
         else:
             run([*pip, *shlex.split(options.torch)])
+        run([*pip, wheel])
+        import_everything(python, wheel, elsewhere)
+        train_without_server(python, elsewhere)
         run([*pip, f"{wheel}[server]", "scikit-learn"])
-        if not options.linked_torch:
-            run([python, "-c", IMPORT_ALL], elsewhere)
         shutil.copytree(ROOT / "examples", elsewhere / "examples")
         run([python, elsewhere / "examples/digits.py"], elsewhere)
     version = run([python, "--version"]).strip()
-    imported = "" if options.linked_torch else "imported, "
-    outcome = "imported without torch, a stored run verified" if without_torch else f"{imported}trained, resumed"
+    outcome = "imported without torch, a stored run verified" if without_torch else "imported, trained, resumed"
     return f"{version}: {outcome}; prefect {run([python, '-c', PREFECT]).strip()}, the newest of all else"
+
+
+def import_everything(python: Path, wheel: Path, folder: Path) -> None:
+    """Import all modules but those whose frameworks are extras, and no server: with some versions it cannot be imported."""
+    with zipfile.ZipFile(wheel) as archive:
+        sources = [Path(name) for name in archive.namelist() if name.endswith(".py")]
+    hidden = [it for it in sources if it.name != "__init__.py" and ".".join(it.parent.parts) in INTEGRATIONS]
+    imported = run([python, "-c", IMPORT_EVERYTHING], folder, PREFECT_API_URL="http://127.0.0.1:9/api").split()
+    if imported[1:] != [str(len(sources) - len(hidden) - 1)]:  # prefect_torch is not among what it holds
+        raise SystemExit(f"of {len(sources)} modules, with {len(hidden)} that need extras, and the server's: {imported[1:]}")
+
+
+def train_without_server(python: Path, folder: Path) -> None:
+    """Train with an API elsewhere, and with an embedded server; if the newest libraries do not run it, that is said."""
+    server = PrefectServer(folder / "server")
+    server.start()
+    try:
+        far = train(python, folder / "far", PREFECT_API_URL=server.api)
+    finally:
+        server.stop()
+    near = train(python, folder / "near")
+    for done, is_trained_or_said in ((far, is_trained(far)), (near, is_trained(near) or is_refused(near))):
+        if not is_trained_or_said:
+            raise SystemExit(f"{shlex.join(map(str, done.args))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+
+
+def train(python: Path, folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Train in a folder of its own, and return what the program came to."""
+    folder.mkdir()
+    (folder / "my_training.py").write_text(TRAINING)
+    (folder / "train.py").write_text(TRAIN)
+    return execute([python, "train.py"], folder, **settings)
+
+
+def is_trained(done: subprocess.CompletedProcess[str]) -> bool:
+    """Return whether it trained."""
+    return done.returncode == 0 and done.stdout.split()[-1:] == ["trained"]
+
+
+def is_refused(done: subprocess.CompletedProcess[str]) -> bool:
+    """Return whether its last line says what to install."""
+    return done.returncode != 0 and re.fullmatch(REFUSED, done.stderr.rstrip().rpartition("\n")[2]) is not None
 
 
 def build(folder: Path) -> Path:
@@ -128,21 +164,27 @@ def build(folder: Path) -> Path:
     return wheel
 
 
-def run(command: list[str | Path], folder: Path | None = None) -> str:
-    """Return the output of a command, which sees no setting of Python or Prefect of its caller.
+def run(command: list[str | Path], folder: Path | None = None, **settings: str) -> str:
+    """Return the output of a command, which sees no setting of Python or Prefect of its caller but `settings`.
 
     Raises:
         SystemExit: If it fails, with its output.
 
     """
+    done = execute(command, folder, **settings)
+    if done.returncode != 0:
+        raise SystemExit(f"{shlex.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def execute(command: list[str | Path], folder: Path | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Return what a command came to; see `run`."""
     environment = {name: it for name, it in os.environ.items() if not name.startswith(("PYTHON", "PREFECT_"))}
     environment["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
     if folder is not None:  # the newest Prefect would change the database of the user's, which then has no way back
         environment["PREFECT_HOME"] = str(folder / "prefect")
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{shlex.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    environment.update(settings)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 if __name__ == "__main__":
