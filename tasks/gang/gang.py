@@ -42,7 +42,7 @@ from .watch import HEARTBEAT_S, RankWatch
 ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 _POLL_S = 0.05
 # How long other ranks may take to announce their own exit before they are stopped: the first one known is often the one that
-# lost its connection to the rank that failed.
+# lost its connection to the rank that failed. Not if it was killed.
 _SETTLE_S = 0.5
 _STOP_WARNING_S = 30.0  # supervisors kill after seconds; a process that takes longer waits for the kernel: a disk, a driver
 _LONGEST_STOP_S = 600.0
@@ -132,10 +132,10 @@ class Gang:
             self._stop.give(str(problem), wants_stack_traces=True)
             self.stop(str(problem))
         elif not self._all_finished():
-            _wait_until(lambda: self._advance(recorder), _SETTLE_S)
+            _wait_until(lambda: self._advance(recorder) or self._has_killed_rank(), _SETTLE_S)
             self.stop("another rank failed, so every rank of the attempt is stopped")
         self._advance(recorder)
-        outcomes = {number: self._futures[number].result(raise_on_failure=False) for number in tuple(self._finished)}
+        outcomes = self._outcomes()
         failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
         if failures:
             raise cause_first(failures)[0]
@@ -224,6 +224,13 @@ class Gang:
             if not future.state.is_completed():
                 return True
         return False
+
+    def _has_killed_rank(self) -> bool:
+        return any(isinstance(it, RankFailedError) and it.was_killed for it in self._outcomes().values())
+
+    def _outcomes(self) -> dict[int, Any]:
+        """Return what the task runs that are done have returned or raised, by number."""
+        return {number: self._futures[number].result(raise_on_failure=False) for number in tuple(self._finished)}
 
     def _running(self) -> list[RankGroup]:
         return [group for number, group in enumerate(self._groups) if number not in self._finished]

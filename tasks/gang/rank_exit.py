@@ -16,7 +16,7 @@ def result_of_exit(returncode: int | None, *, oom_killed: bool | None) -> RankRe
     """
     kind = of_returncode(returncode, oom_killed=bool(oom_killed))
     hint = hint_at_death(returncode, oom_killed=oom_killed)
-    return RankResult(kind=kind, error=f"{_death(returncode)}{hint}")
+    return RankResult(kind=kind, error=f"{_death(returncode)}{hint}", was_killed=returncode in (None, -signal.SIGKILL))
 
 
 def _death(returncode: int | None) -> str:

@@ -206,7 +206,11 @@ def _error(spec: RankSpec, result: RankResult) -> RankFailedError:
             original = pickle.loads(result.exception)  # noqa: S301 - from our own process
         except Exception:  # noqa: BLE001 - its module cannot be imported here; the text has the traceback
             original = None
-    message = f"rank {spec.rank} of {spec.group} failed: {result.error}"
     return RankFailedError(
-        message, spec.rank, result.kind, original if isinstance(original, Exception) else None, result.traceback
+        f"rank {spec.rank} of {spec.group} failed: {result.error}",
+        spec.rank,
+        result.kind,
+        original if isinstance(original, Exception) else None,
+        result.traceback,
+        was_killed=result.was_killed,
     )

@@ -18,20 +18,30 @@ class RankFailedError(RuntimeError):
             again cannot help. "withdrawn", "communication" and "peer": the consequence of another rank's failure.
         original: The exception of the rank, where this process could rebuild it.
         traceback: The rank's own traceback, of the training function's frames; empty if its process died.
+        was_killed: Whether SIGKILL ended its process, which is the consequence of no other rank's failure.
 
     """
 
     def __init__(
-        self, message: str, rank: int | None, kind: RankFailureKind, original: Exception | None = None, traceback: str = ""
+        self,
+        message: str,
+        rank: int | None,
+        kind: RankFailureKind,
+        original: Exception | None = None,
+        traceback: str = "",
+        *,
+        was_killed: bool = False,
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.kind: RankFailureKind = kind
         self.original = original
         self.traceback = traceback
+        self.was_killed = was_killed
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (str(self), self.rank, self.kind, self.original, self.traceback)
+    def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
+        arguments = (str(self), self.rank, self.kind, self.original, self.traceback)
+        return type(self), arguments, {"was_killed": self.was_killed}
 
 
 class RestartsUsedUpError(RuntimeError):

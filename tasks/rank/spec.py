@@ -119,6 +119,7 @@ class RankResult:
         error: The error in one line.
         traceback: Of the error, in the rank.
         exception: The exception, pickled; None where it cannot be.
+        was_killed: Whether SIGKILL ended its process.
 
     """
 
@@ -127,6 +128,7 @@ class RankResult:
     error: str = ""
     traceback: str = ""
     exception: bytes | None = None
+    was_killed: bool = False
 
 
 def on_machines(first: RankSpec, num_ranks: Sequence[int], names: Sequence[str] = ()) -> list[RankSpec]:

@@ -36,7 +36,7 @@ from prefect_torch.flows import (
     train,
 )
 from prefect_torch.flows.monitoring.text import page_url
-from prefect_torch.tasks.gang import rank_groups
+from prefect_torch.tasks.gang import gang, rank_groups
 from prefect_torch.tasks.training import start
 from pydantic import ValidationError
 
@@ -87,6 +87,12 @@ def test_a_failed_rank_restarts_all_from_the_latest_checkpoint(run, how):
     assert "/000001-00000001-" in result.resumed_from
     frame = result.metrics_dataframe
     assert list(zip(frame["attempt"], frame["epoch"], strict=True)) == [(1, 0), (1, 1), (2, 2), (2, 3)]
+
+
+def test_a_rank_that_was_killed_is_the_cause_and_others_are_stopped_at_once(run, monkeypatch):
+    """Of one that has raised it is not known yet: its error may be what another rank's has led to."""
+    monkeypatch.setattr(gang, "_SETTLE_S", 600)
+    assert train("trainings:lose_a_rank_that_nobody_needs", {}, TWO, run).return_value == "trained"
 
 
 def test_without_restarts_left_the_last_error_is_raised_and_the_result_stays_readable(run, caplog):

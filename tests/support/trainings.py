@@ -66,6 +66,16 @@ def come_to_an_end(how: str) -> None:
     os._exit(7)
 
 
+def lose_a_rank_that_nobody_needs(config: dict) -> str:
+    """In the first attempt, rank 1 is killed while the others do something else."""
+    context = get_context()
+    if context.attempt == 1:
+        if context.world_rank == 1:
+            come_to_an_end("kill")
+        time.sleep(600)
+    return "trained"
+
+
 def tell_environment(config: dict) -> dict:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
     context = get_context()

@@ -194,3 +194,5 @@ def test_a_ranks_failure_keeps_its_traceback_when_it_is_pickled():
     copy = pickle.loads(pickle.dumps(failed))
     assert (str(copy), copy.rank, copy.kind, copy.traceback) == (str(failed), 1, "user", failed.traceback)
     assert str(copy.original) == "x"
+    assert not copy.was_killed
+    assert pickle.loads(pickle.dumps(RankFailedError("x", 1, "infrastructure", was_killed=True))).was_killed
