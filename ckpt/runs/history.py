@@ -2,15 +2,16 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.storage.parallel import read_all
 
 from .attempts import read_outcome
 from .evaluations import ListedCheckpoint
-from .manifest import AttemptNumber, Manifest, StepNumber, attempt_of
+from .manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
 from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records
 from .metrics import Metrics
 from .records import fields_of
@@ -18,6 +19,7 @@ from .run import Run
 
 CHUNK_AGE_S = 2.0
 MOST_PARTS = 32
+_PLAIN = {int, float, bool, type(None)}  # no value of these is the tag of another
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,25 @@ class MetricRecord:
     checkpoint: str | None
     reported_at: str
     is_logged: bool = False
+
+    @classmethod
+    def quick(cls, fields: Mapping[str, Any]) -> "MetricRecord | None":
+        """Return the record with these stored fields as `decode` does, in less time; None for fields out of the ordinary."""
+        get: Callable[..., Any] = fields.get
+        attempt, step, metrics = get("attempt"), get("step"), get("metrics")
+        checkpoint, reported_at, is_logged = get("checkpoint", 0), get("reported_at"), get("is_logged", False)
+        is_ordinary = (
+            type(attempt) is int
+            and 1 <= attempt <= MAX_ATTEMPT
+            and type(step) is int
+            and 0 <= step <= MAX_STEP
+            and type(metrics) is dict
+            and _PLAIN.issuperset(map(type, metrics.values()))
+            and (checkpoint is None or type(checkpoint) is str)
+            and type(reported_at) is str
+            and type(is_logged) is bool
+        )
+        return cls(attempt, step, metrics, checkpoint, reported_at, is_logged) if is_ordinary else None
 
 
 class HistoryWriter:

@@ -7,18 +7,23 @@ Version 0.1 wrote chunks of a thousand, the newest of them in place, without dig
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, UnsupportedFormatError
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
 
 from .layout import Layout
+from .manifest_index import no_collection
 from .metrics import to_json
 from .record_fields import Count
-from .records import FORMAT_VERSION, decode, parse, seal, unseal
+from .records import FORMAT_VERSION, decode, parse, seal, unseal, unseal_all
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CHUNK_RECORDS = 1000
 _WHAT = "a metric record"
@@ -26,7 +31,16 @@ _NAME = re.compile(r"(?P<attempt>[0-9]{6})-(?P<last>[0-9]{9})-(?P<count>[0-9]{4}
 _NAME_IN_0_1 = re.compile(r"(?P<attempt>[0-9]{6})-(?P<chunk>[0-9]{6})\.jsonl")
 _logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+T = TypeVar("T", bound="ChunkRecord")
+
+
+class ChunkRecord(Protocol):
+    """A dataclass of which a history consists."""
+
+    @classmethod
+    def quick(cls, fields: Mapping[str, Any]) -> "Self | None":
+        """Return the record with these stored fields as `decode` does, in less time; None for fields out of the ordinary."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -89,10 +103,22 @@ def read_chunk(storage: Storage, chunk: Chunk, kind: type[T]) -> dict[int, T] | 
 
     Unreadable lines are left out, with one warning that names the first of them.
     """
+    data = _bytes_of(storage, chunk)
+    return None if data is None else _parsed(storage, chunk, data, kind)
+
+
+def _bytes_of(storage: Storage, chunk: Chunk) -> bytes | None:
     try:
-        lines = storage.get_bytes(chunk.key).split(b"\n")
+        return storage.get_bytes(chunk.key)
     except FileNotFoundError:
         return None
+
+
+def _parsed(storage: Storage, chunk: Chunk, data: bytes, kind: type[T]) -> dict[int, T]:
+    lines = data.split(b"\n")
+    quick = _quick(lines, kind) if chunk.proves_itself and len(lines) == chunk.count else None
+    if quick is not None:
+        return quick
     records: dict[int, T] = {}
     problems: list[str] = []
     for index, line in enumerate(lines):
@@ -108,6 +134,22 @@ def read_chunk(storage: Storage, chunk: Chunk, kind: type[T]) -> dict[int, T] | 
     if problems:
         more = f"; that is the first of {len(problems)} problems" if len(problems) > 1 else ""
         _logger.warning("left out of the metric history: %s%s", problems[0], more)
+    return records
+
+
+def _quick(lines: Sequence[bytes], kind: type[T]) -> dict[int, T] | None:
+    """Return the records of lines as `_decode_line` does, in a fourth of the time; None if one is out of the ordinary."""
+    bodies = unseal_all(lines)
+    if bodies is None:
+        return None
+    records: dict[int, T] = {}
+    for fields in bodies:
+        version, number, record = fields.get("format"), fields.get("number"), kind.quick(fields)
+        if type(version) is not int or version != FORMAT_VERSION or record is None:
+            return None
+        if type(number) is not int or not 0 <= number < 2**63:
+            return None
+        records[number] = record
     return records
 
 
@@ -131,11 +173,14 @@ def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Ch
     known = {} if known is None else known
     gone: set[Chunk] = set()
     while unread := [chunk for chunk in list_chunks(storage, layout) if chunk not in known]:
-        for chunk, records in zip(unread, read_all(unread, lambda it: read_chunk(storage, it, kind)), strict=True):
-            if records is not None or chunk in gone:  # listed twice and missing twice: it never existed
-                known[chunk] = records or {}
-            else:
-                gone.add(chunk)
+        with no_collection():
+            for chunk, data in zip(unread, read_all(unread, partial(_bytes_of, storage)), strict=True):
+                if data is not None:
+                    known[chunk] = _parsed(storage, chunk, data, kind)
+                elif chunk in gone:  # listed twice and missing twice: it never existed
+                    known[chunk] = {}
+                else:
+                    gone.add(chunk)
         if known.keys() >= set(unread):
             break
     by_number = {(chunk.attempt, number): record for chunk in sorted(known) for number, record in known[chunk].items()}

