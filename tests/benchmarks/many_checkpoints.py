@@ -2,8 +2,9 @@
 
     python tests/benchmarks/many_checkpoints.py [--checkpoints 100000] [--latency-ms 20] [--repeats 3]
 
-The manifests lie in memory, and the index over them is written as a training's leader writes it. Each reader opens the run
-anew, so it has nothing in its memory; every request of it waits for the latency. Writes results/many_checkpoints.txt.
+The manifests lie in memory; the index over them and the metric history are written as a training's leader writes them. Each
+reader opens the run anew, so it has nothing in its memory; every request of it waits for the latency. Writes
+results/many_checkpoints.txt.
 """
 
 import argparse
@@ -18,8 +19,11 @@ from commits import DIGEST, NOW  # noqa: E402 - here and below: found by the lin
 from counting_storage import CountingStorage  # noqa: E402
 from memory_storage import MemoryStorage  # noqa: E402
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy  # noqa: E402
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt  # noqa: E402
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord  # noqa: E402
 from prefect_torch.ckpt.runs.index_writer import IndexWriter  # noqa: E402
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id  # noqa: E402
+from prefect_torch.flows import Result  # noqa: E402
 from result_file import spread, write_results  # noqa: E402
 
 RUN = "run"
@@ -29,12 +33,16 @@ def stored_run(count):
     """Return a storage with `count` indexed checkpoints of two ranks, and the CPU seconds that the index took."""
     storage = MemoryStorage()
     store = CheckpointStore.open(storage, RUN)
+    claim_attempt(store, Owner.current(), world_size=2)
+    history = HistoryWriter(store, 1)
     for step in range(count):
         files = tuple(FileEntry(f"model-{rank}.pt", 1, DIGEST, rank) for rank in range(2))
         metrics, timings = {"loss": 1 / (step + 1), "accuracy": 0.5}, {"stall_s": 0.1, "durable_s": 0.2}
         manifest = Manifest(new_id(1, step), step, 1, metrics, files, 2, None, NOW, {}, timings)
         storage._objects[store.layout.manifest(manifest.id)] = (manifest.encode(), 1.0)
+        history.append(MetricRecord(1, step, metrics, manifest.id, NOW.isoformat()))
     storage._keys = sorted(storage._objects)
+    history.close()
     store.hint_latest(manifest.id)
     writer, listed = IndexWriter(store), store.listed()
     started_s = time.process_time()
@@ -51,6 +59,7 @@ def readers(count):
         "best(3, 'loss')": lambda store: store.best(3, "loss"),
         "prune(dry_run=True)": lambda store: store.prune(policy, dry_run=True),
         "latest()": lambda store: store.latest(),
+        "Result.from_storage": lambda store: Result.from_storage(store.storage, RUN),
     }
 
 
