@@ -171,7 +171,7 @@ class Watch:
         """Keep how to take a change of a name back until its folder is synced; only a `cut` pays for it."""
         folder = os.path.dirname(path)
         if kind == "fsync folder":
-            self.unsynced_names = [known for known in self.unsynced_names if known[0] != path]
+            self.unsynced_names = [known for known in self.unsynced_names if known[0] != path and not _is_gone(known[0], path)]
         elif kind == "mkdir" and not os.path.exists(path):
             self.unsynced_names.append((folder, lambda: shutil.rmtree(path, ignore_errors=True)))
         elif kind == "rmdir" and os.path.exists(path) and not any(_REAL["scandir"](path)):
@@ -190,6 +190,12 @@ class Watch:
         if self.fault.how == "cut":
             for _, undo in reversed(self.unsynced_names):
                 undo()
+
+
+def _is_gone(folder, synced):
+    """Return whether `folder` is, or was in, one that was removed from the folder `synced`."""
+    below = folder.removeprefix(f"{synced}/")
+    return below != folder and not os.path.exists(os.path.join(synced, below.split("/")[0]))
 
 
 def _bring_back(path, saved):
