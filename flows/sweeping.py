@@ -7,7 +7,15 @@ from typing import Annotated, Any
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointNotFoundError, RunBusyError, StorageError, StorageSpec
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt, claim_unless_led, write_outcome
+from prefect_torch.ckpt.runs.attempts import (
+    Attempt,
+    Outcome,
+    Owner,
+    claim_attempt,
+    claim_unless_led,
+    newest_attempt,
+    write_outcome,
+)
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.ckpt.storage.synced.first_download import download_run
@@ -269,7 +277,9 @@ def _delete_excess(search: Search, trials: TrialRuns, storage: StorageSpec) -> N
 def _claim(run: Run, storage: StorageSpec, run_config: RunConfig, given: Definition) -> Attempt:
     owner = Owner.current(flow_run.id)
 
-    def claim_after(_: Attempt | None) -> Attempt:
+    def claim_after(previous: Attempt | None) -> Attempt:
+        if previous is not None and previous.world_size > 0:
+            raise ValueError(f"run {run.name!r} in {run.storage.url} is a training, so a sweep needs another name")
         return claim_attempt(run, owner, world_size=0)
 
     with unusable_storage_explained(run_config.storage, run.storage.url):
@@ -277,7 +287,7 @@ def _claim(run: Run, storage: StorageSpec, run_config: RunConfig, given: Definit
         if run_config.resume != "never":  # a sweep that is refused stays as it is
             _refuse_other(run, given, must_exist=run_config.resume == "must")
         if run_config.takeover:
-            return claim_after(None)
+            return claim_after(newest_attempt(run))
         return claim_unless_led(run, lambda attempt: _refuse_if_alive(run, attempt), claim_after)
 
 

@@ -91,8 +91,14 @@ def pin_source(storage: StorageSpec, source: TrialRecord, token: str) -> str | N
 
     """
     store = CheckpointStore.open(storage, source.run)
-    known = [report.checkpoint for report in source.reports[-1:]]
-    for checkpoint_id in (*known, *(manifest.id for manifest in filter(None, (store.latest(), store.latest())))):
+
+    def newest() -> str | None:
+        manifest = store.latest()
+        return None if manifest is None else manifest.id
+
+    reported = source.reports[-1].checkpoint if source.reports else None
+    for number in range(3):
+        checkpoint_id = reported if number == 0 else newest()
         if checkpoint_id is None:
             continue
         with suppress(CheckpointNotFoundError):  # pruned: the source has gone on

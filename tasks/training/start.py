@@ -43,6 +43,8 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
     def claim_after(previous: Attempt | None) -> Attempt:
         nonlocal before
         before = previous
+        if previous is not None and previous.world_size == 0:
+            raise ValueError(f"run {store.run!r} in {store.storage.url} is a sweep, so a training needs another name")
         return claim_attempt(
             store,
             owner,

@@ -22,7 +22,7 @@ def download_run(spec: StorageSpec, run: str) -> None:
         return
     storage = open_spec(spec)
     assert isinstance(storage, RetryingStorage)
-    storage.do("downloading", run, lambda opened: _download(opened, run))
+    storage.do("syncing", run, lambda opened: _download(opened, run))
 
 
 def download_missing(spec: StorageSpec, run: str, keys: Iterable[str]) -> None:

@@ -9,18 +9,20 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from commits import commit
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect_servers import rows, wait_until
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts
 from prefect_torch.ckpt.runs.manifest import new_id
+from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
-from prefect_torch.flows import RunConfig, SearchConfig, SweepResult, grid, sweep, uniform
+from prefect_torch.flows import RunConfig, SearchConfig, SweepResult, grid, sweep, train, uniform
 from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
-from prefect_torch.flows.sweeps.trial_storage import undecided
+from prefect_torch.flows.sweeps.trial_storage import pin_source, undecided
 from told_trainings import events_about
 
 
@@ -135,6 +137,41 @@ def test_a_sweep_that_a_living_process_leads_is_refused_unless_it_is_taken_over(
     taken = run.model_copy(update={"takeover": True})
     result = sweep("sweep_trainings:return_loss", {"x": grid([1])}, search=SearchConfig(metric="loss"), run=taken)
     assert [trial.state for trial in result.trials] == ["completed"]
+
+
+def test_a_sweep_and_a_training_do_not_share_a_name(run):
+    space, asked = {"x": grid([1])}, SearchConfig(metric="loss")
+    sweep("sweep_trainings:return_loss", space, {"y": 1}, asked, run=run)
+    for taken in (run, run.model_copy(update={"takeover": True})):
+        with pytest.raises(ValueError, match=r"^run 'digits' in .* is a sweep, so a training needs another name$"):
+            train("sweep_trainings:return_loss", {"x": 1, "y": 1}, run=taken)
+    assert SweepResult.from_storage(run.storage, run.name).best.metrics == {"loss": 2}
+    other = run.model_copy(update={"name": "training"})
+    train("sweep_trainings:return_loss", {"x": 1, "y": 1}, run=other)
+    for taken in (other, other.model_copy(update={"takeover": True})):
+        with pytest.raises(ValueError, match=r"^run 'training' in .* is a training, so a sweep needs another name$"):
+            sweep("sweep_trainings:return_loss", space, {"y": 1}, asked, run=taken)
+
+
+def test_what_is_pinned_of_a_source_is_there_though_it_goes_on(tmp_path, monkeypatch):
+    store = CheckpointStore.open(tmp_path, "sweep/trial-0000-0123abcd")
+    trial = TrialRecord(0, store.run, {}, 0)
+    assert pin_source(StorageSpec(str(tmp_path)), trial, "a") is None
+    first, second = commit(store, 0), commit(store, 1)
+    latest = CheckpointStore.latest
+
+    def latest_that_is_pruned_then(self):
+        found = latest(self)
+        monkeypatch.setattr(CheckpointStore, "latest", latest)
+        delete_checkpoints(store, [found])
+        return found
+
+    monkeypatch.setattr(CheckpointStore, "latest", latest_that_is_pruned_then)
+    assert pin_source(StorageSpec(str(tmp_path)), trial, "b") == first.id
+    monkeypatch.delattr(CheckpointStore, "latest")
+    reported = replace(trial, reports=(RungReport(0, 1.0, first.id),))
+    assert pin_source(StorageSpec(str(tmp_path)), reported, "c") == first.id, "without a look at the newest"
+    assert second.id not in {manifest.id for manifest in store.list()}
 
 
 WRONG = [
