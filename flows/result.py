@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointStore
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
-from prefect_torch.ckpt.runs.manifest_index import no_collection
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, sort_by_score
 from prefect_torch.ckpt.runs.standing import read_standing
@@ -123,9 +122,8 @@ class Result:
         if standing is None:
             raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}")
         attempt, outcome = standing.attempt, standing.outcome
-        with no_collection():
-            listed, manifests = store.list_readable()
-            history = read_history(store, listed)
+        listed, manifests = store.list_readable()
+        history = read_history(store, listed)
         policy = attempt.policy
         best = sort_by_score(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
         return cls(

@@ -130,9 +130,10 @@ def train_without_server(python: Path, folder: Path) -> None:
     finally:
         server.stop()
     near = train(python, folder / "near")
-    for done, is_trained_or_said in ((far, is_trained(far)), (near, is_trained(near) or is_refused(near))):
-        if not is_trained_or_said:
-            raise SystemExit(f"{shlex.join(map(str, done.args))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    if not is_trained(far):
+        raise failed(far)
+    if not is_trained(near) and not is_refused(near):
+        raise failed(near)
 
 
 def train(python: Path, folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -173,8 +174,13 @@ def run(command: list[str | Path], folder: Path | None = None, **settings: str) 
     """
     done = execute(command, folder, **settings)
     if done.returncode != 0:
-        raise SystemExit(f"{shlex.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise failed(done)
     return done.stdout
+
+
+def failed(done: subprocess.CompletedProcess[str]) -> SystemExit:
+    """Return the error of a command that did not do what it should, with its output."""
+    return SystemExit(f"{shlex.join(map(str, done.args))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
 
 
 def execute(command: list[str | Path], folder: Path | None = None, **settings: str) -> subprocess.CompletedProcess[str]:

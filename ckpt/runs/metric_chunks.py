@@ -173,8 +173,9 @@ def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Ch
     known = {} if known is None else known
     gone: set[Chunk] = set()
     while unread := [chunk for chunk in list_chunks(storage, layout) if chunk not in known]:
+        stored = read_all(unread, partial(_bytes_of, storage))
         with no_collection():
-            for chunk, data in zip(unread, read_all(unread, partial(_bytes_of, storage)), strict=True):
+            for chunk, data in zip(unread, stored, strict=True):
                 if data is not None:
                     known[chunk] = _parsed(storage, chunk, data, kind)
                 elif chunk in gone:  # listed twice and missing twice: it never existed
