@@ -74,21 +74,22 @@ def list_segments(storage: Storage, layout: Layout) -> list[Segment]:
 
 def read_segment(storage: Storage, segment: Segment) -> list[Entry] | None:
     """Return the entries of a segment: none, with a warning, if it is damaged; None if it is gone, or of a newer version."""
-    return _parsed(storage, segment, _bytes_of(storage, segment))
+    return _parsed(storage, segment, bytes_if_there(storage, segment.key))
 
 
 def read_index(storage: Storage, layout: Layout) -> dict[str, Entry]:
     """Return the indexed manifests by id, also of checkpoints that are gone; a listing, and a read for each segment."""
     segments = list_segments(storage, layout)
-    stored = read_all(segments, lambda segment: _bytes_of(storage, segment))
+    stored = read_all(segments, lambda segment: bytes_if_there(storage, segment.key))
     with no_collection():
         contents = [_parsed(storage, segment, data) for segment, data in zip(segments, stored, strict=True)]
         return {entry.manifest.id: entry for found in contents if found is not None for entry in found}
 
 
-def _bytes_of(storage: Storage, segment: Segment) -> bytes | None:
+def bytes_if_there(storage: Storage, key: str) -> bytes | None:
+    """Return an object's bytes; None if it is gone, as one that was merged with others is."""
     try:
-        return storage.get_bytes(segment.key)
+        return storage.get_bytes(key)
     except FileNotFoundError:
         return None
 

@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, UnsupportedFormatError
@@ -17,7 +16,7 @@ from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
 
 from .layout import Layout
-from .manifest_index import no_collection
+from .manifest_index import bytes_if_there, no_collection
 from .metrics import to_json
 from .record_fields import Count
 from .records import FORMAT_VERSION, decode, parse, seal, unseal, unseal_all
@@ -103,15 +102,8 @@ def read_chunk(storage: Storage, chunk: Chunk, kind: type[T]) -> dict[int, T] | 
 
     Unreadable lines are left out, with one warning that names the first of them.
     """
-    data = _bytes_of(storage, chunk)
+    data = bytes_if_there(storage, chunk.key)
     return None if data is None else _parsed(storage, chunk, data, kind)
-
-
-def _bytes_of(storage: Storage, chunk: Chunk) -> bytes | None:
-    try:
-        return storage.get_bytes(chunk.key)
-    except FileNotFoundError:
-        return None
 
 
 def _parsed(storage: Storage, chunk: Chunk, data: bytes, kind: type[T]) -> dict[int, T]:
@@ -173,7 +165,7 @@ def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Ch
     known = {} if known is None else known
     gone: set[Chunk] = set()
     while unread := [chunk for chunk in list_chunks(storage, layout) if chunk not in known]:
-        stored = read_all(unread, partial(_bytes_of, storage))
+        stored = read_all(unread, lambda chunk: bytes_if_there(storage, chunk.key))
         with no_collection():
             for chunk, data in zip(unread, stored, strict=True):
                 if data is not None:
