@@ -24,7 +24,8 @@ from servers import ACCESS_KEY, SECRET_KEY, AzureServer, S3Server, SshServer, fr
 settings.register_profile("unhurried", deadline=None)  # a loaded machine is no defect
 settings.load_profile("unhurried")
 
-# The files that take longest, by their time on two cores, then those that start servers and trainings; the rest is short.
+# The files that take longest, by their time on two cores. Before them run those that need none of Prefect's servers, which take
+# a twentieth of a core each as long as they live, and after them the other files that need them.
 LONGEST = (
     "flows/test_training.py",
     "flows/test_killed_flow.py",
@@ -41,7 +42,7 @@ LONGEST = (
     "browser/test_user_interface.py",
     "ckpt/storage/test_storage.py",
 )
-SHORT = ("ckpt/", "tasks/")
+SERVERLESS = ("ckpt/", "tasks/")
 # What --quick leaves out: the above, whatever needs a server, and files that start many processes or try very many cases.
 SERVERS = {"azurite", "built", "moto", "password_server", "prefect_server", "rclone", "s3rver", "seaweedfs", "site", "sshd"}
 SLOW = {
@@ -89,7 +90,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the long files first, so that no worker is left with one in the end; with --quick, leave out what is slow."""
+    """Run long files early enough that no worker is left with one in the end; with --quick, leave out what is slow."""
     if config.getoption("--quick"):
         config.hook.pytest_deselected(items=[item for item in items if _is_slow(item)])
         items[:] = [item for item in items if not _is_slow(item)]
@@ -104,9 +105,10 @@ def _is_slow(item: pytest.Item) -> bool:
     return _name(item) in SLOW or not SERVERS.isdisjoint(getattr(item, "fixturenames", ()))
 
 
-def _place(item: pytest.Item) -> tuple[int, bool]:
+def _place(item: pytest.Item) -> tuple[bool, int]:
     name = _name(item)
-    return LONGEST.index(name) if name in LONGEST else len(LONGEST), name.startswith(SHORT)
+    is_long = name in LONGEST
+    return is_long or not name.startswith(SERVERLESS), LONGEST.index(name) if is_long else len(LONGEST)
 
 
 @pytest.hookimpl(trylast=True)

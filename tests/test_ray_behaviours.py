@@ -42,7 +42,6 @@ from prefect_torch.flows import (
     TrainingFailedError,
     train,
 )
-from prefect_torch.tasks import get_device
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import check_signature
@@ -50,6 +49,7 @@ from prefect_torch.tasks.training.restarts import Restarts, _failures_before
 from pydantic import ValidationError
 from ranks import Attempt, folder, read_files
 from ray_behaviours import behaviour
+from ray_behaviours_ranks import fail_after_the_checkpoint, tell_place, train_with_a_failure
 
 
 @pytest.fixture
@@ -1042,34 +1042,6 @@ def test_a_function_takes_the_config_or_nothing():
         check_signature(lambda config, more: None)
 
 
-def train_with_a_failure(config):
-    """Report three epochs on two ranks; fail in the first attempt after the second."""
-    context, checkpoint = get_context(), get_checkpoint()
-    start = 0 if checkpoint is None else int(read_files(checkpoint)["epoch"]) + 1
-    for epoch in range(start, 3):
-        with tempfile.TemporaryDirectory() as directory:
-            name = "epoch" if context.world_rank == 0 else "of-rank-1"
-            report({"epoch": epoch, "loss": config["losses"][epoch]}, folder(Path(directory), **{name: str(epoch)}))
-        if context.attempt == 1 and epoch == 1 and context.world_rank == 1:
-            raise ValueError("boom from the training")
-    report({"epoch": 3, "loss": 9.0})
-    torch.distributed.barrier()
-    told = [f"told by rank {context.world_rank}"]
-    torch.distributed.broadcast_object_list(told)
-    return {
-        "rank": context.world_rank,
-        "start": start,
-        "attempt": context.attempt,
-        "told": told[0],
-        "folder": os.getcwd(),  # noqa: PTH109 - compared as text
-    }
-
-
-def tell_place():
-    """Return how many ranks there are, and what this one computes on."""
-    return get_context().world_size, get_device().type
-
-
 @pytest.fixture(scope="module")
 def prefect_server():
     with server_of_this_process():
@@ -1123,10 +1095,6 @@ def test_ranks_can_wait_for_each_other_and_tell_each_other(result):
 )
 def test_ranks_run_in_the_flows_folder(result):
     assert Path(result.return_value["folder"]) == Path.cwd()
-
-
-def fail_after_the_checkpoint(config):
-    raise ValueError(f"began after epoch {read_files(get_checkpoint())['epoch'].decode()}")
 
 
 @pytest.fixture(scope="module")

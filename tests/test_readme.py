@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_programs
 import pytest
 from prefect.settings import PREFECT_API_URL
 from prefect_servers import server_of_this_process
@@ -50,7 +51,7 @@ def test_the_programs_run_in_order(tmp_path):
     printed, environment = {}, {**os.environ, "PREFECT_HOME": str(tmp_path / "home")}
     for name, program in PROGRAMS:
         (tmp_path / name).write_text(program.replace("serve(nightly)", "print(nightly.name)"))
-        done = run_program([name], tmp_path, environment)
+        done = run_program([name], tmp_path, environment, run=subprocess.run)
         printed[name] = done.stdout
         if name == "run.py":
             assert_same_output(done, OUTPUT)
@@ -65,9 +66,9 @@ def test_the_programs_run_in_order(tmp_path):
     assert any((tmp_path / "model").iterdir())
 
 
-def run_program(arguments, folder, environment):
+def run_program(arguments, folder, environment, run=forked_programs.run_program):
     """Return a program that has ended, with what it printed; one that fails is an error."""
-    done = subprocess.run(
+    done = run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]

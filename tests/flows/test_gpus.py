@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_programs import Popen, PopenOfProgram
 from prefect_torch.flows import (
     FailureConfig,
     Hosts,
@@ -32,6 +33,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setenv("PRETENDED_GPUS", "2")
     monkeypatch.setenv("PRETENDED_MACHINE", tmp_path.name)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setattr(subprocess, "Popen", PopenOfProgram)  # else every start of torch takes seconds
     yield
     for lock in gpus._LOCKS.glob(f"{gpus._PREFIX}fake-{tmp_path.name}-*"):
         lock.unlink()
@@ -49,7 +51,7 @@ def other(tmp_path):
     config = json.dumps({"running": str(running), "until": str(until)})
     arguments = [str(tmp_path / "other"), "gpu_trainings:tell_gpu", config, "{}", "{}"]
     command = [sys.executable, str(SUPPORT / "run_on_gpus.py"), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             deadline = time.monotonic() + 120
             while not running.exists():

@@ -1,19 +1,13 @@
 """Trainings whose machines share no storage."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from full_disk import copy_until_the_second_manifest
 from prefect.filesystems import RemoteFileSystem
 from prefect_torch.ckpt import CommitFailedError
 from prefect_torch.flows import FailureConfig, Result, RunConfig, SyncConfig, train
-
-
-def copy_until_the_second_manifest(source: str, target: str) -> None:
-    if list(Path(source).rglob("manifests/*-00000001-*.json")):
-        raise OSError("the disk there is full")
-    subprocess.run(["rsync", "-a", source, target], check=True)
 
 
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")

@@ -23,10 +23,13 @@ from pathlib import Path
 SERVER = "import sys; sys.path.append(sys.argv[2]); import program_server; program_server.main()"
 # What libraries may read when they are imported: with another value, a program is started as usual.
 _READ_AT_IMPORT = re.compile(
-    r"PYTHON(?!PATH$|UNBUFFERED$|DONTWRITEBYTECODE$)\w*|(?:OMP(?!_NUM_THREADS$)|MKL|OPENBLAS|KMP|GOMP|TORCH|LD|MALLOC|CUDA|PRETENDED|COVERAGE)_?\w*"
+    r"PYTHON(?!PATH$|UNBUFFERED$|DONTWRITEBYTECODE$)\w*|(?:OMP(?!_NUM_THREADS$)|MKL|OPENBLAS|KMP|GOMP|TORCH|LD|MALLOC|CUDA|COVERAGE)_?\w*"
 )
 # What a forked program has forked, rather than started as usual, when it starts processes itself.
-FORKED = re.compile(r"-m (?:prefect\.|uvicorn )|-u -c import sys; .* prefect_torch\.tasks\.rank\.starting\.fork_server ")
+FORKED = re.compile(
+    r"-m (?:prefect\.|uvicorn )|-u -c import sys; .* prefect_torch\.tasks\.rank\.starting\.fork_server "
+    r"|-c import sys; .*import prefect_torch\.tasks\.rank\.resources\.device as "
+)
 _SCRIPTS = Path(sys.executable).parent
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 _USUAL = subprocess.Popen
@@ -101,7 +104,7 @@ def use(control: socket.socket) -> None:
     """Fork from the process at the other end: a forked program has a server of its own, made before it has threads."""
     global _server  # noqa: PLW0603 - same
     _server = ProgramServer(control)
-    subprocess.Popen = _PopenOfProgram
+    subprocess.Popen = PopenOfProgram
 
 
 class Popen(subprocess.Popen):
@@ -146,7 +149,7 @@ class Popen(subprocess.Popen):
             return program_server().fork(request, [folder, *standard, *wanted["pass_fds"]])
 
 
-class _PopenOfProgram(Popen):
+class PopenOfProgram(Popen):
     """What a forked program starts: of its programs, those whose imports are known to be the same."""
 
     def _is_to_be_forked(self, command: list[str]) -> bool:

@@ -3,10 +3,13 @@
 import importlib
 import multiprocessing
 import os
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from rank_processes import led_attempt
+
+_imported: str | None = None
 
 
 def launch(module: str, arguments: tuple[Any, ...], world_size: int, root: Path) -> list[int | None]:
@@ -26,8 +29,12 @@ def _run(module: str, *arguments: Any) -> None:
 
 
 def _forking_with(module: str) -> Any:
-    """Return what forks processes from one that has imported `module`, and has no threads."""
+    """Return what forks processes from one that has imported `module` and torch's compiler, and has no threads."""
+    global _imported  # noqa: PLW0603 - the server of forks is the process's
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    if module != _imported:
+        forkserver._forkserver._stop()  # one that runs imports nothing more
+        context.set_forkserver_preload([module, "torch._dynamo"])  # an optimizer imports the compiler, for seconds
+        os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+        _imported = module
     return context

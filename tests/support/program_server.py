@@ -187,7 +187,7 @@ def _be_fresh(request: dict, control: socket.socket) -> None:
     torch = sys.modules["torch"]
     torch.default_generator.seed()
     if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
-        torch.set_num_threads(int(threads))
+        _have_threads(int(threads))
     sys.modules["numpy.random"].seed()
     random.seed()
     tempfile.tempdir = None
@@ -207,6 +207,15 @@ def _be_fresh(request: dict, control: socket.socket) -> None:
 
     sys.path.remove(support)
     forked_programs.use(control)
+    if "PRETENDED_GPUS" in os.environ and support in given:  # torch has looked for other backends when it was imported
+        importlib.import_module("pretended_gpus").register()
+
+
+def _have_threads(number: int) -> None:
+    """Let OpenMP have as many threads as if it had read the variable: `torch.set_num_threads` would begin some at once."""
+    mapped = Path("/proc/self/maps").read_text()
+    for library in {line.split()[-1] for line in mapped.splitlines() if "/libgomp" in line}:
+        ctypes.CDLL(library).omp_set_num_threads(number)
 
 
 def _prefect_variables() -> dict[str, str]:
