@@ -43,7 +43,7 @@ ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 _POLL_S = 0.05
 # How long other ranks may take to announce their own exit before they are stopped: the first one known is often the one that
 # lost its connection to the rank that failed. Not if it was killed.
-_SETTLE_S = 0.5
+_SETTLE_S = 0.4
 _STOP_WARNING_S = 30.0  # supervisors kill after seconds; a process that takes longer waits for the kernel: a disk, a driver
 _LONGEST_STOP_S = 600.0
 

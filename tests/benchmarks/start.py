@@ -3,9 +3,9 @@
     python tests/benchmarks/start.py [--rounds 5]
 
 Two ranks on this machine, on local disk, with Prefect's embedded server. In each round, one training whose ranks are spawned
-and one whose ranks are forked, each of which loses a rank by SIGKILL and is restarted, in one process that has trained before.
-The first step ends with that of an optimizer, for which torch imports its compiler. Prints medians and the ratio of each round,
-and writes them to tests/benchmarks/results/start.txt.
+and one whose ranks are forked, each of which loses a rank by SIGKILL and is restarted, then one by an exception, in one process
+that has trained before. The first step ends with that of an optimizer, for which torch imports its compiler. Prints medians and
+the ratio of each round, and writes them to tests/benchmarks/results/start.txt.
 """
 
 import argparse
@@ -19,12 +19,13 @@ from pathlib import Path
 
 from result_file import write_results
 
-ROWS = ("train() to the function", "train() to the first step", "loss to the function", "loss to the first step")
+ROWS = [f"{since} to the {point}" for since in ("train()", "SIGKILL", "exception") for point in ("function", "first step")]
 WAYS = ("spawned", "forked")
+LOSSES = 2
 
 
 def first_step(config):
-    """Write when each attempt has come how far; kill rank 1 in the first attempt."""
+    """Write when each attempt has come how far; rank 1 is killed in the first one, and raises an error in the second."""
     began_s = time.time()
     import torch
     from prefect_torch.ckpt import get_context
@@ -36,29 +37,31 @@ def first_step(config):
     optimizer.step()
     stepped_s = time.time()
     torch.distributed.barrier()
-    times = {"began": began_s, "stepped": stepped_s, "killed": time.time()}
+    times = {"began": began_s, "stepped": stepped_s, "lost": time.time()}
     Path(config["folder"], f"{context.attempt}-{context.world_rank}").write_text(json.dumps(times))
-    if context.attempt == 1:
+    if context.attempt <= LOSSES:
         if context.world_rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if context.attempt == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("rank 1 has failed")
         time.sleep(60)
 
 
 def measure(way):
     """Return the seconds of each row for one training."""
-    from prefect_torch.flows import RunConfig, ScalingConfig, train
+    from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, train
 
     os.environ["PREFECT_INTEGRATIONS_TORCH_FORK_RANKS"] = str(way == "forked")
     with tempfile.TemporaryDirectory(prefix="prefect-torch-start-", dir=".") as folder:
         started_s = time.time()
         place = str(Path(folder).absolute())
-        train(f"{__file__}:first_step", {"folder": place}, ScalingConfig(num_workers=2), RunConfig(storage=place))
-        first, second = (
-            [json.loads(path.read_text()) for path in sorted(Path(folder).glob(f"{attempt}-*"))] for attempt in (1, 2)
-        )
-    lost_s = first[1]["killed"]
-    since = ((first, started_s), (second, lost_s))
-    return [max(rank[point] for rank in attempt) - from_s for attempt, from_s in since for point in ("began", "stepped")]
+        run, failure = RunConfig(storage=place), FailureConfig(max_failures=1)
+        train(f"{__file__}:first_step", {"folder": place}, ScalingConfig(num_workers=2), run, failure=failure)
+        files = [sorted(Path(folder).glob(f"{number}-*")) for number in range(1, LOSSES + 2)]
+        attempts = [[json.loads(path.read_text()) for path in each] for each in files]
+    since_s = [started_s, *(attempt[1]["lost"] for attempt in attempts[:-1])]
+    pairs = zip(attempts, since_s, strict=True)
+    return [max(rank[point] for rank in attempt) - from_s for attempt, from_s in pairs for point in ("began", "stepped")]
 
 
 def main():
