@@ -9,8 +9,6 @@ from typing import Any
 
 from rank_processes import led_attempt
 
-_imported: str | None = None
-
 
 def launch(module: str, arguments: tuple[Any, ...], world_size: int, root: Path) -> list[int | None]:
     """Run one attempt and return the ranks' exit codes: each calls main() of `module` with `arguments` and its place."""
@@ -30,11 +28,9 @@ def _run(module: str, *arguments: Any) -> None:
 
 def _forking_with(module: str) -> Any:
     """Return what forks processes from one that has imported `module` and torch's compiler, and has no threads."""
-    global _imported  # noqa: PLW0603 - the server of forks is the process's
-    context = multiprocessing.get_context("forkserver")
-    if module != _imported:
+    context, imported = multiprocessing.get_context("forkserver"), [module, "torch._dynamo"]  # an optimizer imports the latter
+    if forkserver._forkserver._preload_modules != imported:
         forkserver._forkserver._stop()  # one that runs imports nothing more
-        context.set_forkserver_preload([module, "torch._dynamo"])  # an optimizer imports the compiler, for seconds
-        os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-        _imported = module
+        context.set_forkserver_preload(imported)
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     return context
