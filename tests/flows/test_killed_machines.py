@@ -1,25 +1,16 @@
 """A training whose machines are this one, each process of which is killed by its pid."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import psutil
 import pytest
+from agents import agents
 from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
 from prefect_torch.flows import FailureConfig, Hosts, RunConfig, ScalingConfig, train
-from prefect_torch.tasks.gang.engines.starting import AGENT
 
 pytestmark = pytest.mark.timeout(200)
-
-
-def agents() -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
-            found += [child] if "-m" in child.cmdline() and AGENT in child.cmdline() else []
-    return found
 
 
 def test_a_rank_its_guard_and_an_agent_are_killed_one_after_the_other(tmp_path):
@@ -32,7 +23,7 @@ def test_a_rank_its_guard_and_an_agent_are_killed_one_after_the_other(tmp_path):
     def disturb():
         for attempt, victim in enumerate(("rank", "guard", "agent"), 1):
             wait_until((tmp_path / f"{attempt}-{attempt}").exists, f"epoch {attempt} of attempt {attempt}")
-            agent = agents()[0]
+            agent = next(iter(agents()))
             (server,) = agent.children()
             (guard,) = server.children()
             (rank,) = guard.children()

@@ -4,7 +4,7 @@ import os
 import signal
 from contextlib import closing, suppress
 
-import psutil
+from agents import agents
 from prefect_servers import wait_until
 from prefect_torch.tasks import Hosts
 from prefect_torch.tasks.gang.machine.lending import Machines
@@ -46,8 +46,7 @@ def test_a_kept_machine_that_is_going_to_be_taken_away_is_avoided():
     with closing(Machines(Hosts(["a", "b"], **HERE), 1, 1, use_gpu=False)) as machines:
         kept = lent_until(machines, "user")
         assert kept.lost is None
-        processes = psutil.Process().children(recursive=True)
-        (agent,) = [process for process in processes if process.cmdline()[-4:-2] == ["--name", kept.name]]
+        (agent,) = [process for process, words in agents().items() if words[-4:-2] == ["--name", kept.name]]
         os.kill(agent.pid, signal.SIGTERM)
         wait_until(lambda: kept.is_terminated, "the agent tells")
         assert {kept.name, lent_until(machines).name} == {"a", "b"}

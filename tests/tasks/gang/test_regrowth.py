@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import pytest
+from agents import agents
 from prefect_torch.tasks import Hosts, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.engines.starting import AGENT
@@ -20,15 +20,6 @@ from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from pydantic import ValidationError
 
 LOOPBACK = "127.0.0.1"
-
-
-def agents() -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # a process that ends just now, or has ended and was not waited for
-            if "machine.agent" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
 
 
 def wait_for(condition):

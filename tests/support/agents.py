@@ -1,0 +1,20 @@
+"""The node agents that a test has started."""
+
+from contextlib import suppress
+
+import psutil
+from prefect_torch.tasks.gang.engines.starting import AGENT
+
+
+def agents() -> dict[psutil.Process, list[str]]:
+    """Return the node agents below this process, and the words of their commands.
+
+    A child of an agent, which has the agent's words until it executes its own program, is none.
+    """
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # a process that ends just now, or has ended and was not waited for
+            words = child.cmdline()
+            if "-m" in words and AGENT in words and child.ppid() not in {agent.pid for agent in found}:
+                found[child] = words
+    return found
