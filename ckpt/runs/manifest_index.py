@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import lru_cache
+from itertools import chain, islice
 from typing import Any
 
 import xxhash
@@ -106,13 +106,19 @@ def _parsed(storage: Storage, segment: Segment, data: bytes | None) -> list[Entr
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Let the garbage collector rest: of a million new objects that all stay, it would look at each several times."""
+    """Let the garbage collector rest: of a million new objects that all stay, it would look at each several times.
+
+    Afterwards they count as old, as all that a collection has looked at twice; without that, the next one looks at each again.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # else objects of a process that forks would be thawed
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -143,7 +149,8 @@ def _decode(data: bytes, where: str) -> list[Entry]:
     if head.get("digest") != xxhash.xxh3_128_hexdigest(rows):
         raise MalformedRecordError(f"{where} does not match its own digest")
     try:
-        return [_entry(row, where) for row in json.loads(rows)]
+        table = json.loads(rows)
+        return _quick(table) or [_entry(row, where) for row in table]
     except (TypeError, ValueError, RecursionError) as exc:
         raise MalformedRecordError(f"{where} is not {_WHAT}: {exc}") from exc
 
@@ -160,58 +167,67 @@ def _entry(row: Sequence[Any], where: str) -> Entry:
     size, *values = row
     if type(size) is not int:
         raise ValueError(f"{size!r} is no size")
-    manifest = _quick(values)
-    if manifest is None:
-        fields: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
-        fields["files"] = [dict(zip(_FILE_FIELDS, file, strict=True)) for file in fields["files"]]
-        manifest = decode(Manifest, fields, where, _WHAT)
-    return Entry(manifest, size)
+    fields: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
+    fields["files"] = [dict(zip(_FILE_FIELDS, file, strict=True)) for file in fields["files"]]
+    return Entry(decode(Manifest, fields, where, _WHAT), size)
 
 
 _PLAIN = {int, float, str, bool, type(None)}
-_FLOAT = {float}
 
 
-def _quick(values: Sequence[Any]) -> Manifest | None:
-    """Return the manifest of a row as `decode` does, in a fifth of the time; None for values out of the ordinary."""
-    checkpoint_id, step, attempt, metrics, files, world_size, parent, created_at, metadata, timings = values
-    ordinary = (
-        type(checkpoint_id) is str
-        and type(attempt) is int
-        and type(step) is int
-        and attempt > 0
-        and checkpoint_id.startswith("%06d-%08d-" % (attempt, step))  # noqa: UP031 - a third of the time of an f-string
-        and is_id(checkpoint_id)
-        and type(metrics) is dict
-        and _PLAIN.issuperset(map(type, metrics.values()))
-        and type(world_size) is int
-        and 0 <= world_size < 2**63
-        and (parent is None or type(parent) is str)
-        and metadata == {}
-        and type(timings) is dict
-        and _FLOAT.issuperset(map(type, timings.values()))
+def _quick(table: Sequence[Sequence[Any]]) -> list[Entry] | None:
+    """Return the entries of all rows as `_entry` does, column by column, in a sixth of the time; None for any other value."""
+    if not table:
+        return None
+    sizes, ids, steps, attempts, metrics, files, world_sizes, parents, moments, metadata, timings = zip(*table, strict=True)
+    are_ordinary = (
+        _all_are(int, sizes)
+        and _all_are(str, ids)
+        and _all_are(int, steps)
+        and _all_are(int, attempts)
+        and all(map(is_id, ids))
+        and all(map(str.startswith, ids, map("%06d-%08d-".__mod__, zip(attempts, steps, strict=True))))
+        and min(attempts) > 0
+        and _all_are(dict, metrics)
+        and _PLAIN.issuperset(map(type, _values(metrics)))
+        and _are_counts(world_sizes)
+        and {str, type(None)}.issuperset(map(type, parents))
+        and _all_are(dict, metadata)
+        and not any(metadata)
+        and _all_are(dict, timings)
+        and {float}.issuperset(map(type, _values(timings)))
     )
-    entries = _files(files) if ordinary else None
-    if entries is None:
+    if not are_ordinary or (grouped := _quick_files(files)) is None:
         return None
-    moment = datetime.fromisoformat(created_at)
-    if moment.tzinfo is None:
+    committed_at = [datetime.fromisoformat(it) for it in moments]
+    if any(it.tzinfo is None for it in committed_at):
         return None
-    return Manifest(checkpoint_id, step, attempt, metrics, entries, world_size, parent, moment, {}, timings)
+    columns = (ids, steps, attempts, metrics, grouped, world_sizes, parents, committed_at, metadata, timings)
+    return list(map(Entry, map(Manifest, *columns), sizes))
 
 
-def _files(rows: Collection[Any]) -> tuple[FileEntry, ...] | None:
-    found = []
-    for path, size, digest, rank in rows:
-        if type(size) is not int or type(rank) is not int or type(digest) is not str or type(path) is not str:
-            return None
-        if not 0 <= size < 2**63 or not 0 <= rank < 2**63 or not _is_key(path):
-            return None
-        found.append(FileEntry(path, size, digest, rank))
-    return tuple(found)
+def _quick_files(rows: Iterable[Collection[Any]]) -> list[tuple[FileEntry, ...]] | None:
+    flat = list(chain.from_iterable(rows))
+    paths, sizes, digests, ranks = zip(*flat, strict=True) if flat else ((), (), (), ())
+    are_ordinary = _all_are(str, paths) and _are_counts(sizes) and _all_are(str, digests) and _are_counts(ranks)
+    if not are_ordinary or not all(map(_is_key, set(paths))):
+        return None
+    entries = map(FileEntry, paths, sizes, digests, ranks)
+    return [tuple(islice(entries, len(row))) for row in rows]
 
 
-@lru_cache(1024)  # checkpoints of one run have files of the same names
+def _all_are(kind: type, values: Iterable[Any]) -> bool:
+    return {kind}.issuperset(map(type, values))
+
+
+def _are_counts(values: Sequence[Any]) -> bool:
+    return _all_are(int, values) and min(values, default=0) >= 0 and max(values, default=0) < 2**63
+
+
+def _values(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(it.values() for it in dicts)
+
+
 def _is_key(path: str) -> bool:
     try:
         check_key(path)

@@ -7,6 +7,7 @@ Version 0.1 wrote chunks of a thousand, the newest of them in place, without dig
 
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -176,8 +177,10 @@ def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Ch
                     gone.add(chunk)
         if known.keys() >= set(unread):
             break
-    by_number = {(chunk.attempt, number): record for chunk in sorted(known) for number, record in known[chunk].items()}
-    return [by_number[index] for index in sorted(by_number)]
+    by_number: dict[int, dict[int, T]] = defaultdict(dict)
+    for chunk in sorted(known):
+        by_number[chunk.attempt].update(known[chunk])
+    return [record for _, records in sorted(by_number.items()) for _, record in sorted(records.items())]
 
 
 def _named(key: str) -> Chunk | None:

@@ -106,7 +106,7 @@ def test_attached_metrics_are_seen_with_the_index(store, manifests):
     ],
 )
 def test_any_manifest_comes_back_from_the_index_as_from_its_own_object(store, manifests, changes):
-    odd = [replace(it, **changes) for it in manifests]
+    odd = [replace(it, **changes) if number % 2 else it for number, it in enumerate(manifests)]
     for manifest in odd:
         store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())
     one_by_one = store.list()
