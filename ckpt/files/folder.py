@@ -74,6 +74,9 @@ def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> I
         raise ValueError(f"{directory} links back to a directory above it; a checkpoint must be finite")
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         path = f"{prefix}{entry.name}"
+        if entry.is_file(follow_symlinks=False):  # as most are; the directory itself says so
+            yield _storable(path)
+            continue
         try:
             mode = entry.stat().st_mode
         except OSError as exc:

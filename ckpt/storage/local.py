@@ -213,7 +213,7 @@ class LocalStorage:
                 with file:
                     written = write(file)
                     os.fsync(file.fileno())
-                    require_whole(file, written, lambda: self._path(key))
+                    require_whole(file.fileno(), written, lambda: self._path(key))
                 way.replace(temporary, name)
             except BaseException:
                 with suppress(OSError):  # the first error counts

@@ -93,16 +93,20 @@ def write_small(data: bytes, target: int, path: Callable[[], Path]) -> Transfer:
         OSError: If the file does not take all of it.
 
     """
-    with io.FileIO(target, "w") as file:
+    try:
         written = Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
-        write_all(file, data)
-        require_whole(file, written, path)
+        left = memoryview(data)
+        while left and (count := os.write(target, left)):
+            left = left[count:]
+        require_whole(target, written, path)
+    finally:
+        os.close(target)
     return written
 
 
-def require_whole(file: io.FileIO, written: Transfer, path: Callable[[], Path]) -> None:
-    """Raise OSError unless the file has the size of the written bytes: a rename would make a short one durable."""
-    size = os.fstat(file.fileno()).st_size
+def require_whole(file: int, written: Transfer, path: Callable[[], Path]) -> None:
+    """Raise OSError unless the open file has the size of the written bytes: a rename would make a short one durable."""
+    size = os.fstat(file).st_size
     if size != written.bytes:
         raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {size} of {written.bytes} bytes are in the file", str(path()))
 

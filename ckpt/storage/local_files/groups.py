@@ -118,7 +118,7 @@ class _Group:
         else:
             with io.FileIO(path) as source, io.FileIO(_create(place), "w") as target:
                 written = copy_file(source, target)
-                require_whole(target, written, place.path)
+                require_whole(target.fileno(), written, place.path)
         self._begin_sync(place)
         return written
 
