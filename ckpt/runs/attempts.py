@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointError, FencedError, MalformedRecordError, StorageError
+from prefect_torch.ckpt.runs.layout import attempt_number
+from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, AttemptNumber, is_id
+from prefect_torch.ckpt.runs.metrics import to_json
+from prefect_torch.ckpt.runs.record_fields import Count, Within
+from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.text import utc_now
 
-from .layout import attempt_number
-from .manifest import MAX_ATTEMPT, AttemptNumber, is_id
-from .metrics import to_json
-from .record_fields import Count, Within
-from .records import FORMAT_VERSION, decode
 from .retention import RetentionPolicy
-from .run import Run
 
 Ending: TypeAlias = Literal["completed", "stopped", "failed", "preempted", "cancelled"]
 _RANK = re.compile(r"[0-9]{1,9}")

@@ -2,24 +2,27 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.runs.bulk import all_are, are_scalars
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
+from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.records import fields_of
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 
 from .attempts import read_outcome
-from .evaluations import ListedCheckpoint
-from .manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
 from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records
-from .metrics import Metrics
-from .records import fields_of
-from .run import Run
 
 CHUNK_AGE_S = 2.0
 MOST_PARTS = 32
-_PLAIN = {int, float, bool, type(None)}  # no value of these is the tag of another
+_COLUMNS = itemgetter("attempt", "step", "metrics", "checkpoint", "reported_at", "is_logged")
+_NO_TAGS = {int, float, bool, type(None)}  # no value of these is the tag of another
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +47,24 @@ class MetricRecord:
     is_logged: bool = False
 
     @classmethod
-    def quick(cls, fields: Mapping[str, Any]) -> "MetricRecord | None":
-        """Return the record with these stored fields as `decode` does, in less time; None for fields out of the ordinary."""
-        get: Callable[..., Any] = fields.get
-        attempt, step, metrics = get("attempt"), get("step"), get("metrics")
-        checkpoint, reported_at, is_logged = get("checkpoint", 0), get("reported_at"), get("is_logged", False)
-        is_ordinary = (
-            type(attempt) is int
-            and 1 <= attempt <= MAX_ATTEMPT
-            and type(step) is int
-            and 0 <= step <= MAX_STEP
-            and type(metrics) is dict
-            and _PLAIN.issuperset(map(type, metrics.values()))
-            and (checkpoint is None or type(checkpoint) is str)
-            and type(reported_at) is str
-            and type(is_logged) is bool
+    def quick(cls, fields: Sequence[Mapping[str, Any]]) -> "list[MetricRecord] | None":
+        """Return the records with these stored fields as `decode` does, in less time; None if one is out of the ordinary."""
+        try:
+            columns = list(zip(*map(_COLUMNS, fields), strict=True))
+        except KeyError:
+            return None
+        attempts, steps, metrics, checkpoints, moments, are_logged = columns
+        are_ordinary = (
+            all_are({int}, attempts)
+            and 1 <= min(attempts) <= max(attempts) <= MAX_ATTEMPT
+            and all_are({int}, steps)
+            and 0 <= min(steps) <= max(steps) <= MAX_STEP
+            and are_scalars(metrics, _NO_TAGS)
+            and all_are({str, type(None)}, checkpoints)
+            and all_are({str}, moments)
+            and all_are({bool}, are_logged)
         )
-        return cls(attempt, step, metrics, checkpoint, reported_at, is_logged) if is_ordinary else None
+        return list(map(cls, *columns)) if are_ordinary else None
 
 
 class HistoryWriter:

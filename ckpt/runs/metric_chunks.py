@@ -10,17 +10,17 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, UnsupportedFormatError
+from prefect_torch.ckpt.runs.bulk import all_are, are_counts, bytes_if_there, no_collection
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.metrics import to_json
+from prefect_torch.ckpt.runs.record_fields import Count
+from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, parse, seal, unseal, unseal_all
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
-
-from .layout import Layout
-from .manifest_index import bytes_if_there, no_collection
-from .metrics import to_json
-from .record_fields import Count
-from .records import FORMAT_VERSION, decode, parse, seal, unseal, unseal_all
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,6 +29,7 @@ CHUNK_RECORDS = 1000
 _WHAT = "a metric record"
 _NAME = re.compile(r"(?P<attempt>[0-9]{6})-(?P<last>[0-9]{9})-(?P<count>[0-9]{4})\.jsonl")
 _NAME_IN_0_1 = re.compile(r"(?P<attempt>[0-9]{6})-(?P<chunk>[0-9]{6})\.jsonl")
+_HEAD = itemgetter("format", "number")
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound="ChunkRecord")
@@ -38,8 +39,8 @@ class ChunkRecord(Protocol):
     """A dataclass of which a history consists."""
 
     @classmethod
-    def quick(cls, fields: Mapping[str, Any]) -> "Self | None":
-        """Return the record with these stored fields as `decode` does, in less time; None for fields out of the ordinary."""
+    def quick(cls, fields: Sequence[Mapping[str, Any]]) -> "list[Self] | None":
+        """Return the records with these stored fields as `decode` does, in less time; None if one is out of the ordinary."""
         ...
 
 
@@ -131,19 +132,17 @@ def _parsed(storage: Storage, chunk: Chunk, data: bytes, kind: type[T]) -> dict[
 
 
 def _quick(lines: Sequence[bytes], kind: type[T]) -> dict[int, T] | None:
-    """Return the records of lines as `_decode_line` does, in a fourth of the time; None if one is out of the ordinary."""
+    """Return the records of lines as `_decode_line` does, in a sixth of the time; None if one is out of the ordinary."""
     bodies = unseal_all(lines)
     if bodies is None:
         return None
-    records: dict[int, T] = {}
-    for fields in bodies:
-        version, number, record = fields.get("format"), fields.get("number"), kind.quick(fields)
-        if type(version) is not int or version != FORMAT_VERSION or record is None:
-            return None
-        if type(number) is not int or not 0 <= number < 2**63:
-            return None
-        records[number] = record
-    return records
+    try:
+        versions, numbers = zip(*map(_HEAD, bodies), strict=True)
+    except KeyError:
+        return None
+    are_ordinary = all_are({int}, versions) and set(versions) == {FORMAT_VERSION} and are_counts(numbers)
+    records = kind.quick(bodies) if are_ordinary else None
+    return None if records is None else dict(zip(numbers, records, strict=True))
 
 
 def _decode_line(chunk: Chunk, index: int, line: bytes, where: str, kind: type[T]) -> tuple[int, T]:

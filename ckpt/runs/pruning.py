@@ -6,16 +6,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.runs.bulk import no_collection
+from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of, has_newer
+from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
+from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.folder_readers import is_read
 
 from .deletion_marks import DeletionMark, marked, remove_stale_marks
-from .evaluations import committed_id, evaluation_of, has_newer
-from .layout import attempt_number, stem, unreported_attempt
 from .log_files import delete_evaluation_logs
-from .manifest import Manifest, attempt_of, is_id
-from .manifest_index import no_collection
 from .retention import Plan, RetentionPolicy, overdue_evaluations, plan
-from .run import Run
 
 GARBAGE_GRACE_S = 3600.0
 _DAY_S = 24 * 3600.0

@@ -14,23 +14,23 @@ from prefect_torch.ckpt.errors import (
     MalformedRecordError,
     UnsupportedFormatError,
 )
+from prefect_torch.ckpt.runs.bulk import no_collection
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
+from prefect_torch.ckpt.runs.index.segments import FEW, Entry, read_index
+from prefect_torch.ckpt.runs.layout import Layout, check_run_name, stem
+from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory, attempt_of, is_id
+from prefect_torch.ckpt.runs.records import decode, parse
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
-
-from .evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
-from .layout import Layout, check_run_name, stem
-from .manifest import Manifest, ManifestMemory, attempt_of, is_id
-from .manifest_index import FEW, Entry, no_collection, read_index
-from .records import decode, parse
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
 _PAGE = 1000  # objects in one answer to a listing
-_MOST_PARTS = 8  # of a listing, which are requested concurrently
+_MOST_PARTS = 32  # of a listing, which are requested concurrently
 _logger = logging.getLogger(__name__)
 
 

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from prefect_torch.ckpt.runs.run import Run
+
 from .attempts import Attempt, Ending, Outcome, newest_attempt, read_outcome
 from .history import newest_recorded
-from .run import Run
 
 State: TypeAlias = Ending | Literal["running", "lost", "unknown"]
 

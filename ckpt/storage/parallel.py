@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-_AT_ONCE = 32
+AT_ONCE = 32  # requests for small objects
 _LARGE_AT_ONCE = 8
 _FEW = 8  # threads would cost more than they gain
 
@@ -18,7 +18,7 @@ def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
     wanted = list(items)
     if len(wanted) <= _FEW:
         return [read(item) for item in wanted]
-    num_threads = min(_AT_ONCE, len(wanted))
+    num_threads = min(AT_ONCE, len(wanted))
     failed = threading.Event()
 
     def read_share(first: int) -> list[R]:
@@ -42,15 +42,15 @@ def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
     return [shares[place % num_threads][place // num_threads] for place in range(len(wanted))]
 
 
-def for_each(items: Iterable[T], work: Callable[[T], R]) -> list[R]:
+def for_each(items: Iterable[T], work: Callable[[T], R], at_once: int = _LARGE_AT_ONCE) -> list[R]:
     """Call `work` for each of `items`, such as files or parts of a listing, and return its results, in order.
 
-    Eight calls run concurrently; the first error is raised, and cancels the rest.
+    Up to `at_once` calls run concurrently; the first error is raised, and cancels the rest.
     """
     wanted = list(items)
     if len(wanted) == 1:
         return [work(wanted[0])]
-    with ThreadPoolExecutor(_LARGE_AT_ONCE, "prefect-torch-files") as pool:
+    with ThreadPoolExecutor(at_once, "prefect-torch-files") as pool:
         futures = [pool.submit(work, item) for item in wanted]
         try:
             return [future.result() for future in futures]

@@ -11,7 +11,7 @@ from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, Sent
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records
-from prefect_torch.ckpt.runs.index_writer import IndexWriter
+from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.text import utc_now
 

@@ -21,7 +21,7 @@ from memory_storage import MemoryStorage  # noqa: E402
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy  # noqa: E402
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord  # noqa: E402
-from prefect_torch.ckpt.runs.index_writer import IndexWriter  # noqa: E402
+from prefect_torch.ckpt.runs.index.writer import IndexWriter  # noqa: E402
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id  # noqa: E402
 from prefect_torch.flows import Result  # noqa: E402
 from result_file import spread, write_results  # noqa: E402

@@ -54,7 +54,7 @@ from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit  # noqa: 
 from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
-from prefect_torch.ckpt.runs.index_writer import IndexWriter  # noqa: E402
+from prefect_torch.ckpt.runs.index.writer import IndexWriter  # noqa: E402
 from prefect_torch.ckpt.runs.manifest import (  # noqa: E402
     FileEntry,
     Manifest,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.parallel import AT_ONCE, for_each
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits
 
 LISTED_AT_ONCE = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
@@ -110,7 +110,7 @@ class BucketListing:
             OSError: If the server loses objects between two pages.
 
         """
-        parts = for_each(zip(begins, (*begins[1:], None), strict=True), lambda ends: self._part(prefix, *ends))
+        parts = for_each(zip(begins, (*begins[1:], None), strict=True), lambda ends: self._part(prefix, *ends), AT_ONCE)
         self._check_pages(prefix)
         for part in parts:
             yield from (info for info in part if after is None or info.key > after)

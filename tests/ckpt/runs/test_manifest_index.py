@@ -10,11 +10,12 @@ from counting_storage import CountingStorage
 from crash_points import crash_points, open_run
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.runs import index_writer, manifest_index
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
-from prefect_torch.ckpt.runs.index_writer import IndexWriter
+from prefect_torch.ckpt.runs.index import segments as segments_module
+from prefect_torch.ckpt.runs.index import writer as writer_module
+from prefect_torch.ckpt.runs.index.segments import FEW, list_segments, read_index, read_segment
+from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
-from prefect_torch.ckpt.runs.manifest_index import FEW, list_segments, read_index, read_segment
 from prefect_torch.flows import Result
 
 
@@ -146,7 +147,7 @@ def test_a_row_of_another_type_is_no_manifest(store, manifests, place, value, ca
     key = only_segment(store)
     rows = json.loads(store.storage.get_bytes(key).partition(b"\n")[2])
     rows[0][place] = value
-    store.storage.put_bytes(key, manifest_index._seal(rows))
+    store.storage.put_bytes(key, segments_module._seal(rows))
     assert store.list() == manifests
     assert "left out" in caplog.text
 
@@ -169,8 +170,8 @@ def test_a_segment_that_vanishes_before_it_is_read_costs_reads(store, manifests)
 
 
 def test_a_training_of_many_commits_leaves_few_segments_that_hold_all(store, monkeypatch):
-    monkeypatch.setattr(index_writer, "FEW", 4)
-    monkeypatch.setattr(index_writer, "LARGEST", 4 * 256)
+    monkeypatch.setattr(writer_module, "FEW", 4)
+    monkeypatch.setattr(writer_module, "LARGEST", 4 * 256)
     writer = IndexWriter(store)
     due = 0
     for step in range(4 * 16 * 5):
@@ -201,7 +202,7 @@ def test_segments_of_checkpoints_that_are_gone_are_deleted(store, manifests):
 
 
 def test_an_index_is_rebuilt_some_thousands_at_a_time(store, manifests, monkeypatch):
-    monkeypatch.setattr(index_writer, "_AT_ONCE", FEW)
+    monkeypatch.setattr(writer_module, "_AT_ONCE", FEW)
     writer = IndexWriter(store)
     assert [writer.repair(store.listed()) for _ in range(4)] == [True, True, False, False]
     assert store.list() == manifests
@@ -210,10 +211,10 @@ def test_an_index_is_rebuilt_some_thousands_at_a_time(store, manifests, monkeypa
 
 @pytest.mark.parametrize("work", ["repair", "write"])
 def test_a_crash_at_any_operation_leaves_what_is_read_and_the_next_repair_completes_it(monkeypatch, work):
-    monkeypatch.setattr(index_writer, "FEW", 4)
+    monkeypatch.setattr(writer_module, "FEW", 4)
     monkeypatch.setattr("prefect_torch.ckpt.runs.run.FEW", 4)
-    monkeypatch.setattr(index_writer, "LARGEST", 4 * 256)
-    monkeypatch.setattr(index_writer, "_MERGED", 2)
+    monkeypatch.setattr(writer_module, "LARGEST", 4 * 256)
+    monkeypatch.setattr(writer_module, "_MERGED", 2)
 
     def prepare(number, way):
         storage = MemoryStorage()

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedFormatError
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 
-from .evaluations import ListedCheckpoint
-from .manifest import Manifest
-from .manifest_index import FEW, LARGEST, Entry, list_segments, read_segment, write_segments
-from .run import Run
+from .segments import FEW, LARGEST, Entry, list_segments, read_segment, write_segments
 
 _MERGED = 16  # segments of one size that become one of the next
 _AT_ONCE = 4096  # manifests that one call reads, so that it ends within seconds

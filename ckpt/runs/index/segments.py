@@ -2,16 +2,14 @@
 
 It is a cache in the storage. Only a listing of the manifests shows what exists, and an entry counts only where the listed size
 of the manifest is the one that was indexed. A segment is written once, under a key of its own; the leader of the run merges
-small ones, and rebuilds what is missing or damaged (`index_writer`).
+small ones, and rebuilds what is missing or damaged (`writer`).
 """
 
-import gc
 import json
 import logging
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import chain, islice
@@ -19,14 +17,14 @@ from typing import Any
 
 import xxhash
 from prefect_torch.ckpt.errors import MalformedRecordError, UnsupportedFormatError
+from prefect_torch.ckpt.runs.bulk import all_are, are_counts, are_scalars, bytes_if_there, no_collection
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, is_id
+from prefect_torch.ckpt.runs.metrics import to_json
+from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, is_newer, parse
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
-
-from .layout import Layout
-from .manifest import FileEntry, Manifest, is_id
-from .metrics import to_json
-from .records import FORMAT_VERSION, decode, is_newer, parse
 
 FEW = 64  # manifests that are read one by one; as many are worth a segment
 LARGEST = FEW * 256  # entries of a segment
@@ -86,14 +84,6 @@ def read_index(storage: Storage, layout: Layout) -> dict[str, Entry]:
         return {entry.manifest.id: entry for found in contents if found is not None for entry in found}
 
 
-def bytes_if_there(storage: Storage, key: str) -> bytes | None:
-    """Return an object's bytes; None if it is gone, as one that was merged with others is."""
-    try:
-        return storage.get_bytes(key)
-    except FileNotFoundError:
-        return None
-
-
 def _parsed(storage: Storage, segment: Segment, data: bytes | None) -> list[Entry] | None:
     try:
         return None if data is None else _decode(data, f"{storage.url}/{segment.key}")
@@ -102,24 +92,6 @@ def _parsed(storage: Storage, segment: Segment, data: bytes | None) -> list[Entr
         return []
     except UnsupportedFormatError:
         return None
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Let the garbage collector rest: of a million new objects that all stay, it would look at each several times.
-
-    Afterwards they count as old, as all that a collection has looked at twice; without that, the next one looks at each again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            if not gc.get_freeze_count():  # else objects of a process that forks would be thawed
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 def write_segments(storage: Storage, layout: Layout, entries: Iterable[Entry]) -> None:
@@ -172,30 +144,24 @@ def _entry(row: Sequence[Any], where: str) -> Entry:
     return Entry(decode(Manifest, fields, where, _WHAT), size)
 
 
-_PLAIN = {int, float, str, bool, type(None)}
-
-
 def _quick(table: Sequence[Sequence[Any]]) -> list[Entry] | None:
     """Return the entries of all rows as `_entry` does, column by column, in a sixth of the time; None for any other value."""
     if not table:
         return None
     sizes, ids, steps, attempts, metrics, files, world_sizes, parents, moments, metadata, timings = zip(*table, strict=True)
     are_ordinary = (
-        _all_are(int, sizes)
-        and _all_are(str, ids)
-        and _all_are(int, steps)
-        and _all_are(int, attempts)
+        all_are({int}, sizes)
+        and all_are({str}, ids)
+        and all_are({int}, (*steps, *attempts))
         and all(map(is_id, ids))
         and all(map(str.startswith, ids, map("%06d-%08d-".__mod__, zip(attempts, steps, strict=True))))
         and min(attempts) > 0
-        and _all_are(dict, metrics)
-        and _PLAIN.issuperset(map(type, _values(metrics)))
-        and _are_counts(world_sizes)
-        and {str, type(None)}.issuperset(map(type, parents))
-        and _all_are(dict, metadata)
+        and are_scalars(metrics, {int, float, str, bool, type(None)})
+        and are_counts(world_sizes)
+        and all_are({str, type(None)}, parents)
+        and all_are({dict}, metadata)
         and not any(metadata)
-        and _all_are(dict, timings)
-        and {float}.issuperset(map(type, _values(timings)))
+        and are_scalars(timings, {float})
     )
     if not are_ordinary or (grouped := _quick_files(files)) is None:
         return None
@@ -209,23 +175,11 @@ def _quick(table: Sequence[Sequence[Any]]) -> list[Entry] | None:
 def _quick_files(rows: Iterable[Collection[Any]]) -> list[tuple[FileEntry, ...]] | None:
     flat = list(chain.from_iterable(rows))
     paths, sizes, digests, ranks = zip(*flat, strict=True) if flat else ((), (), (), ())
-    are_ordinary = _all_are(str, paths) and _are_counts(sizes) and _all_are(str, digests) and _are_counts(ranks)
+    are_ordinary = all_are({str}, paths) and are_counts(sizes) and all_are({str}, digests) and are_counts(ranks)
     if not are_ordinary or not all(map(_is_key, set(paths))):
         return None
     entries = map(FileEntry, paths, sizes, digests, ranks)
     return [tuple(islice(entries, len(row))) for row in rows]
-
-
-def _all_are(kind: type, values: Iterable[Any]) -> bool:
-    return {kind}.issuperset(map(type, values))
-
-
-def _are_counts(values: Sequence[Any]) -> bool:
-    return _all_are(int, values) and min(values, default=0) >= 0 and max(values, default=0) < 2**63
-
-
-def _values(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(it.values() for it in dicts)
 
 
 def _is_key(path: str) -> bool:

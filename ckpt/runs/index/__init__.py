@@ -1,0 +1,1 @@
+"""The contents of a run's manifests, many to an object."""
