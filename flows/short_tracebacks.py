@@ -124,7 +124,7 @@ class ShortTracebackFlow(Flow[P, R]):
                 _is_called.reset(token)
 
         def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
-            """Return the valid parameters; see `prefect.Flow`. The refusal is one line, as a state's message is."""
+            """Return the valid parameters; see `prefect.Flow`. The error is one line, as a state's message is."""
             try:
                 return super().validate_parameters(parameters)
             except ParameterTypeError as exc:
@@ -138,7 +138,7 @@ class ShortTracebackFlow(Flow[P, R]):
 
 @contextmanager
 def large_parameters_explained() -> Iterator[None]:
-    """Replace the refusal of parameters that are too large for Prefect, which repeats all of them, by one sentence.
+    """Replace the error about parameters that are too large for Prefect, which repeats all of them, by one sentence.
 
     Raises:
         ValueError: With both sizes, and what to do.

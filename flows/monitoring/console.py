@@ -59,13 +59,13 @@ class ConsoleProgress:
         self._progress = TrainingProgress(run)
         self._live = live_display(console, self._render)
 
-    def observe(self, happening: TrainingEvent) -> None:
-        """Record `happening`."""
-        self._progress.record(happening)
-        if isinstance(happening, AttemptStarted):
+    def observe(self, event: TrainingEvent) -> None:
+        """Record `event`."""
+        self._progress.record(event)
+        if isinstance(event, AttemptStarted):
             self._live.transient = False
-        if isinstance(happening, AttemptEnded):  # the log says why it was terminated, and what is safe
-            self._live.transient = happening.outcome.ending in TERMINATED
+        if isinstance(event, AttemptEnded):  # the log says why it was terminated, and what is safe
+            self._live.transient = event.outcome.ending in TERMINATED
 
     def refresh(self, *, final: bool) -> None:
         """Start the display, which then refreshes itself; if `final`, stop it and leave its last state."""

@@ -41,9 +41,9 @@ class NotebookProgress:
         self._progress = TrainingProgress(run)
         self._handle: Any = display(HTML(progress_html(self._progress)), display_id=True)
 
-    def observe(self, happening: TrainingEvent) -> None:
-        """Record `happening`."""
-        self._progress.record(happening)
+    def observe(self, event: TrainingEvent) -> None:
+        """Record `event`."""
+        self._progress.record(event)
 
     def refresh(self, *, final: bool) -> None:  # noqa: ARG002 - the last state stays
         """Show what was recorded."""

@@ -39,14 +39,14 @@ class Job:
         return CommitEvent(checkpoint_id, step, metrics, bytes=7, duration_s=0.5, stall_s=0.25)
 
 
-def tell_all(job: Job, *happenings) -> str:
-    """Let an observer see `happenings` in a flow run, whose id is returned."""
+def tell_all(job: Job, *events) -> str:
+    """Let an observer see `events` in a flow run, whose id is returned."""
 
     @flow(name="told")
     def told() -> str:
         observer = EventObserver(job)
-        for happening in happenings:
-            observer.observe(happening)
+        for event in events:
+            observer.observe(event)
         observer.refresh(final=True)
         return str(flow_run.id)
 

@@ -1,4 +1,4 @@
-"""The refusal to change a run under a training."""
+"""The error for changing a run that a training holds."""
 
 import click
 from prefect_torch.ckpt import RunBusyError

@@ -61,22 +61,20 @@ class EventObserver:
         self._run_count = flow_run.run_count
         self._upstream: tuple[str, ...] = ()
 
-    def observe(self, happening: TrainingEvent) -> None:
-        """Send the events of `happening`."""
-        if isinstance(happening, AttemptStarted):
-            self._attempt_started(happening.attempt, happening.resumed_from)
-        elif isinstance(happening, CommitEvent):
-            self._committed(happening)
-        elif isinstance(happening, CheckpointsPruned):
-            self._outbox.put(
-                *(self._about_checkpoint(PRUNED, it.id, {"metrics": plain(it.metrics)}) for it in happening.plan.drop)
-            )
-        elif isinstance(happening, CheckpointQuarantined):
-            self._outbox.put(self._about_checkpoint(QUARANTINED, happening.id, {"reason": happening.reason[:LONGEST_TEXT]}))
-        elif isinstance(happening, AttemptEnded):
-            self._attempt_ended(happening.outcome)
+    def observe(self, event: TrainingEvent) -> None:
+        """Send the events of `event`."""
+        if isinstance(event, AttemptStarted):
+            self._attempt_started(event.attempt, event.resumed_from)
+        elif isinstance(event, CommitEvent):
+            self._committed(event)
+        elif isinstance(event, CheckpointsPruned):
+            self._outbox.put(*(self._about_checkpoint(PRUNED, it.id, {"metrics": plain(it.metrics)}) for it in event.plan.drop))
+        elif isinstance(event, CheckpointQuarantined):
+            self._outbox.put(self._about_checkpoint(QUARANTINED, event.id, {"reason": event.reason[:LONGEST_TEXT]}))
+        elif isinstance(event, AttemptEnded):
+            self._attempt_ended(event.outcome)
         else:
-            assert isinstance(happening, ReportEvent | RanksStarted)  # in the history, thousands would be a flood; task runs
+            assert isinstance(event, ReportEvent | RanksStarted)  # in the history, thousands would be a flood; task runs
 
     def refresh(self, *, final: bool) -> None:
         """Send the remaining events if `final`."""

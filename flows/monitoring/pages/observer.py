@@ -66,9 +66,9 @@ class PageObserver:
         self._checkpoints = LiveArtifact(f"{key}-checkpoints", "table")
         self._summary = LiveArtifact(f"{key}-summary", "markdown")
 
-    def observe(self, happening: TrainingEvent) -> None:
-        """Record `happening`; the first time, read the run's past from its storage."""
-        self._view.record(happening, self._clock())
+    def observe(self, event: TrainingEvent) -> None:
+        """Record `event`; the first time, read the run's past from its storage."""
+        self._view.record(event, self._clock())
 
     def refresh(self, *, final: bool) -> float | None:
         """Publish what has changed if that is due or `final`; otherwise return the seconds until it is due."""

@@ -93,9 +93,9 @@ class RunView:
         overdue = overdue_evaluations(held, self._policy, datetime.now(timezone.utc))
         return plan(held, self._policy, pinned=self.checkpoints.pinned, in_use=in_use, overdue=overdue).keep
 
-    def record(self, happening: TrainingEvent, now_s: float) -> None:
-        """Record `happening`, at `now_s` (seconds since the epoch)."""
-        match happening:
+    def record(self, event: TrainingEvent, now_s: float) -> None:
+        """Record `event`, at `now_s` (seconds since the epoch)."""
+        match event:
             case AttemptStarted(attempt, resumed_from):
                 self._add_attempt(replace(attempt, resumed_from=resumed_from))
                 self._pace = None
@@ -107,10 +107,8 @@ class RunView:
                     self.progress = progress
                     self._pace = ProgressPace(progress, now_s) if self._pace is None else self._pace.at(progress, now_s)
             case CommitEvent():
-                self.checkpoints.add(
-                    StoredCheckpoint(happening.id, happening.step, happening.metrics, happening.bytes, created_s=now_s)
-                )
-                self._logs[attempt_of(happening.id)].record_commit(happening.id, happening.stall_s)
+                self.checkpoints.add(StoredCheckpoint(event.id, event.step, event.metrics, event.bytes, created_s=now_s))
+                self._logs[attempt_of(event.id)].record_commit(event.id, event.stall_s)
             case CheckpointsPruned(decided):
                 self._record_prune(decided)
             case CheckpointQuarantined(checkpoint_id, reason):

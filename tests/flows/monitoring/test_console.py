@@ -98,12 +98,12 @@ def told(step, progress=None, **metrics):
     return ReportEvent(MetricRecord(1, step, metrics, None, "2026-01-01T00:00:00+00:00"), progress)
 
 
-def shown_at_last(terminal, happenings):
+def shown_at_last(terminal, events):
     (observer,) = console_progress("digits")
     observer.observe(AttemptStarted(FIRST, None))
     observer.refresh(final=False)
-    for happening in happenings:
-        observer.observe(happening)
+    for event in events:
+        observer.observe(event)
     LOGGER.warning("the end of what went before")
     observer.refresh(final=True)
     LOGGER.warning("the beginning of what comes after")

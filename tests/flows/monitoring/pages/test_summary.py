@@ -1,4 +1,4 @@
-"""The page of a run from what its storage and its audience tell; no server."""
+"""The page of a run from what its storage and its observers tell; no server."""
 
 import re
 import tracemalloc
@@ -31,10 +31,10 @@ def store(tmp_path):
     return CheckpointStore.open(str(tmp_path / "store"), "run")
 
 
-def view_of(store, *happenings):
+def view_of(store, *events):
     view = RunView(store, POLICY)
-    for at_s, happening in enumerate(happenings):
-        view.record(happening, BEGUN_S + at_s)
+    for at_s, event in enumerate(events):
+        view.record(event, BEGUN_S + at_s)
     return view
 
 

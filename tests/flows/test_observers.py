@@ -16,8 +16,8 @@ class Recorder:
         self.seen = []
         self.refreshed = threading.Event()
 
-    def observe(self, happening):
-        self.seen.append(happening)
+    def observe(self, event):
+        self.seen.append(event)
 
     def refresh(self, *, final):
         self.seen.append("last" if final else "refreshed")
@@ -25,7 +25,7 @@ class Recorder:
 
 
 class Broken(Recorder):
-    def observe(self, happening):
+    def observe(self, event):
         raise ValueError("no such page")
 
     def refresh(self, *, final):
@@ -73,7 +73,7 @@ def test_an_observer_that_hangs_delays_the_end_no_longer_than_allowed(caplog):
     ends = threading.Event()
 
     class Hanging(Recorder):
-        def observe(self, happening):
+        def observe(self, event):
             ends.wait(60)
 
     @flow
