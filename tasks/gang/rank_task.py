@@ -165,7 +165,8 @@ def _supervise(
 ) -> str | None:
     """Log lines until the process has exited; return why it was stopped, or None if it exited by itself.
 
-    A rank that had announced its failure before, and is still on its way out, has exited by itself: it may be the cause.
+    A rank that had announced its failure before, and is still on its way out, has exited by itself: it may be the cause. It has
+    time for that, since SIGTERM would take its error with it, and look like a preemption.
     """
     reason: str | None = None
     is_stopping = False
@@ -175,8 +176,11 @@ def _supervise(
         heartbeat()
         now_s = time.monotonic()
         if not is_stopping and stop.reason is not None:
-            is_stopping, terminate_at_s = True, now_s
-            reason = None if has_failed() else stop.reason
+            is_stopping = True
+            if has_failed():
+                kill_at_s = now_s + _STOP_GRACE_S
+            else:
+                reason, terminate_at_s = stop.reason, now_s
             if stop.wants_stack_traces:
                 log.write_all()
                 terminate_at_s += _RECORD_S if started.write_stack_traces() else _STACK_TRACES_S

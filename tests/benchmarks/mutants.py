@@ -146,7 +146,7 @@ MUTANTS = [
         "ckpt/storage/local.py",
         "tests/ckpt/storage/test_storage.py -k TestLocalStorage",
         ("_unlink(way, [temporary])", "pass"),
-        ("require_whole(file, written, lambda: self._path(key))", "pass"),
+        ("require_whole(file.fileno(), written, lambda: self._path(key))", "pass"),
         ("way.replace(temporary, name)", "way.replace(name, temporary)"),
         ("if needed_bytes > free_bytes:", "if False:"),
         ("os.fsync(file.fileno())", "pass"),

@@ -1,0 +1,47 @@
+"""What a rank that is stopped, or fails by itself, is sent."""
+
+import pytest
+from prefect_torch.tasks.gang import rank_task
+from prefect_torch.tasks.gang.rank_logs import RankLog
+from prefect_torch.tasks.gang.stop_order import StopOrder
+
+
+class Rank:
+    """A rank that exits after `exits_s`, or once it is sent a signal that it is `killed_by`; it has its own clock."""
+
+    def __init__(self, exits_s: float, killed_by: str) -> None:
+        self.now_s, self.sent = 0.0, []
+        self._exits_s, self._killed_by = exits_s, killed_by
+
+    def lines(self, poll_s: float):
+        while self.now_s < self._exits_s and self._killed_by not in [name for name, _ in self.sent]:
+            self.now_s += 0.25
+            yield []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def terminate(self) -> None:
+        self.sent.append(("SIGTERM", self.now_s))
+
+    def kill(self) -> None:
+        self.sent.append(("SIGKILL", self.now_s))
+
+
+@pytest.mark.parametrize(
+    ("has_failed", "rank", "sent", "reason"),
+    [
+        (False, Rank(60, "SIGTERM"), [("SIGTERM", 0.25)], "another failed"),
+        (False, Rank(60, "SIGKILL"), [("SIGTERM", 0.25), ("SIGKILL", 3.25)], "another failed"),
+        (True, Rank(1, "SIGKILL"), [], None),
+        (True, Rank(60, "SIGKILL"), [("SIGKILL", 3.25)], None),
+    ],
+)
+def test_a_rank_that_has_announced_its_failure_is_not_terminated_before_its_error_is_known(
+    has_failed, rank, sent, reason, monkeypatch
+):
+    monkeypatch.setattr(rank_task, "time", rank)
+    stop = StopOrder()
+    stop.give("another failed")
+    assert rank_task._supervise(rank, stop, lambda: None, lambda: has_failed, RankLog(0)) == reason
+    assert rank.sent == sent
