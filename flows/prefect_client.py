@@ -32,7 +32,7 @@ class SubflowClients:
 
     Else the engine makes one for the parent task run of each, which takes 40 ms of CPU for the certificates. A request that the
     server refuses with 503, as it does when another write has SQLite's lock, is repeated after a tenth of a second, thrice,
-    before Prefect's 2 s.
+    before Prefect's 2 s, 4 s and so on.
     """
 
     def __init__(self) -> None:
@@ -150,8 +150,9 @@ def _repeat_soon(response: httpx.Response) -> None:
         return
     refusals = response.request.extensions.get(_REFUSALS, 0)
     response.request.extensions[_REFUSALS] = refusals + 1
-    if refusals < _NUM_SOON:
-        response.headers["Retry-After"] = str(_SOON_S)
+    # Prefect itself would count the soon ones, and wait 16 s after them.
+    wait_s = _SOON_S if refusals < _NUM_SOON else 2 ** (refusals - _NUM_SOON + 1)
+    response.headers["Retry-After"] = str(wait_s)
 
 
 def own_connections(timeout_s: float) -> dict[str, Any]:
