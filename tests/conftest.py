@@ -244,6 +244,19 @@ def seaweedfs(tmp_path_factory) -> Iterator[S3Server]:
     identity = {"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}
     users = [{"name": "test", "credentials": [identity], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]
     (folder / "users.json").write_text(json.dumps({"identities": users}))
+    with contextlib.ExitStack() as started:
+        for tries_left in reversed(range(3)):
+            try:
+                storage = started.enter_context(_weed(folder))
+            except AssertionError:  # of its eight ports, one was taken before it came to it
+                if not tries_left:
+                    raise
+            else:
+                break
+        yield storage
+
+
+def _weed(folder: Path) -> contextlib.AbstractContextManager[S3Server]:
     s3, *others = (free_port() for _ in range(8))
     names = ("master.port", "volume.port", "filer.port", *(f"{it}.port.grpc" for it in ("master", "volume", "filer", "s3")))
     options = [f"-{name}={port}" for name, port in zip(names, others, strict=True)]
@@ -252,8 +265,7 @@ def seaweedfs(tmp_path_factory) -> Iterator[S3Server]:
     server = ["server", "-s3", "-ip=127.0.0.1", f"-dir={folder}", f"-s3.config={folder}/users.json", f"-s3.port={s3}", *options]
     one_volume = {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}  # a bucket has volumes of its own, seven at first if not told
     # Asked kindly, it takes ten seconds to end.
-    with running([program("weed"), *server], s3, signal.SIGKILL, **one_volume) as storage:
-        yield storage
+    return running([program("weed"), *server], s3, signal.SIGKILL, **one_volume)
 
 
 @pytest.fixture(scope="session")

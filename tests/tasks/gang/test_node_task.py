@@ -3,6 +3,7 @@
 import logging
 import queue
 from dataclasses import replace
+from threading import Timer
 
 import pytest
 from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit, read_exits
@@ -118,13 +119,18 @@ def test_ranks_that_are_stopped_cancel_their_task_run(group):
 
 
 def test_a_rank_that_is_on_its_way_out_when_all_are_stopped_is_still_the_cause(group):
-    """On a busy machine, the process of a rank that has announced its failure may take longer to exit than the leader waits."""
+    """On a busy machine, the process of a rank that has announced its failure may take longer to exit than the leader waits.
+
+    A SIGTERM meanwhile would leave "preemption" as all that is known.
+    """
     group, key_value = group
     machine, stop = PlayedMachine(group.ranks), StopOrder()
     announce_exit(key_value, RankExit(2, 1, "failed", "boom"))
-    machine.ranks[2].terminate = lambda: machine.ranks[2].told.put(RankResult(kind="user", error="boom"))
     stop.give("another rank failed")
+    leaving = Timer(0.5, machine.ranks[2].told.put, [RankResult(kind="user", error="boom")])
+    leaving.start()
     state = train_node.fn(group, machine, None, stop)
+    leaving.join()
     assert state.is_failed()
     assert (state.data.rank, state.data.kind) == (2, "user")
 

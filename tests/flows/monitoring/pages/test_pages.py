@@ -111,7 +111,8 @@ def test_a_thousand_reports_of_two_ranks_cost_few_requests_besides_logs(seen):
     assert besides[("POST", "flow_runs")] >= 1  # else nothing was counted
     assert sum(besides.values()) < 200, besides
     most = publications(seen.lasted_s) + 1
-    assert 3 <= besides[("PATCH", "artifacts")] <= 3 * most
+    assert besides[("POST", "artifacts")] + besides[("PATCH", "artifacts")] >= 3, "a page that begins late is not changed"
+    assert besides[("PATCH", "artifacts")] <= 3 * most
 
 
 def publications(seconds):
