@@ -22,7 +22,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory, attempt_o
 from prefect_torch.ckpt.runs.records import decode, parse
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
-from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.parallel import AT_ONCE, read_all
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PAGE = 1000  # objects in one answer to a listing
-_MOST_PARTS = 32  # of a listing, which are requested concurrently
 _logger = logging.getLogger(__name__)
 
 
@@ -199,7 +198,7 @@ class Run:
             if len(known) < _PAGE:
                 index.update(index or read_index(self.storage, self.layout))
                 known = list(index)
-            part = max(_PAGE, -(-len(known) // _MOST_PARTS))
+            part = max(_PAGE, -(-len(known) // AT_ONCE))
             return [f"{self.layout.manifests}{it[:-1]}" for it in sorted(known)[part::part]]
 
         with no_collection():

@@ -297,7 +297,7 @@ class Flows:
         record = training.folder / "events"
         returned = self.run(training, Plan(str(training.storage), record=str(record)))
         assert returned == self.referee.references[world_size].digest, training.log.read_text()[-4000:]
-        return read_events(record)
+        return [event for event in read_events(record) if not is_raced_for(fault_at(event), world_size)]
 
     def judge(self, point: Point) -> None:
         for _ in range(MOST_TRIES):
@@ -362,7 +362,6 @@ def flow_sample(flows: Flows, forked: list[Point], count: int, *, quick: bool) -
         points = [replace(it, path="flow") for it in forked if it.world_size == world_size and it.fault.number == 1]
         if not quick:
             points = list(points_of(flows.record(world_size), "flow", world_size, "fresh"))
-        points = [point for point in points if not is_raced_for(point.fault, world_size)]
         points = [point for point in points if point.fault.how in {"before", "after"}]  # no machine dies here, but a process
         by_role = {role: [point for point in points if point.fault.role == role] for role in {p.fault.role for p in points}}
         roles = sorted(by_role)

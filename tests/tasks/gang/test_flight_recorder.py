@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prefect_torch.tasks.gang import local_rank, rank_task
+from prefect_torch.tasks.gang import local_rank
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
 from prefect_torch.tasks.gang.local_rank import LocalRank
 from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.process import RankProcess
-from prefect_torch.tasks.gang.rank_logs import RankLog
-from prefect_torch.tasks.gang.stop_order import StopOrder
 from prefect_torch.tasks.rank.function import pack_function
 from rank_specs import rank_spec
 
@@ -58,33 +56,6 @@ def test_a_rank_writes_its_record_when_asked():
     assert list(record.parent.iterdir()) == [record]
     record.unlink()
     record.parent.rmdir()
-
-
-@pytest.mark.parametrize(("is_recording", "waits_s"), [(True, 5.0), (False, 1.0)])
-def test_a_rank_that_hangs_has_the_time_to_write_before_it_is_terminated(is_recording, waits_s, monkeypatch):
-    class Rank:
-        now_s = asked_s = terminated_s = 0.0
-
-        def lines(self, poll_s):
-            while not self.terminated_s:
-                self.now_s += 0.25
-                yield []
-
-        def monotonic(self):
-            return self.now_s
-
-        def write_stack_traces(self):
-            self.asked_s = self.now_s
-            return is_recording
-
-        def terminate(self):
-            self.terminated_s = self.now_s
-
-    rank, stop = Rank(), StopOrder()
-    monkeypatch.setattr(rank_task, "time", rank)
-    stop.give("it hangs", wants_stack_traces=True)
-    assert rank_task._supervise(rank, stop, lambda: None, lambda: False, RankLog(0)) == "it hangs"
-    assert rank.terminated_s - rank.asked_s == waits_s
 
 
 def test_a_rank_that_exits_while_it_is_asked_does_not_listen(monkeypatch):

@@ -9,9 +9,9 @@ from prefect_torch.tasks.gang.stop_order import StopOrder
 class Rank:
     """A rank that exits after `exits_s`, or once it is sent a signal that it is `killed_by`; it has its own clock."""
 
-    def __init__(self, exits_s: float, killed_by: str) -> None:
+    def __init__(self, exits_s: float, killed_by: str, *, is_recording: bool = False) -> None:
         self.now_s, self.sent = 0.0, []
-        self._exits_s, self._killed_by = exits_s, killed_by
+        self._exits_s, self._killed_by, self._is_recording = exits_s, killed_by, is_recording
 
     def lines(self, poll_s: float):
         while self.now_s < self._exits_s and self._killed_by not in [name for name, _ in self.sent]:
@@ -20,6 +20,10 @@ class Rank:
 
     def monotonic(self) -> float:
         return self.now_s
+
+    def write_stack_traces(self) -> bool:
+        self.sent.append(("stack traces", self.now_s))
+        return self._is_recording
 
     def terminate(self) -> None:
         self.sent.append(("SIGTERM", self.now_s))
@@ -45,3 +49,14 @@ def test_a_rank_that_has_announced_its_failure_is_not_terminated_before_its_erro
     stop.give("another failed")
     assert rank_task._supervise(rank, stop, lambda: None, lambda: has_failed, RankLog(0)) == reason
     assert rank.sent == sent
+
+
+@pytest.mark.parametrize(("is_recording", "waits_s"), [(True, 5.0), (False, 1.0)])
+def test_a_rank_that_hangs_has_the_time_to_write_before_it_is_terminated(is_recording, waits_s, monkeypatch):
+    rank, stop = Rank(60, "SIGTERM", is_recording=is_recording), StopOrder()
+    monkeypatch.setattr(rank_task, "time", rank)
+    stop.give("it hangs", wants_stack_traces=True)
+    assert rank_task._supervise(rank, stop, lambda: None, lambda: False, RankLog(0)) == "it hangs"
+    (_, asked_s), (_, terminated_s) = rank.sent
+    assert [name for name, _ in rank.sent] == ["stack traces", "SIGTERM"]
+    assert terminated_s - asked_s == waits_s
