@@ -249,9 +249,8 @@ def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
     def store(group: FileGroup) -> None:
         keep(_put_group(run, staged.checkpoint_id, directory, group))
 
-    # In a local folder small files cost work, not waiting: more threads than two pass the interpreter's lock around.
-    is_local = run.storage.local_path(run.layout.run) is not None
-    most = max(GROUPED, -(-len(own) // 2)) if is_local else GROUPED
+    # In a local folder small files cost work, not waiting: several threads would pass the interpreter's lock around.
+    most = GROUPED if run.storage.local_path(run.layout.run) is None else None
     for_each(group_files(directory, own, owned=staged.owns_directory, most=most), store)
     for_each(set(left) - set(own), lambda path: keep({path: digest_file(directory / path)}))
     return [job.stored[path] for path in staged.report.files]

@@ -1,6 +1,5 @@
 """A directory of the local filesystem as a storage that survives a power cut."""
 
-import errno
 import io
 import os
 import stat
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from prefect_torch.ckpt.storage.digest import copy_and_digest, digest_stream, write_all
 from prefect_torch.ckpt.storage.local_files.copies import copy_file, require_whole, write_and_digest
+from prefect_torch.ckpt.storage.local_files.free_space import FreeSpace
 from prefect_torch.ckpt.storage.local_files.groups import store_group
 from prefect_torch.ckpt.storage.local_files.root_folder import RootFolder, Way
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
@@ -48,23 +48,25 @@ class LocalStorage:
 
         """
         with path.open("rb", buffering=0) as source:
-            self._require_space(os.fstat(source.fileno()).st_size)
+            FreeSpace(self._root.path).take(os.fstat(source.fileno()).st_size)
             return self._write(key, lambda target: copy_file(source, target))
 
     def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
         """Copy files, or move them if they are `owned` and on this filesystem; all are durable when this returns.
 
         From 64 files on, they are made durable by one sync of the filesystem, which also waits for what others have written.
+
+        Raises:
+            OSError: ENOSPC before a file is copied for which there is no space; nothing is left of the others.
+
         """
         for key in files:
             check_key(key)
-        if not owned:
-            self._require_space(sum(os.stat(path).st_size for path in files.values()))  # noqa: PTH116 - a third of the time
         return store_group(self._root, files, owned=owned)
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         """Write `parts` from memory; durable when this returns."""
-        self._require_space(sum(part.nbytes for part in parts))
+        FreeSpace(self._root.path).take(sum(part.nbytes for part in parts))
         return self._write(key, lambda target: write_and_digest(parts, target))
 
     def put_bytes(self, key: str, data: bytes) -> None:
@@ -238,17 +240,6 @@ class LocalStorage:
                 if not tries_left:
                     raise
         raise AssertionError
-
-    def _require_space(self, needed_bytes: int) -> None:
-        root = self._root.path
-        if not root.exists():  # the first put creates it
-            return
-        filesystem = os.statvfs(root)
-        free_bytes = filesystem.f_bavail * filesystem.f_frsize
-        if needed_bytes > free_bytes:
-            raise OSError(
-                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({needed_bytes} bytes needed, {free_bytes} free)", str(root)
-            )
 
 
 @contextmanager

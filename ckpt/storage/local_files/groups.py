@@ -14,6 +14,7 @@ from prefect_torch.ckpt.storage.digest import digest_file, digest_stream
 from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .copies import copy_file, read_small, require_whole, write_small
+from .free_space import FreeSpace
 from .root_folder import RootFolder, Way
 from .syncing import GroupSync
 
@@ -70,6 +71,7 @@ class _Group:
         self.stored: dict[str, Transfer] = {}
         self._root = root
         self._sync = GroupSync(num_files)
+        self._space = FreeSpace(root.path)
         self._written: dict[str, list[str]] = defaultdict(list)
         self._moves: dict[str, dict[str, Path]] = defaultdict(dict)
         self._uncovered: list[str] = []
@@ -114,11 +116,14 @@ class _Group:
     def _write(self, folder: str, place: _Place, path: Path) -> Transfer:
         self._written[folder].append(place.name)
         if (data := read_small(path)) is not None:
+            self._space.take(len(data))
             written = write_small(data, _create(place), place.path)
         else:
-            with io.FileIO(path) as source, io.FileIO(_create(place), "w") as target:
-                written = copy_file(source, target)
-                require_whole(target.fileno(), written, place.path)
+            with io.FileIO(path) as source:
+                self._space.take(os.fstat(source.fileno()).st_size)
+                with io.FileIO(_create(place), "w") as target:
+                    written = copy_file(source, target)
+                    require_whole(target.fileno(), written, place.path)
         self._begin_sync(place)
         return written
 

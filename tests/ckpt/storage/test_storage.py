@@ -102,6 +102,16 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         puts[verb]()
         assert storage.size("run/x") == 2**20
 
+    def test_of_files_that_do_not_fit_together_none_is_left(self, storage, tmp_path, monkeypatch):
+        files = {f"run/{number}": tmp_path / str(number) for number in range(3)}
+        for path in files.values():
+            path.write_bytes(bytes(400))
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1000, f_frsize=1))
+        storage.put_bytes("there", b"1")
+        with pytest.raises(OSError, match=r"No space left .*\(1200 bytes needed, 1000 free\)"):
+            storage.put_files(files)
+        assert [info.key for info in storage.list("")] == ["there"]
+
     def test_a_listing_after_a_key_in_a_folder_goes_on_in_that_folder(self, storage):
         """The folder itself sorts before the key, and what remains of it after."""
         keys = ["run/a", "run/b/1", "run/b/2", "run/b/c/3", "run/b/c/4", "run/d"]
