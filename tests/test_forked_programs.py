@@ -9,6 +9,8 @@ import sys
 import psutil
 import pytest
 from forked_programs import FORKED, Popen, run_program
+from prefect.server.api.server import SubprocessASGIServer
+from prefect_torch.flows import embedded_server
 from prefect_torch.tasks.gang.fork_servers import python_command
 
 IS_FORKED = "import sys; assert 'torch' in sys.modules and 'prefect' in sys.modules, 'it is new'\n"
@@ -113,3 +115,17 @@ print({it: os.readlink(f"{folder}/{it}") for it in numbers if it > 2 and os.path
 def test_the_fork_server_of_ranks_is_known_by_its_command():
     command = [*python_command("prefect_torch.tasks.rank.starting.fork_server"), "5", "/torch"]
     assert FORKED.search(" ".join(command[1:]))
+
+
+def test_prefects_embedded_server_is_known_by_its_command(monkeypatch):
+    assert embedded_server  # its import ties those that Prefect starts
+    commands = []
+
+    def refuse(command, **_):
+        commands.append(command)
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(OSError, match=r"^$"):
+        SubprocessASGIServer(port=1)._run_uvicorn_command()
+    assert FORKED.search(" ".join(commands[0][1:]))

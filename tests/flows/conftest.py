@@ -1,16 +1,25 @@
 """One real Prefect server for all trainings of this folder."""
 
+import subprocess
 from copy import deepcopy
 from functools import cache
 
 import pytest
+from forked_programs import PopenOfProgram
 from prefect.blocks.core import Block
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 from prefect_servers import server_of_this_process
 
 
 @pytest.fixture(scope="session", autouse=True)
-def prefect_server():
+def programs_begin_without_imports():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", PopenOfProgram)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prefect_server(programs_begin_without_imports):
     with temporary_settings({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 120}), server_of_this_process():
         yield
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked_programs import started_as_usual
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, LogFilter, LogFilterTaskRunId
 from prefect_torch.ckpt import (
@@ -270,7 +271,8 @@ def test_when_all_are_damaged_it_does_not_start_from_zero(run):
 
 
 def test_a_rank_has_torchruns_environment_a_process_group_and_no_prefect(run):
-    told = train("trainings:tell_environment", {}, TWO, run).return_value
+    with started_as_usual():
+        told = train("trainings:tell_environment", {}, TWO, run).return_value
     assert (told["backend"], told["prefect"]) == ("gloo", False)
     for rank, environment in enumerate(told["environments"]):
         assert environment["MASTER_ADDR"] == "127.0.0.1"

@@ -18,7 +18,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 SERVER = "import sys; sys.path.append(sys.argv[2]); import program_server; program_server.main()"
 # What libraries may read when they are imported: with another value, a program is started as usual.
@@ -27,12 +29,21 @@ _READ_AT_IMPORT = re.compile(
 )
 # What a forked program has forked, rather than started as usual, when it starts processes itself.
 FORKED = re.compile(
-    r"-m (?:prefect\.|uvicorn )|-u -c import sys; .* prefect_torch\.tasks\.rank\.starting\.fork_server "
-    r"|-c import sys; .*import prefect_torch\.tasks\.rank\.resources\.device as "
+    r"-m (?:prefect\.|uvicorn |prefect_torch\.tasks\.gang\.machine\.agent )|-c .* uvicorn --app-dir "
+    r"|-u -c import sys; .* prefect_torch\.tasks\.rank\.starting\.fork_server "
+    r"|-c import sys; .*import prefect_torch\.tasks\.rank\.resources\.device as ",
+    re.DOTALL,
 )
 _SCRIPTS = Path(sys.executable).parent
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 _USUAL = subprocess.Popen
+
+
+@contextlib.contextmanager
+def started_as_usual() -> Iterator[None]:
+    """Have nothing forked that is started meanwhile: it has a variable that libraries might read when they are imported."""
+    with mock.patch.dict(os.environ, {"TORCH_IS_NEW_HERE": "1"}):
+        yield
 
 
 class ProgramServer:

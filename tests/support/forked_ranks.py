@@ -3,11 +3,17 @@
 import importlib
 import multiprocessing
 import os
-from multiprocessing import forkserver
+from collections.abc import Sequence
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from forked_programs import Popen
 from rank_processes import led_attempt
+
+# accelerate imports it where it is installed.
+_ALSO = dict.fromkeys(("accelerate_loops", "transformers_models"), ("deepspeed",))
 
 
 def launch(module: str, arguments: tuple[Any, ...], world_size: int, root: Path) -> list[int | None]:
@@ -27,10 +33,20 @@ def _run(module: str, *arguments: Any) -> None:
 
 
 def _forking_with(module: str) -> Any:
-    """Return what forks processes from one that has imported `module` and torch's compiler, and has no threads."""
-    context, imported = multiprocessing.get_context("forkserver"), [module, "torch._dynamo"]  # an optimizer imports the latter
+    """Return what forks processes from one that has imported `module`, torch's compiler and `_ALSO`, and has no threads."""
+    # An optimizer imports the compiler.
+    context, imported = multiprocessing.get_context("forkserver"), ["torch._dynamo", module, *_ALSO.get(module, ())]
     if forkserver._forkserver._preload_modules != imported:
         forkserver._forkserver._stop()  # one that runs imports nothing more
         context.set_forkserver_preload(imported)
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    with mock.patch.object(util, "spawnv_passfds", _start_forked):
+        forkserver.ensure_running()
     return context
+
+
+def _start_forked(_: str, command: list[str], descriptors: Sequence[int]) -> int:
+    """Start a process of `multiprocessing` as a forked program, and return its number."""
+    process = Popen(command, pass_fds=tuple(descriptors))
+    process.returncode = 0  # it is multiprocessing that waits for it
+    return process.pid

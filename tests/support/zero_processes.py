@@ -35,7 +35,8 @@ def convert(folder):
     shown = PAGE.read_text().partition("$ python -m deepspeed.checkpoint.ds_to_universal")[2].partition("```")[0]
     print_each = "printf '%s\\n' " + shown.replace("./zero", folder)
     arguments = subprocess.run(print_each, shell=True, check=True, capture_output=True, text=True).stdout.splitlines()
-    sys.argv = ["ds_to_universal", *arguments]
+    in_this_process = ["--num_extract_workers", "1", "--num_merge_workers", "1"]  # others would import it all again
+    sys.argv = ["ds_to_universal", *arguments, *in_this_process]
     ds_to_universal.main(ds_to_universal.parse_arguments())
 
 

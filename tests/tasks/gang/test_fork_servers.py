@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import cloudpickle
 import psutil
 import pytest
+from forked_programs import started_as_usual
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.gang import fork_servers
 from prefect_torch.tasks.gang.fork_servers import ForkServer, ForkServers, ProcessContext, python_command
@@ -41,6 +42,13 @@ print("SHOWN " + json.dumps([same, drawn]), flush=True)
 os._exit(0)
 """
 WAIT = "import os, time\nprint('UP', os.getpid(), os.getppid(), os.environ['RANK'], flush=True)\ntime.sleep(600)\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_started_as_usual():
+    """Also where tests that ran before have them forked."""
+    with started_as_usual():
+        yield
 
 
 @pytest.fixture(scope="module")
