@@ -1,11 +1,11 @@
 """The benchmark of checkpoints still measures, at its smallest, and judges what it measured."""
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_programs import run_program
 
 BENCHMARK = Path(__file__).parent / "benchmarks" / "state"
 
@@ -29,8 +29,8 @@ def row(tables, way, *, stall=0.01, resume=1.0, is_right=True):
 
 @pytest.mark.timeout(180)
 def test_a_state_is_saved_resumed_and_judged_and_leaves_nothing(tmp_path):
-    command = [sys.executable, str(BENCHMARK), "--quick", "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    command = [sys.executable, str(BENCHMARK / "__main__.py"), "--quick", "--folder", str(tmp_path)]
+    done = run_program(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     words = done.stdout.splitlines()[1].split()
     assert words[:5] == ["64", "disk", "ours:", "state,", "async"]

@@ -31,7 +31,7 @@ _READ_AT_IMPORT = re.compile(
 FORKED = re.compile(
     r"-m (?:prefect\.|uvicorn |prefect_torch\.tasks\.gang\.machine\.agent )|-c .* uvicorn --app-dir "
     r"|-u -c import sys; .* prefect_torch\.tasks\.rank\.starting\.fork_server "
-    r"|-c import sys; .*import prefect_torch\.tasks\.rank\.resources\.device as ",
+    r"|-c import sys; .*import prefect_torch\.tasks\.rank\.resources\.device as |/benchmarks/state/rank\.py ",
     re.DOTALL,
 )
 _SCRIPTS = Path(sys.executable).parent

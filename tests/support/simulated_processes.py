@@ -18,6 +18,8 @@ import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from forked_programs import Popen
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -61,7 +63,8 @@ def failure_of(test, arguments, mutant=None):
 
 @functools.cache
 def _server(*, has_product):
-    server = subprocess.Popen(
+    start = Popen if has_product else subprocess.Popen  # mutants are imported in each process
+    server = start(
         [sys.executable, __file__, *["with-product"] * has_product], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     atexit.register(lambda: server.communicate(timeout=10))
@@ -74,7 +77,7 @@ def serve():
     import torch._dynamo  # noqa: F401, PLC0415 - a second of the first optimizer's step
 
     simulated_gpu.register()
-    if sys.argv[1:]:  # mutants are imported in each process
+    if sys.argv[1:]:
         import prefect_torch.ckpt.state.loading.load  # noqa: F401, PLC0415 - as above
         import ranks  # noqa: F401, PLC0415 - as above
     answers = os.fdopen(os.dup(1), "w")
