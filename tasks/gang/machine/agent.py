@@ -61,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agent = Agent(link, address)
     seat = _take_gpus(options.slots, options.leader) if options.gpus else None
     slots = options.slots or 1 if seat is None else len(seat.locks)
-    link.send({"type": "hello", "name": options.name, "slots": slots, "address": address, "versions": versions()})
-    return agent.run(seat)
+    return agent.run({"name": options.name, "slots": slots, "address": address, "versions": versions()}, seat)
 
 
 def _take_gpus(most: int | None, leader: str) -> "GpuSeat":
@@ -94,10 +93,11 @@ class Agent:
         self._terminated = threading.Event()
         self._has_ended = threading.Event()
 
-    def run(self, seat: "GpuSeat | None") -> int:
+    def run(self, machine: Mapping[str, Any], seat: "GpuSeat | None") -> int:
         """Return when the leader is gone, and no rank is left.
 
         Args:
+            machine: What the leader is to know of this machine.
             seat: The GPUs for the ranks; None if they need none.
 
         """
@@ -106,6 +106,7 @@ class Agent:
             signal.signal(number, lambda *_: self._terminated.set())
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal; the connection tells when the leader is gone
+        self._link.send({"type": "hello", **machine})  # only now: from here on the end of this machine is told, not a loss
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
         returncode = 0
         try:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from contextlib import closing, suppress
 
 from agents import agents
@@ -10,6 +11,22 @@ from prefect_torch.tasks import Hosts
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.rank.errors import RankFailedError
 
+# An agent that is told of its end as soon as the leader knows of it.
+TERMINATED_AT_ONCE = """
+import os, signal, sys
+from prefect_torch.tasks.gang.machine import agent
+from prefect_torch.tasks.gang.machine.link import Link
+
+send = Link.send
+
+def send_and_be_terminated(self, header, *more):
+    send(self, header, *more)
+    if header["type"] == "hello":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+Link.send = send_and_be_terminated
+sys.exit(agent.main(sys.argv[4:]))
+"""
 HERE = {"command": "exec {agent}", "ranks_per_host": 1, "leader_address": "127.0.0.1", "wait_s": 0}
 
 
@@ -51,3 +68,12 @@ def test_a_kept_machine_that_is_going_to_be_taken_away_is_avoided():
         wait_until(lambda: kept.is_terminated, "the agent tells")
         assert {kept.name, lent_until(machines).name} == {"a", "b"}
         assert kept.lost is not None
+
+
+def test_a_machine_tells_of_its_end_from_the_moment_on_at_which_it_is_known(tmp_path):
+    """Its death would be a failure, of which a training has only so many."""
+    (tmp_path / "agent.py").write_text(TERMINATED_AT_ONCE)
+    cluster = Hosts(["a"], **{**HERE, "command": f"exec {sys.executable} {tmp_path / 'agent.py'} {{agent}}"})
+    with closing(Machines(cluster, 1, 1, use_gpu=False)) as machines, machines.lend(lambda: None) as lease:
+        wait_until(lambda: lease.machines[0].is_terminated, "the agent tells", 30)
+        assert lease.machines[0].lost is None
