@@ -9,7 +9,7 @@ export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 # tests/conftest.py says how many workers "logical" is.
 SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test check gpu lint docs ray-pages screenshots bench chaos soak install s3rver azurite wheel-check floors
+.PHONY: demo test check quick gpu lint docs ray-pages screenshots bench chaos soak install s3rver azurite wheel-check floors
 
 demo: install
 	$(BIN)/python examples/digits.py
@@ -17,8 +17,11 @@ demo: install
 test: install s3rver azurite
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-# For daily work, in some 90 s on two cores: lint, types, and the tests that start no server and few processes.
-check: lint
+# For daily work, in some 90 s on two cores: lint, types, and the tests that start no server and few processes, side by side.
+check: install
+	@$(MAKE) --jobs=2 --old-file=install lint quick
+
+quick: install
 	$(BIN)/python -m pytest --quick --quiet $(SIDE_BY_SIDE)
 
 # What needs GPUs, on a machine that has some: writes gpu-results.json, with versions, devices, outcomes and figures.

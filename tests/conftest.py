@@ -50,28 +50,48 @@ SLOW = {
     *LONGEST,
     "ckpt/lightning/test_lightning.py",
     "ckpt/lightning/test_ranks.py",
+    "ckpt/reporting/test_checkpoint_directory.py",
+    "ckpt/reporting/test_node.py",
     "ckpt/runs/test_foreign_objects.py",
     "ckpt/runs/test_interleavings.py",
+    "ckpt/state/test_consolidated_models.py",
     "ckpt/state/test_device_copies.py",
     "ckpt/state/test_device_streams.py",
     "ckpt/state/test_processes.py",
+    "ckpt/state/test_random_state.py",
     "ckpt/state/test_sharded_models.py",
+    "ckpt/state/test_simulated_gpu.py",
     "ckpt/state/test_zero.py",
+    "ckpt/storage/test_cloud_specs.py",
+    "ckpt/storage/test_listings.py",
+    "ckpt/storage/test_probe.py",
+    "ckpt/storage/test_synced.py",
     "ckpt/test_accelerate.py",
     "ckpt/test_crash_points.py",
     "ckpt/test_exact_resume.py",
+    "ckpt/test_framework_folders.py",
     "ckpt/test_ray_examples.py",
     "ckpt/transformers/test_transformers.py",
     "deployments/test_command_line.py",
+    "deployments/doctor/test_cluster_checks.py",
+    "deployments/doctor/test_doctor.py",
+    "deployments/doctor/test_gpu_checks.py",
+    "deployments/ray/test_migrate_check.py",
     "deployments/test_deploy.py",
     "tasks/gang/test_fork_servers.py",
+    "tasks/gang/test_gathering.py",
     "tasks/gang/test_gpus.py",
+    "tasks/gang/test_link.py",
     "tasks/prepare/test_batch_streams.py",
     "tasks/prepare/test_data_loader.py",
     "tasks/prepare/test_model.py",
     "tasks/prepare/test_resumable_loader.py",
+    "tasks/rank/test_cpu_pickle.py",
+    "test_docs.py",
     "test_forked_programs.py",
     "test_gpu_results.py",
+    "test_layers.py",
+    "test_loggers.py",
     "test_malformed_inputs.py",
     "test_packaging.py",
     "test_ray_behaviours.py",
@@ -88,6 +108,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Have a worker for each core: a test that waits for seconds must not find its processes starved by others."""
     return len(os.sched_getaffinity(0))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --quick, leave out slow files before their imports, which take longer than the tests of many another."""
+    is_slow = config.getoption("--quick") and collection_path.relative_to(Path(__file__).parent).as_posix() in SLOW
+    return True if is_slow else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
