@@ -69,6 +69,7 @@ def seen(tmp_path_factory):
         train(folder, server.api, reports=1000)
         lasted_s = time.monotonic() - started_s
         requests = count_requests(server.output())
+        time.sleep(1)  # less between two flow runs is not worth a word on the page
         train(folder, server.api, reports=1010)
         flow_runs = sorted(rows(server.api, "flow_runs"), key=lambda it: it["start_time"])
         ranks = [it for it in rows(server.api, "task_runs") if it["name"].startswith("rank-")]
