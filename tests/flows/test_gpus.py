@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_programs import Popen, PopenOfProgram
+from forked_programs import Popen
 from prefect_torch.flows import (
     FailureConfig,
     Hosts,
@@ -33,7 +33,6 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setenv("PRETENDED_GPUS", "2")
     monkeypatch.setenv("PRETENDED_MACHINE", tmp_path.name)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    monkeypatch.setattr(subprocess, "Popen", PopenOfProgram)  # else every start of torch takes seconds
     yield
     for lock in gpus._LOCKS.glob(f"{gpus._PREFIX}fake-{tmp_path.name}-*"):
         lock.unlink()
