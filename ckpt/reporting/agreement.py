@@ -33,6 +33,7 @@ class Intent:
         error: The reason why it cannot take part in this report, or None.
         num_requests: How often it has called should_checkpoint() so far.
         asks_leader: Whether the leader decides after this report if the training goes on; rank 0's counts.
+        awaits_commits: Whether it returns only once the background commits so far are durable, though it stores nothing.
         following: The files and the state of each of the ranks that follow it.
 
     """
@@ -46,6 +47,7 @@ class Intent:
     error: str | None = None
     num_requests: int = 0
     asks_leader: bool = False
+    awaits_commits: bool = False
     following: list[tuple[list[str], StateDescription | None]] = field(default_factory=list)
 
     @property
@@ -168,12 +170,18 @@ class Rounds:
             CheckpointError: The reason why every rank must raise instead, or why the ranks are desynchronized.
 
         """
-        if self._background.commits and intent.upload is not None:
-            self._background.wait_for_slot(for_another=intent.upload == "async" and intent.state is None)
+        if intent.upload is not None:
+            self._wait_for_slot(intent.upload, has_state=intent.state is not None)
         agreement = self._take_part(intent, meanwhile)
         if agreement.error is not None:
             raise agreement.error.exception()
+        if agreement.checkpoint_id is not None and intent.upload is None:  # this rank takes part in a commit of the others
+            self._wait_for_slot(agreement.upload, has_state=agreement.state is not None)
         return agreement
+
+    def _wait_for_slot(self, upload: Upload, *, has_state: bool) -> None:
+        if self._background.commits:
+            self._background.wait_for_slot(for_another=upload == "async" and not has_state)
 
     def abstain(self, error: Exception, step: int) -> None:
         """Take part in the round without a report, or this rank's next one would be paired with this one of the others.
@@ -227,10 +235,19 @@ class Rounds:
             state = self._decide_state(intents)
         except ReportMismatchError as exc:
             state = exc
-        failure = self._background.take_failure() if self._background.commits else None
+        failure = self._take_failure(intents) if self._background.commits else None
         if failure is not None:
             return Agreement(intents[0].step, error=RemoteError.of(failure), is_background_failure=True)
         return self._end_if_requested(decide(intents, self._attempt, topic, state), intents[0].num_requests)
+
+    def _take_failure(self, intents: Sequence[Intent]) -> CheckpointError | None:
+        """Return the failure that this report raises, after the wait of any rank: rank 0 may have nothing to wait for itself."""
+        if any(intent.awaits_commits for intent in intents):
+            self._background.wait()
+        for intent in intents:
+            if intent.upload is not None:
+                self._wait_for_slot(intent.upload, has_state=any(state is not None for state in intent.states))
+        return self._background.take_failure()
 
     def _end_if_requested(self, agreement: Agreement, num_requests: int) -> Agreement:
         """Let the first checkpoint after a request of termination be the last.

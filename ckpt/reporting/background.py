@@ -66,6 +66,18 @@ class BackgroundCommits:
         leave = self._max_in_flight - 1 if for_another else 0
         wait(under_way[: max(0, len(under_way) - leave)])
 
+    def wait_and_raise(self) -> None:
+        """Wait until none is under way, and raise the error of the oldest failed one that nobody has raised.
+
+        Raises:
+            CheckpointError: That error; a later call raises the next one.
+
+        """
+        self.wait()
+        failure = self.take_failure()
+        if failure is not None:
+            raise failure
+
     def take_failure(self) -> CheckpointError | None:
         """Return the error of the oldest failed commit, once; only commits that have ended are considered."""
         while self.commits and self.commits[0].done.done():

@@ -77,8 +77,6 @@ class RankCommits:
         """
         report, agreement = staged.report, staged.agreement
         is_background = agreement.checkpoint_id is not None and agreement.upload == "async"
-        if report.awaits_commits:
-            self._background.wait()
         if agreement.checkpoint_id is not None:
             self.costs.num_begun, self.costs.begun_s = self.costs.num_begun + 1, time.monotonic()
             if not is_background:

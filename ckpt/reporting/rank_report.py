@@ -91,6 +91,7 @@ class Report:
             state,
             num_requests=num_requests,
             asks_leader=asks_leader,
+            awaits_commits=self.awaits_commits,
         )
 
     def stage_early(self) -> None:
@@ -207,8 +208,8 @@ class ReportPreparation:
         step = check_step(given.step, following=following, newest=None if upload is None else newest)
         if upload is not None and step == newest:  # the same on every rank, as `newest` is
             _logger.warning(
-                "rank %d reports step %d, whose checkpoint is stored already: the metrics are recorded, and that checkpoint "
-                "stays; give a higher step to store another",
+                "rank %d reports step %d again, whose checkpoint is stored or under way: the metrics are recorded, and that "
+                "checkpoint stays; give a higher step to store another",
                 *(self._rank, step),
             )
             return Report(given.started_s, step, metrics, given.progress, awaits_commits=upload == "sync")

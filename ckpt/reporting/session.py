@@ -150,10 +150,7 @@ class RankSession:
 
     def _follow_decision(self, report: Report, agreement: Agreement) -> None:
         """Follow the leader's decision, once the report's checkpoint is durable: nothing is decided by one that is not."""
-        self._background.wait()
-        failure = self._background.take_failure()
-        if failure is not None:
-            raise failure
+        self._background.wait_and_raise()
         assert self._decisions is not None
         self._decisions.follow(report.step, self._num_reports, report.metrics, agreement.checkpoint_id)
 
@@ -184,10 +181,9 @@ class RankSession:
 
         """
         self._release_node_copy()
-        self.wait_for_commits()
-        failure = self._background.take_failure() or self._rounds.desynchronized
-        if failure is not None:
-            raise failure
+        self._background.wait_and_raise()
+        if self._rounds.desynchronized is not None:
+            raise self._rounds.desynchronized
         self._peers.end(RankExit(self.context.world_rank, self._num_reports, "returned"))
         ends = self._peers.wait_for_all_exits()
         self._requests.forget_answers()

@@ -21,6 +21,7 @@ from prefect_torch.ckpt import (
 )
 from prefect_torch.ckpt.errors import FencedError, StorageFullError
 from prefect_torch.ckpt.reporting.events import CommitEvent
+from prefect_torch.ckpt.reporting.rank_report import StagedReport
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.storage.local import LocalStorage
 from ranks import Attempt, folder, read_files
@@ -104,7 +105,7 @@ def test_the_same_step_once_more_is_recorded_and_leaves_its_checkpoint_as_it_is(
         (manifest,) = store.list()
         assert (manifest.step, manifest.metrics) == (5, {"loss": 2.0})
         assert read_files(store.checkpoint(manifest)) == {"model-0": b"x", "model-1": b"x"}
-        said = {record.getMessage() for record in caplog.records if "whose checkpoint is stored already" in record.getMessage()}
+        said = {record.getMessage() for record in caplog.records if "whose checkpoint is stored or under way" in record.getMessage()}
         assert bool(said) == (again != "metrics" or attempt.restored is not None)
         caplog.clear()
 
@@ -233,6 +234,57 @@ def test_a_failed_async_commit_is_raised_once_by_the_next_report_on_every_rank(s
     assert sorted(rank for rank, _ in raised) == [0, 1]
     (manifest,) = store.list()
     assert (manifest.step, manifest.parent) == (0, None)  # as if the failed one had never been
+
+
+@pytest.mark.parametrize("bringing", [{0}, {1}, {0, 1}])
+def test_a_sync_report_that_repeats_the_step_of_a_commit_under_way_raises_its_failure_on_every_rank(
+    store, tmp_path, monkeypatch, bringing
+):
+    put_bytes, fails = type(store.storage).put_bytes, True
+
+    def fail_late(self, key, data):
+        if fails and key.startswith(store.layout.manifests):
+            time.sleep(0.2)  # the other report has begun
+            raise CommitFailedError("no manifest")
+        put_bytes(self, key, data)
+
+    monkeypatch.setattr(type(store.storage), "put_bytes", fail_late)
+
+    def train(session, rank):
+        def brought(content):
+            return folder(tmp_path / str(rank), **{f"m{rank}": content})
+
+        nonlocal fails
+        session.report({}, brought("x"), step=5, upload="async")
+        with pytest.raises(CommitFailedError, match="no manifest"):
+            session.report({"final": 1.0}, brought("y") if rank in bringing else None, step=5)
+        fails = False
+        session.report({}, brought("z"), step=5)
+
+    attempt = Attempt(store, 2)
+    assert attempt.run(train) == [None, None]
+    (manifest,) = store.list()
+    assert read_files(store.checkpoint(manifest)) == {"m0": b"z", "m1": b"z"}
+    assert [event.record.metrics for event in attempt.events() if hasattr(event, "record")] == [{}, {}]
+
+
+def test_a_rank_that_brings_nothing_to_a_sync_report_ends_its_commits_before_it_too(store, tmp_path, monkeypatch):
+    release = StagedReport.release
+
+    def release_late(self):
+        if self.report.files == ("m0",):
+            time.sleep(0.2)
+        release(self)
+
+    monkeypatch.setattr(StagedReport, "release", release_late)
+
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), step=1, upload="async")
+        session.report({}, folder(tmp_path / "c", m="y") if rank == 1 else None, step=2)
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    first, second = store.list()
+    assert (first.step, second.step, second.parent) == (1, 2, first.id)
 
 
 def test_a_failed_async_commit_is_raised_at_the_end_on_every_rank(store, tmp_path):
