@@ -17,7 +17,8 @@ from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import TrainFunction, pack_function
-from prefect_torch.tasks.training.start import lineage_of, refuse_if_alive
+from prefect_torch.tasks.training.leadership import refuse_if_alive, refuse_other_kind
+from prefect_torch.tasks.training.start import lineage_of
 
 from .arguments import initial_checkpoint
 
@@ -190,7 +191,7 @@ def _look_at_run(spec: StorageSpec, run: RunConfig, checkpoint: CheckpointConfig
         if run.name is None:
             return _plan_of_start(_verified(initial, run), "a run with a name of its own", {}, ())
         return _look_at_named(CheckpointStore.open(spec, run.name), run, checkpoint, initial)
-    except CheckpointError as exc:
+    except (CheckpointError, ValueError) as exc:
         return TrainingPlan((PlanLine("start", "wrong", str(exc)),))
 
 
@@ -200,6 +201,7 @@ def _look_at_named(
     previous = newest_attempt(store)
     if previous is not None and not run.takeover:
         refuse_if_alive(store, previous, None)
+    refuse_other_kind(store, previous, is_sweep=False)
     number = 1 if previous is None else previous.number + 1
     damaged: dict[str, str] = {}
     chosen = choose_checkpoint(

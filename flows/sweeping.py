@@ -6,18 +6,9 @@ from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
-from prefect_torch.ckpt import CheckpointNotFoundError, RunBusyError, StorageError, StorageSpec
-from prefect_torch.ckpt.runs.attempts import (
-    Attempt,
-    Outcome,
-    Owner,
-    claim_attempt,
-    claim_unless_led,
-    newest_attempt,
-    write_outcome,
-)
+from prefect_torch.ckpt import CheckpointNotFoundError, StorageError, StorageSpec
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
@@ -32,11 +23,11 @@ from prefect_torch.flows.sweeps.trial_storage import delete_all, pin_source, rea
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
-from prefect_torch.tasks.liveness import has_ended
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import pack_function, reference_to
 from prefect_torch.tasks.rank.tracebacks import first_line
+from prefect_torch.tasks.training.leadership import claim_leadership, record_outcome
 from prefect_torch.tasks.training.unusable_storage import unusable_storage_explained
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
@@ -186,13 +177,13 @@ def sweep(
                 searched.lead(claimed.number, is_fresh=is_fresh)
                 termination.outlast(lambda: _lead(searched, trials, storage, search, termination))
         except TERMINATIONS:
-            _record(led, Outcome(claimed.number, "preempted", claimed.owner.flow_run_id, "preemption"))
+            record_outcome(led, Outcome(claimed.number, "preempted", claimed.owner.flow_run_id, "preemption"))
             raise
         except Exception as exc:
-            _record(led, Outcome(claimed.number, "failed", claimed.owner.flow_run_id, "user", first_line(exc)))
+            record_outcome(led, Outcome(claimed.number, "failed", claimed.owner.flow_run_id, "user", first_line(exc)))
             refresh_runs_page(storage)
             raise
-    _record(led, Outcome(claimed.number, "completed", claimed.owner.flow_run_id))
+    record_outcome(led, Outcome(claimed.number, "completed", claimed.owner.flow_run_id))
     refresh_runs_page(storage)
     result = SweepResult.of(led, definition, searched.trials)
     return completed(summarize_sweep(definition, searched.trials), result)
@@ -276,40 +267,15 @@ def _delete_excess(search: Search, trials: TrialRuns, storage: StorageSpec) -> N
 
 def _claim(run: Run, storage: StorageSpec, run_config: RunConfig, given: Definition) -> Attempt:
     owner = Owner.current(flow_run.id)
-
-    def claim_after(previous: Attempt | None) -> Attempt:
-        if previous is not None and previous.world_size > 0:
-            raise ValueError(f"run {run.name!r} in {run.storage.url} is a training, so a sweep needs another name")
-        return claim_attempt(run, owner, world_size=0)
-
     with unusable_storage_explained(run_config.storage, run.storage.url):
         download_run(storage, run.name)
         if run_config.resume != "never":  # a sweep that is refused stays as it is
             _refuse_other(run, given, must_exist=run_config.resume == "must")
-        if run_config.takeover:
-            return claim_after(newest_attempt(run))
-        return claim_unless_led(run, lambda attempt: _refuse_if_alive(run, attempt), claim_after)
+        return claim_leadership(
+            run, owner, lambda _: claim_attempt(run, owner, world_size=0), is_sweep=True, takeover=run_config.takeover
+        )
 
 
 def _refuse_other(run: Run, given: Definition, *, must_exist: bool) -> None:
     if find_definition(run, given) is None and must_exist:
         raise CheckpointNotFoundError(f"there is no sweep {run.name!r} in {run.storage.url}, and resume='must' asks for one")
-
-
-def _refuse_if_alive(run: Run, previous: Attempt) -> None:
-    owner = previous.owner
-    if owner.flow_run_id == flow_run.id or not standing_of(run, previous).may_be_alive:
-        return
-    if owner.flow_run_id is not None and has_ended(owner.flow_run_id):
-        return
-    raise RunBusyError(
-        f"sweep {run.name!r} in {run.storage.url} is led by flow run {owner.flow_run_id} (process {owner.pid} on "
-        f"{owner.machine}, since {previous.claimed_at}); wait for it, cancel it, choose another name, or give takeover=True"
-    )
-
-
-def _record(run: Run, outcome: Outcome) -> None:
-    try:
-        write_outcome(run, outcome)
-    except OSError as exc:
-        get_run_logger().warning("the outcome of sweep %r could not be written: %s", run.name, exc)

@@ -15,7 +15,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.history import TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
-from prefect_torch.flows.sweeps.trial_storage import count_reports, read_end
+from prefect_torch.flows.sweeps.trial_storage import count_reports, end_of_returned, read_end
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
@@ -153,10 +153,11 @@ class TrialRuns(Protocol):
 
 @dataclass(slots=True)
 class _Running:
-    """A trial in a thread."""
+    """A trial in a thread, and what its function returned or raised."""
 
     trial: TrialRecord
     termination: Termination
+    value: Any = None
     error: BaseException | None = None
     has_ended: threading.Event = field(default_factory=threading.Event)
 
@@ -166,7 +167,7 @@ class _Given:
     """What the flow `trial` gets from the thread that calls it: no parameter of a flow run can hold it."""
 
     job: TrainJob
-    termination: Termination
+    running: _Running
     heartbeat_s: float | None
     metrics: list[str]
     state: Callable[[], TrialState]
@@ -191,7 +192,7 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
     with heartbeats(given.heartbeat_s):
         pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids), backoff=PublishBackoff(delay_s=_SHORT_S))
         told = TrialMessageObserver(given.metrics)
-        lead_training(job, seat, machines, given.termination, [pages, EventObserver(job), told])
+        given.running.value = lead_training(job, seat, machines, given.running.termination, [pages, EventObserver(job), told])
     return completed(told.message(given.state()), None)
 
 
@@ -253,7 +254,7 @@ class LocalTrials:
             _given.set(
                 _Given(
                     job,
-                    running.termination,
+                    running,
                     self._heartbeat_s,
                     self._search.metrics,
                     lambda: self._search.trials[number].state,
@@ -273,4 +274,8 @@ class LocalTrials:
     def _end_of(self, running: _Running) -> TrialEnd | None:
         if running.termination.cause is not None or isinstance(running.error, TERMINATIONS):
             return None
-        return read_end(Run.open(self._training.storage, running.trial.run), running.error)
+        run = Run.open(self._training.storage, running.trial.run)
+        end = read_end(run, running.error)
+        if end is None and running.error is None:  # its outcome could not be stored, and is known here
+            end = end_of_returned(run, running.value)
+        return end

@@ -241,7 +241,7 @@ class Rounds:
         return self._end_if_requested(decide(intents, self._attempt, topic, state), intents[0].num_requests)
 
     def _take_failure(self, intents: Sequence[Intent]) -> CheckpointError | None:
-        """Return the failure that this report raises, after the wait of any rank: rank 0 may have nothing to wait for itself."""
+        """Return the failure that this report raises, after the waits of all ranks: rank 0 may have none of its own."""
         if any(intent.awaits_commits for intent in intents):
             self._background.wait()
         for intent in intents:

@@ -88,7 +88,7 @@ class Attempt:
         number: Counted from 1 over the life of the run.
         token: Distinguishes two claims of one number.
         owner: The leader's process.
-        world_size: The number of ranks.
+        world_size: The number of ranks; 0 of a sweep.
         resumed_from: The path or URL of the checkpoint that its ranks restore, or None.
         lineage: The first attempt whose checkpoints this one may restore (`resume="never"` begins a new lineage).
         claimed_at: The time of the claim (UTC, ISO 8601, the owner's clock).
@@ -104,6 +104,11 @@ class Attempt:
     lineage: AttemptNumber
     claimed_at: str
     settings: Annotated[dict[str, Any], _policy] = field(default_factory=dict)
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether it leads a sweep, which has no ranks of its own, rather than a training."""
+        return self.world_size == 0
 
     @property
     def policy(self) -> RetentionPolicy:

@@ -32,15 +32,19 @@ def read_end(run: Run, error: BaseException | None) -> TrialEnd | None:
     outcome = None if standing is None else standing.outcome
     if outcome is None:
         return None if error is None else TrialEnd("failed", _one_line(error))
+    if outcome.ending == "completed":
+        return end_of_returned(run, outcome.return_value)
     metrics = newest_metrics(read_history(run))
     if outcome.ending == "stopped":  # the journal has the decision
         return TrialEnd("stopped", None, metrics)
-    if outcome.ending == "completed":
-        if isinstance(outcome.return_value, dict):  # a function may return its metrics instead of reporting them
-            metrics = {**outcome.return_value, **metrics}
-        return TrialEnd("completed", None, metrics)
     reason = (outcome.error or "").strip().partition("\n")[0] or outcome.ending
     return TrialEnd("failed", reason, metrics)
+
+
+def end_of_returned(run: Run, value: object) -> TrialEnd:
+    """Return the end of a trial whose function has returned `value`: it may return its metrics instead of reporting them."""
+    metrics = newest_metrics(read_history(run))
+    return TrialEnd("completed", None, {**value, **metrics} if isinstance(value, dict) else metrics)
 
 
 def count_reports(run: Run) -> int:

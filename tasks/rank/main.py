@@ -28,6 +28,7 @@ from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others, 
 from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
 from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL
 
+from .checkpoint_ref import CheckpointRef
 from .cpu_pickle import dump_on_cpu
 from .errors import RankFailureKind, StorageNotSeenError
 from .failures import of_exception
@@ -144,10 +145,15 @@ def _download(spec: RankSpec, store: CheckpointStore) -> None:
     """Bring what this rank restores from where another machine has uploaded it; nothing where all machines see one storage."""
     download_missing(spec.storage, spec.run, [store.layout.run_info])
     if (ref := spec.restored) is not None:
-        checkpoint = ref.open() if ref.manifest is not None else None
-        layout = Layout(ref.run)
-        files = [] if checkpoint is None else [layout.data(ref.checkpoint_id, it.path) for it in checkpoint.manifest.files]
-        download_missing(ref.storage, ref.run, [layout.manifest(ref.checkpoint_id), *files])
+        download_missing(ref.storage, ref.run, _keys_of(ref))
+
+
+def _keys_of(ref: CheckpointRef) -> Iterator[str]:
+    """Yield the keys of a checkpoint; its manifest may have 10^5 files, and is decoded only if they are asked for."""
+    layout = Layout(ref.run)
+    yield layout.manifest(ref.checkpoint_id)
+    if ref.manifest is not None:
+        yield from (layout.data(ref.checkpoint_id, it.path) for it in ref.open().manifest.files)
 
 
 def _session(spec: RankSpec, store: CheckpointStore, key_value: TcpKeyValue) -> RankSession:

@@ -2,18 +2,17 @@
 
 from dataclasses import asdict, dataclass, field
 
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RunBusyError
+from prefect_torch.ckpt import Checkpoint, CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.files.download import NodeCopy
-from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, claim_unless_led, newest_attempt, record_resumed_from
+from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, record_resumed_from
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
-from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.ckpt.storage.synced.first_download import download_run
-from prefect_torch.tasks.liveness import has_ended
 from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
 from .job import TrainJob
+from .leadership import claim_leadership
 from .left_task_runs import end_left_task_runs
 from .observers import CheckpointQuarantined, Observers
 from .restarts import Restarts
@@ -25,6 +24,7 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
 
     Raises:
         RunBusyError: If another flow run that is alive leads this run, unless the job takes it over.
+        ValueError: If the run is a sweep.
         RestartsUsedUpError: If the flow run was started again though a budget was used up.
         OSError: If the storage is refused, or its directory cannot be made.
 
@@ -43,8 +43,6 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
     def claim_after(previous: Attempt | None) -> Attempt:
         nonlocal before
         before = previous
-        if previous is not None and previous.world_size == 0:
-            raise ValueError(f"run {store.run!r} in {store.storage.url} is a sweep, so a training needs another name")
         return claim_attempt(
             store,
             owner,
@@ -53,10 +51,8 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
             settings=asdict(job.policy),
         )
 
-    if job.run_config.takeover:
-        return claim_after(newest_attempt(store))
-    claimed = claim_unless_led(store, lambda attempt: refuse_if_alive(store, attempt, owner.flow_run_id), claim_after)
-    if before is not None:
+    claimed = claim_leadership(store, owner, claim_after, is_sweep=False, takeover=job.run_config.takeover)
+    if before is not None and not job.run_config.takeover:
         end_left_task_runs(before, owner)
     return claimed
 
@@ -93,15 +89,17 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
     """
     node_copy = NodeCopy()
     try:
-        chosen = _choose(store, job, attempt.lineage, observers, node_copy)
-        if chosen is None:
+        checkpoint, is_own = _choose(store, job, attempt.lineage, observers, node_copy)
+        if checkpoint is None:
             return Start()
-        checkpoint = chosen.open()
         record_resumed_from(store, attempt, checkpoint.path)
     except BaseException:
         node_copy.release()
         raise
-    return Start(chosen, checkpoint.path, None if chosen == job.initial_checkpoint else checkpoint.manifest, node_copy)
+    ref = CheckpointRef(job.storage, job.run, checkpoint.manifest.id) if is_own else job.initial_checkpoint
+    assert ref is not None
+    own = checkpoint.manifest if is_own else None
+    return Start(ref.with_manifest(checkpoint.manifest), checkpoint.path, own, node_copy)
 
 
 def lineage_of(previous: Attempt | None, run: RunConfig, flow_run_id: str | None) -> int | None:
@@ -114,7 +112,8 @@ def lineage_of(previous: Attempt | None, run: RunConfig, flow_run_id: str | None
 
 def _choose(
     store: CheckpointStore, job: TrainJob, lineage: int, observers: Observers, node_copy: NodeCopy
-) -> CheckpointRef | None:
+) -> tuple[Checkpoint | None, bool]:
+    """Return the checkpoint to start from, and whether it is of the run itself."""
     manifest = choose_checkpoint(
         store,
         lineage=lineage,
@@ -123,41 +122,15 @@ def _choose(
         on_quarantine=lambda checkpoint_id, reason: observers.notify(CheckpointQuarantined(checkpoint_id, reason)),
     )
     if manifest is not None:
-        return CheckpointRef(job.storage, job.run, manifest.id).with_manifest(manifest)
+        return store.checkpoint(manifest), True
     if job.initial_checkpoint is not None:
         download_run(job.initial_checkpoint.storage, job.initial_checkpoint.run)
         initial = job.initial_checkpoint.open()
         assert initial.store is not None
         node_copy.verify(initial.store, initial.manifest, job.run_config.verify)
-        return job.initial_checkpoint.with_manifest(initial.manifest)
+        return initial, False
     if job.run_config.resume == "must":
         raise CheckpointNotFoundError(
             f"run {store.run!r} in {store.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
         )
-    return None
-
-
-def refuse_if_alive(store: CheckpointStore, previous: Attempt, flow_run_id: str | None) -> None:
-    """Raise RunBusyError if another flow run that is alive leads the run.
-
-    Args:
-        store: The run.
-        previous: Its newest attempt.
-        flow_run_id: The flow run that would lead it next; None if it is yet to be created.
-
-    Raises:
-        RunBusyError: If it does.
-
-    """
-    owner = previous.owner
-    if flow_run_id is not None and owner.flow_run_id == flow_run_id:
-        return  # this flow run's own earlier try
-    if not standing_of(store, previous).may_be_alive:
-        return
-    if owner.flow_run_id is not None and has_ended(owner.flow_run_id):
-        return
-    raise RunBusyError(
-        f"run {store.run!r} in {store.storage.url} is being trained by flow run {owner.flow_run_id} "
-        f"(process {owner.pid} on {owner.machine}, attempt {previous.number}, since {previous.claimed_at}); "
-        "wait for it, cancel it, choose another name, or give takeover=True"
-    )
+    return None, False

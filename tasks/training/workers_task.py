@@ -8,12 +8,11 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
-from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.reporting.decisions import Verdict, answer
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.reporting.key_value import KeyValue
 from prefect_torch.ckpt.reporting.session import ReportSettings
-from prefect_torch.ckpt.runs.attempts import Attempt, Ending, Outcome, record_world_size, write_outcome
+from prefect_torch.ckpt.runs.attempts import Attempt, Ending, Outcome, record_world_size
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
@@ -34,6 +33,7 @@ from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.run_logs import library_logs_in_run
 
 from .job import TrainJob
+from .leadership import record_outcome
 from .observers import AttemptEnded, AttemptStarted, Observers, RanksStarted
 from .recorder import RunRecorder
 from .restarts import Restarts
@@ -211,11 +211,7 @@ class _Leader:
         self._record(outcome)
 
     def _record(self, outcome: Outcome) -> None:
-        """Store an outcome and notify observers; log a failure to store it, lest that hide the error being raised."""
-        try:
-            write_outcome(self._store, outcome)
-        except (StorageError, OSError) as exc:
-            get_run_logger().warning("the outcome of attempt %d could not be written: %s", outcome.attempt, exc)
+        record_outcome(self._store, outcome)
         self._observers.notify(AttemptEnded(outcome))
 
     def _safe_work(self) -> str:

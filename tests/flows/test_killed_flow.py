@@ -227,7 +227,7 @@ def test_sigterm_ends_a_training_whose_storage_is_away_and_no_attempt_follows(tm
     output = leader.finish(90)
     assert leader.process.returncode != 0
     leader.assert_nothing_is_left()
-    assert "the outcome of attempt 1 could not be written" in output, output[-3000:]
+    assert "the outcome of attempt 1 of run 'run' could not be written" in output, output[-3000:]
     assert len(list((folder / "bucket/run/attempts").iterdir())) == 1
     state = flow_run_state(stored)
     assert state.is_crashed()

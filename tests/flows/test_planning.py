@@ -1,6 +1,7 @@
 """What a training would do, without a training."""
 
 import os
+import uuid
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
@@ -74,6 +75,12 @@ def test_a_run_that_lives_is_refused_unless_it_is_taken_over(store):
     assert status == "wrong"
     assert f"is being trained by flow run None (process {os.getpid()} on" in text
     assert planned(store, takeover=True).would_begin
+
+
+def test_a_sweep_is_refused_as_a_training_of_its_name_would_be(store):
+    claim_attempt(store, Owner.current(str(uuid.uuid4())), world_size=0)
+    status, text = line(planned(store, takeover=True), "start")
+    assert (status, text.endswith("is a sweep, so a training needs another name")) == ("wrong", True)
 
 
 @pytest.mark.parametrize(("resume", "begins"), [("auto", True), ("never", True), ("must", False)])

@@ -26,7 +26,10 @@ def download_run(spec: StorageSpec, run: str) -> None:
 
 
 def download_missing(spec: StorageSpec, run: str, keys: Iterable[str]) -> None:
-    """Copy all of a run to this machine unless it has the objects `keys`; one process of a machine does so for all."""
+    """Copy all of a run to this machine unless it has the objects `keys`; one process of a machine does so for all.
+
+    The keys are asked for only if the storage is a synced directory.
+    """
     if Transport.of(spec.options) is None:
         return
     from filelock import FileLock  # noqa: PLC0415 - for synced directories only

@@ -1,6 +1,7 @@
 """Whole sweeps: real trials, each with a process of its own."""
 
 import json
+import logging
 import re
 import sys
 import uuid
@@ -13,16 +14,17 @@ from commits import commit
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect_servers import rows, wait_until
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageSpec
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
-from prefect_torch.flows import RunConfig, SearchConfig, SweepResult, grid, sweep, train, uniform
+from prefect_torch.flows import RunConfig, SearchConfig, SweepFailedError, SweepResult, grid, sweep, train, uniform
 from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.trial_storage import pin_source, undecided
+from prefect_torch.tasks.training import leadership
 from told_trainings import events_about
 
 
@@ -205,6 +207,21 @@ def test_a_storage_that_is_a_file_names_what_tells_the_cause(tmp_path):
     storage.touch()
     with pytest.raises(NotADirectoryError, match=rf"{storage}'; `prefect-torch doctor {storage}` tries each step"):
         sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, search=search(), run=RunConfig(storage=str(storage)))
+
+
+def test_a_storage_that_is_away_at_the_end_hides_neither_the_result_nor_the_failure_of_a_sweep(run, monkeypatch, caplog):
+    def refuse(*_):
+        raise StorageError("the storage did not answer")
+
+    monkeypatch.setattr(leadership, "write_outcome", refuse)
+    monkeypatch.setattr(leadership, "get_run_logger", lambda: logging.getLogger("leadership"))
+    space, asked = {"lr": grid([0.995])}, SearchConfig(metric="loss")
+    with pytest.raises(SweepFailedError, match="diverged"):
+        sweep("sweep_trainings:climb", space, {"epochs": 1, "fails": 0.99}, asked, run=run)
+    result = sweep("sweep_trainings:return_loss", {"x": grid([1])}, search=asked, run=run.model_copy(update={"name": "whole"}))
+    assert result.best.metrics == {"loss": 1}
+    for name in ("digits", "whole"):
+        assert f"the outcome of attempt 1 of run {name!r} could not be written: the storage did not answer" in caplog.messages
 
 
 def test_a_missing_optuna_names_the_extra(run, monkeypatch):

@@ -1,0 +1,82 @@
+"""Who leads a run, a training or a sweep: one flow run at a time, which records how its attempt ended."""
+
+from collections.abc import Callable
+
+from prefect import get_run_logger
+from prefect_torch.ckpt import RunBusyError, StorageError
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_unless_led, newest_attempt, write_outcome
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.standing import standing_of
+from prefect_torch.tasks.liveness import has_ended
+
+
+def claim_leadership(
+    run: Run, owner: Owner, claim: Callable[[Attempt | None], Attempt], *, is_sweep: bool, takeover: bool
+) -> Attempt:
+    """Claim the next attempt of a run, which fences the process that led it before.
+
+    Args:
+        run: The run.
+        owner: The process that is to lead it.
+        claim: Makes the claim, given the newest attempt.
+        is_sweep: Whether it leads a sweep, rather than a training.
+        takeover: Whether it takes over a run that another flow run leads.
+
+    Raises:
+        RunBusyError: If another flow run that is alive leads the run, unless it is taken over.
+        ValueError: If the run is a sweep and a training is to begin, or the other way round.
+
+    """
+
+    def claim_after(previous: Attempt | None) -> Attempt:
+        refuse_other_kind(run, previous, is_sweep=is_sweep)
+        return claim(previous)
+
+    if takeover:
+        return claim_after(newest_attempt(run))
+    return claim_unless_led(run, lambda attempt: refuse_if_alive(run, attempt, owner.flow_run_id), claim_after)
+
+
+def refuse_other_kind(run: Run, previous: Attempt | None, *, is_sweep: bool) -> None:
+    """Raise ValueError if the newest attempt is of a sweep and a training is to begin, or the other way round."""
+    if previous is not None and previous.is_sweep != is_sweep:
+        found, wanted = ("training", "sweep") if is_sweep else ("sweep", "training")
+        raise ValueError(f"run {run.name!r} in {run.storage.url} is a {found}, so a {wanted} needs another name")
+
+
+def refuse_if_alive(run: Run, previous: Attempt, flow_run_id: str | None) -> None:
+    """Raise RunBusyError if another flow run that is alive leads the run.
+
+    Args:
+        run: The run.
+        previous: Its newest attempt.
+        flow_run_id: The flow run that would lead it next; None if it is yet to be created.
+
+    Raises:
+        RunBusyError: If it does.
+
+    """
+    owner = previous.owner
+    if flow_run_id is not None and owner.flow_run_id == flow_run_id:
+        return  # this flow run's own earlier try
+    if not standing_of(run, previous).may_be_alive:
+        return
+    if owner.flow_run_id is not None and has_ended(owner.flow_run_id):
+        return
+    led = (
+        f"sweep {run.name!r} in {run.storage.url} is led"
+        if previous.is_sweep
+        else f"run {run.name!r} in {run.storage.url} is being trained"
+    )
+    raise RunBusyError(
+        f"{led} by flow run {owner.flow_run_id} (process {owner.pid} on {owner.machine}, attempt {previous.number}, since "
+        f"{previous.claimed_at}); wait for it, cancel it, choose another name, or give takeover=True"
+    )
+
+
+def record_outcome(run: Run, outcome: Outcome) -> None:
+    """Store how an attempt ended; log a failure to store it, lest that hide the error that is being raised."""
+    try:
+        write_outcome(run, outcome)
+    except (StorageError, OSError) as exc:
+        get_run_logger().warning("the outcome of attempt %d of run %r could not be written: %s", outcome.attempt, run.name, exc)
