@@ -199,7 +199,9 @@ class CheckpointStore(Run):
 
 
 def list_runs(storage: StorageLike) -> Iterator[str]:
-    """Yield the names of the runs in `storage`, sorted; one listing, and one request per run at any number of checkpoints.
+    """Yield the names of the runs in `storage`, sorted, without the trials of sweeps.
+
+    Costs one listing, and one request per run at any number of checkpoints.
 
     Args:
         storage: A local path, a URL, "block-type-slug/block-name", a block, or an open storage.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from prefect_torch.flows.sweeps.journal import JournalDamagedError
     from prefect_torch.flows.sweeps.search_config import SearchConfig
     from prefect_torch.flows.sweeps.space import choice, grid, loguniform, randint, uniform
+    from prefect_torch.flows.sweeps.study import open_study_storage
     from prefect_torch.tasks import (
         CheckpointConfig,
         DaskCluster,
@@ -70,6 +71,7 @@ _MODULES = {
     "evaluate": "prefect_torch.flows.evaluation",
     "grid": "prefect_torch.flows.sweeps.space",
     "loguniform": "prefect_torch.flows.sweeps.space",
+    "open_study_storage": "prefect_torch.flows.sweeps.study",
     "plan": "prefect_torch.flows.planning",
     "prune": "prefect_torch.flows.pruning",
     "randint": "prefect_torch.flows.sweeps.space",
@@ -107,6 +109,7 @@ __all__ = [
     "evaluate",
     "grid",
     "loguniform",
+    "open_study_storage",
     "plan",
     "prune",
     "randint",

@@ -34,7 +34,7 @@ def prune(
     ],
     runs: Annotated[
         Annotated[list[str], Field(title="These")] | Annotated[None, Field(title="All")],
-        shown_as("Runs", "Which runs to prune, by name; all in the storage otherwise."),
+        shown_as("Runs", "Which runs to prune, by name; otherwise all in the storage but the trials of sweeps."),
     ] = None,
     checkpoint: Annotated[
         Annotated[CheckpointConfig, Field(title="This")] | Annotated[None, Field(title="Each run's own")],
@@ -50,7 +50,7 @@ def prune(
 
     Args:
         storage: The location of the runs.
-        runs: The names of the runs to prune; all if None.
+        runs: The names of the runs to prune; all if None, but no trial of a sweep, which is pruned by its name.
         checkpoint: Which checkpoints are kept; each run's own policy if None.
         dry_run: Only log what would be deleted.
 

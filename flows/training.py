@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
-from uuid import UUID
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.restarted import Restart
@@ -29,7 +27,7 @@ from prefect_torch.tasks.training.job import TrainJob
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import count_call_in_task, initial_checkpoint, machines_for, name_run, seat_for
+from .arguments import initial_checkpoint, machines_for, name_of_flow_run, seat_for
 from .cluster_runner import with_cluster_of_runner
 from .embedded_server import tie_embedded_server
 from .final_state import completed
@@ -99,9 +97,10 @@ def train(
 ) -> Result:
     """Train on several ranks; after a failure, restart all of them from the latest checkpoint.
 
-    Every rank is a Prefect task run with a process of its own; `report` and `get_checkpoint` of `prefect_torch.ckpt` work
-    inside the function. A killed training continues when it is started again with the same run name. The result can be read
-    from storage at any time, also after a failure: `Result.from_storage(storage, run)`.
+    Each rank is a process of its own and a Prefect task run (of more than 64, those of one machine share one); `report` and
+    `get_checkpoint` of `prefect_torch.ckpt` work inside the function. A killed training continues when it is started again
+    with the same run name. The result can be read from storage at any time, also after a failure:
+    `Result.from_storage(storage, run)`.
 
     Args:
         train_fn: The function that every rank runs, or its location ("module:function", "path/to/file.py:function").
@@ -179,7 +178,7 @@ def _job(
     return TrainJob(
         function=pack_function(train_fn, config),
         storage=storage,
-        run=run.name or _name_of_flow_run(),
+        run=run.name or name_of_flow_run(),
         initial_checkpoint=None if resume_from is None else initial_checkpoint(resume_from, storage),
         scaling=scaling,
         run_config=run,
@@ -187,8 +186,3 @@ def _job(
         failure=failure,
         working_dir=working_dir,
     )
-
-
-def _name_of_flow_run() -> str:
-    with get_client(sync_client=True) as client:
-        return name_run(client, client.read_flow_run(UUID(flow_run.id)), count_call_in_task())

@@ -99,6 +99,11 @@ class Agreement:
     ends_training: bool = False
     asks_leader: bool = False
 
+    @property
+    def is_background(self) -> bool:
+        """Whether a checkpoint is stored in the background."""
+        return self.checkpoint_id is not None and self.upload == "async"
+
     def encode(self) -> bytes:
         """Return JSON."""
         return json.dumps(asdict(self)).encode()

@@ -73,13 +73,17 @@ def report(
 
     Raises:
         ValueError: Before anything is stored, if an argument is invalid.
+        CheckpointNotFoundError: If `checkpoint` is a committed one that is gone.
         ReportMismatchError: On every rank, if the ranks disagree on the step, if their states do not form one state, or if a
             rank left early.
+        ReportWithdrawnError: On every other rank, if one of them raised before it could take part.
+        PeerGoneError: If another rank failed or died, also in a report of metrics alone.
         CommitFailedError: On every rank, if this or the last background checkpoint could not be committed; the previous one
             is still the latest. Where the storage has no space left it is a StorageFullError.
         FencedError: If a newer attempt owns the run.
         SystemExit: On every rank, if termination of the training is requested: the first checkpoint after that is the last. A
             function that calls `should_checkpoint` goes on after it, to return by itself; its next checkpoint is not stored.
+            Also if a sweep decides that its trial ends here; a function that catches that gets it from its next report again.
         RuntimeError: Outside of a training function.
 
     """

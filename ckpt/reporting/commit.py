@@ -76,15 +76,14 @@ class RankCommits:
         When this returns, the checkpoint of a synchronous report is durable, and that of an asynchronous one is on its way.
         """
         report, agreement = staged.report, staged.agreement
-        is_background = agreement.checkpoint_id is not None and agreement.upload == "async"
         if agreement.checkpoint_id is not None:
             self.costs.num_begun, self.costs.begun_s = self.costs.num_begun + 1, time.monotonic()
-            if not is_background:
+            if not agreement.is_background:
                 self._commit(staged)
         if self._peers.rank == 0:
             record = MetricRecord(self._attempt, agreement.step, report.metrics, agreement.checkpoint_id, utc_now())
             self._events.send(ReportEvent(record, report.progress))
-        if is_background:  # last: from here on two threads want one GIL
+        if agreement.is_background:  # last: from here on two threads want one GIL
             self._background.submit(agreement.step, lambda: self._commit(staged))
 
     def _commit(self, staged: StagedReport) -> None:

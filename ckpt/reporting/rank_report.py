@@ -110,15 +110,14 @@ class Report:
 
         """
         directory, state = self.directory, None
-        is_background = agreement.checkpoint_id is not None and agreement.upload == "async"
         try:
             if self.snapshot is not None and agreement.state is not None:
                 state = self.snapshot.stage(agreement.state, writes)
-            if directory is not None and is_background:
+            if directory is not None and agreement.is_background:
                 directory = adopt_files(directory, self.files, None if self.lent is None else self.lent.make())
         except Exception as exc:  # noqa: BLE001 - raised by the commit, on every rank
             return StagedReport(self, agreement, problem=exc)
-        stall_s = time.monotonic() - self.started_s if is_background else None
+        stall_s = time.monotonic() - self.started_s if agreement.is_background else None
         return StagedReport(self, agreement, directory, state, stall_s=stall_s)
 
 

@@ -113,7 +113,7 @@ class RankSession:
         """Report from this rank; see `reporting.report`.
 
         Raises:
-            SystemExit: If termination is requested and a checkpoint was committed since, on every rank; the function's
+            SystemExit: If termination is requested and a checkpoint was agreed on since, on every rank; the function's
                 `finally` blocks run, and background commits become durable.
 
         """

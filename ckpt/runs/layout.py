@@ -1,4 +1,4 @@
-"""The keys of everything in a run; no other module spells a key.
+"""The keys of everything in a run.
 
 <run>/run.json                       format version, run id (uuid), created at and by
 <run>/attempts/<attempt>-<token>.json  a claim of the attempt; unique per claimer, so no claim overwrites another

@@ -108,7 +108,7 @@ def check_score(metrics: Metrics, attribute: str | None) -> None:
     value = None if attribute is None else find_metric(metrics, attribute)
     if isinstance(value, (str, bool, dict)):
         raise ValueError(  # noqa: TRY004 - one error for bad metrics
-            f"metric {attribute!r} is {value!r}, a {type(value).__name__}, and checkpoint_score_attribute ranks checkpoints by "
+            f"metric {attribute!r} is {value!r}, a {type(value).__name__}, and checkpoint_score_attribute sorts checkpoints by "
             "it: report a number, or None where there is none yet, or name another metric in CheckpointConfig"
         )
 

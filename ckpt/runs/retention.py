@@ -135,7 +135,7 @@ def _check_timeout(timeout_s: object, attribute: str | None) -> None:
         raise ValueError(f"evaluation_timeout_s={timeout_s!r}: give seconds, {_LONGEST_TIMEOUT_S:g} at most, or None")
     if attribute is None:
         raise ValueError(
-            f"evaluation_timeout_s={timeout_s!r} waits for the metric that ranks checkpoints, and there is none: give "
+            f"evaluation_timeout_s={timeout_s!r} waits for the metric that sorts checkpoints, and there is none: give "
             "checkpoint_score_attribute, such as 'eval/accuracy'"
         )
 

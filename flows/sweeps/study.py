@@ -277,7 +277,9 @@ class _TrialDraw:
 
 
 def open_study_storage(storage: StorageLike, name: str) -> "optuna.storages.JournalStorage":
-    """Return the study "sweep" of a sweep, for optuna-dashboard and Optuna's plots; it follows the sweep, unchangeable.
+    """Return an Optuna storage with the study "sweep", for optuna-dashboard and Optuna's plots.
+
+    It follows the sweep, and cannot be changed.
 
     Args:
         storage: The sweep's storage.

@@ -62,7 +62,7 @@ def prune(
 
     First shows which checkpoints stay, why, and which go, and asks. Without --keep, --keep-last and --every, the policy is the
     training's own. The newest checkpoint and pinned ones always stay; while the run is trained, so do the one that its ranks
-    restored and those whose reports are not in the metric history yet. Costs three small reads for each checkpoint.
+    restored and those whose reports are not in the metric history yet. No manifest is read of checkpoints in the run's index.
 
     \b
     --json: dry_run, dropped_bytes,

@@ -1,0 +1,36 @@
+"""The best trials of a sweep's result."""
+
+import pytest
+from prefect_torch.flows import SweepResult, Trial
+
+
+def result(*metrics, states=None, wanted=("loss", "time"), modes=("min", "max")) -> SweepResult:
+    states = states or ["completed"] * len(metrics)
+    trials = [Trial(number, {}, it, states[number], None, f"s/{number}", "/s") for number, it in enumerate(metrics)]
+    return SweepResult("s", "/s/s", trials, list(wanted), list(modes))
+
+
+def numbers(trials):
+    return [trial.number for trial in trials]
+
+
+def test_the_best_trials_of_several_metrics_are_those_that_none_beats_in_all():
+    low, high = {"loss": 1.0, "time": 1.0}, {"loss": 3.0, "time": 9.0}
+    beaten, between = {"loss": 3.0, "time": 8.0}, {"loss": 2.0, "time": 5.0}
+    assert numbers(result(low, beaten, high, between).best_trials) == [0, 2, 3]
+    assert numbers(result(low, dict(low)).best_trials) == [0, 1]
+
+
+def test_the_best_trials_of_one_metric_are_all_that_have_its_best_value():
+    losses = [{"loss": value} for value in (2.0, 1.0, float("nan"), 1.0)]
+    assert numbers(result(*losses, wanted=["loss"], modes=["min"]).best_trials) == [1, 3]
+    assert result(*losses, wanted=["loss"], modes=["min"]).best.number == 1
+
+
+def test_a_trial_that_failed_or_lacks_a_metric_is_not_among_the_best():
+    best, other = {"loss": 0.0, "time": 9.0}, {"loss": 1.0, "time": 1.0}
+    found = result(best, {"loss": 0.0}, other, {"loss": "low", "time": 9.0}, states=["failed", *["completed"] * 3])
+    assert numbers(found.best_trials) == [2]
+    assert found.get_best_trial("loss", "min").number == 1
+    with pytest.raises(ValueError, match="no trial of sweep 's' has a metric 'accuracy' that is a number"):
+        found.get_best_trial("accuracy", "max")
