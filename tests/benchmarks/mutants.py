@@ -246,9 +246,30 @@ MUTANTS = [
         "tasks/training/start.py",
         "tests/tasks/training/test_start.py",
         ("node_copy.verify(initial.store, initial.manifest, job.run_config.verify)", "pass"),
-        ("None if chosen == job.initial_checkpoint else checkpoint.manifest", "checkpoint.manifest"),
+        ("checkpoint.manifest if is_own else None", "checkpoint.manifest"),
         ("record_resumed_from(store, attempt, checkpoint.path)", "pass"),
         ('if job.run_config.resume == "must":', "if False:"),
+    ),
+    *mutants_of(
+        "tasks/training/leadership.py",
+        "tests/flows/sweeps/test_sweeping.py -k is_away",
+        ("(StorageError, OSError)", "OSError"),
+    ),
+    *mutants_of(
+        "flows/trial_runs.py",
+        "tests/flows/sweeps/test_sweeping.py -k is_away --timeout=60",
+        ("end is None and running.error is None", "False"),
+    ),
+    *mutants_of(
+        "ckpt/reporting/agreement.py",
+        "tests/ckpt/reporting/test_reports.py -k repeats_the_step",
+        ("self._background.wait()", "pass"),
+        ("any(intent.awaits_commits for intent in intents)", "intents[0].awaits_commits"),
+    ),
+    *mutants_of(
+        "ckpt/reporting/agreement.py",
+        "tests/ckpt/reporting/test_reports.py -k brings_nothing",
+        ("agreement.checkpoint_id is not None and intent.upload is None", "False"),
     ),
     *mutants_of("tasks/prune_task.py", "tests/tasks/test_prune_task.py", ("check_fence(store, attempt)", "pass")),
     *mutants_of(

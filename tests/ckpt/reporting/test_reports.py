@@ -268,11 +268,12 @@ def test_a_sync_report_that_repeats_the_step_of_a_commit_under_way_raises_its_fa
     assert [event.record.metrics for event in attempt.events() if hasattr(event, "record")] == [{}, {}]
 
 
-def test_a_rank_that_brings_nothing_to_a_sync_report_ends_its_commits_before_it_too(store, tmp_path, monkeypatch):
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_rank_that_brings_nothing_to_a_sync_report_ends_its_commits_before_it_too(store, tmp_path, monkeypatch, idle):
     release = StagedReport.release
 
     def release_late(self):
-        if self.report.files == ("m0",):
+        if self.report.files == (f"m{idle}",):
             time.sleep(0.2)
         release(self)
 
@@ -280,7 +281,9 @@ def test_a_rank_that_brings_nothing_to_a_sync_report_ends_its_commits_before_it_
 
     def train(session, rank):
         session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), step=1, upload="async")
-        session.report({}, folder(tmp_path / "c", m="y") if rank == 1 else None, step=2)
+        session.report({}, folder(tmp_path / "c", m="y") if rank != idle else None, step=2)
+        session.wait_for_commits()
+        session.report({}, folder(tmp_path / "c", m="z"), step=2)  # again: on each rank 2 is the newest step
 
     assert Attempt(store, 2).run(train) == [None, None]
     first, second = store.list()
