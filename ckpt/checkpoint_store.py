@@ -10,7 +10,7 @@ from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.runs.deletion_marks import is_marked
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, encode_evaluation
-from prefect_torch.ckpt.runs.layout import Layout, check_run_name, stem
+from prefect_torch.ckpt.runs.layout import Layout, is_run_name, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.retention import Order, Plan, RetentionPolicy, check_count, sort_by_score
@@ -209,19 +209,11 @@ def list_runs(storage: StorageLike) -> Iterator[str]:
     """
     opened = open_storage(storage)
     for folder in sorted(set(opened.folders(""))):
-        if not _is_run_name(folder):
+        if not is_run_name(folder):
             continue
         with suppress(FileNotFoundError):  # another program's directory
             opened.size(Layout(folder).run_info)
             yield folder
-
-
-def _is_run_name(name: str) -> bool:
-    try:
-        check_run_name(name)
-    except ValueError:
-        return False
-    return True
 
 
 Checkpoint.open_run = CheckpointStore.open  # a handle made from a URL also has a store

@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import TaskRunContext
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
-from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
+from prefect_torch.ckpt.runs.layout import check_run_name, is_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.tasks import ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
@@ -68,7 +68,7 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
             raise ValueError(f"checkpoint {checkpoint}: give its run, or its path or URL")
         return CheckpointRef(storage, check_run_name(run), checkpoint)
     run_name, _, checkpoint_id = checkpoint.rpartition("/")
-    if is_id(checkpoint_id) and ("/" not in run_name or re.fullmatch(RUN_NAME, run_name)):  # else it is a path
+    if is_id(checkpoint_id) and ("/" not in run_name or is_run_name(run_name)):  # else it is a path
         return CheckpointRef(storage, check_run_name(run_name), checkpoint_id)
     named = Checkpoint(checkpoint)
     if named.store is None or named.id is None:

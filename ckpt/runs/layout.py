@@ -39,9 +39,14 @@ def check_run_name(run: str) -> str:
         ValueError: If it is not 1 to 200 letters, digits, ".", "_" or "-" that begin with a letter or digit.
 
     """
-    if not isinstance(run, str) or not re.fullmatch(RUN_NAME, run):
+    if not isinstance(run, str) or not is_run_name(run):
         raise ValueError(f"run name {run!r}: use 1 to 200 letters, digits, '.', '_' or '-', beginning with a letter or a digit")
     return run
+
+
+def is_run_name(name: str) -> bool:
+    """Return whether `check_run_name` would take a name."""
+    return re.fullmatch(RUN_NAME, name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +122,22 @@ class Layout:
     def metrics_chunk(self, attempt: int, last: int, count: int) -> str:
         return f"{self.metrics}{attempt:06d}-{last:09d}-{count:04d}.jsonl"
 
+    @property
+    def all_evaluation_codes(self) -> str:
+        return f"{self.run}/evaluation-code/"
+
     def codes(self, evaluation: str | None = None) -> str:
-        return f"{self.run}/code/" if evaluation is None else f"{self.run}/evaluation-code/{evaluation}/"
+        return f"{self.run}/code/" if evaluation is None else f"{self.all_evaluation_codes}{evaluation}/"
 
     def code(self, digest: str, evaluation: str | None = None) -> str:
         return f"{self.codes(evaluation)}{digest}.zip"
 
+    @property
+    def all_logs(self) -> str:
+        return f"{self.run}/logs/"
+
     def logs(self, attempt: int) -> str:
-        return f"{self.run}/logs/{attempt:06d}/"
+        return f"{self.all_logs}{attempt:06d}/"
 
     @property
     def all_evaluation_logs(self) -> str:

@@ -17,7 +17,7 @@ from prefect_torch.deployments.command_line.arguments import (
 )
 from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_number
 
-from .selection import find_checkpoint, open_run
+from .selection import find_checkpoint, open_training
 
 _STYLES = {"changed": "yellow", "removed": "red", "added": "green"}
 
@@ -42,9 +42,9 @@ def diff(storage: str, run: str, checkpoint: str, other: str, metric: str | None
       files: a list of path, status (same, changed, removed, added),
         from_bytes, to_bytes (each or null)
     """  # noqa: D301 - click's mark for lines that it must not fill
-    store = open_run(storage, run)
+    store = open_training(storage, run)
     other_run, slash, other_id = other.rpartition("/")
-    other_store = open_run(storage, other_run) if slash else store
+    other_store = open_training(storage, other_run) if slash else store
     before = find_checkpoint(store, checkpoint, metric, order)
     after = find_checkpoint(other_store, other_id, metric, order)
     difference = {

@@ -12,7 +12,7 @@ from prefect_torch.deployments.command_line.arguments import (
 )
 from prefect_torch.deployments.command_line.terminal import say
 
-from .selection import find_checkpoint, open_run
+from .selection import find_checkpoint, open_training
 
 
 @click.command
@@ -23,7 +23,7 @@ from .selection import find_checkpoint, open_run
 @order_option
 def pin(storage: str, run: str, checkpoint: str, metric: str | None, order: Any) -> None:
     """Keep a checkpoint regardless of retention policies."""
-    store = open_run(storage, run)
+    store = open_training(storage, run)
     manifest = find_checkpoint(store, checkpoint, metric, order)
     store.pin(manifest.id)
     say(f"{manifest.id} is pinned")
@@ -40,7 +40,7 @@ def unpin(storage: str, run: str, checkpoint: str, metric: str | None, order: An
 
     Does nothing if it is not pinned.
     """
-    store = open_run(storage, run)
+    store = open_training(storage, run)
     manifest = find_checkpoint(store, checkpoint, metric, order)
     store.unpin(manifest.id)
     say(f"{manifest.id} is not pinned")
@@ -56,5 +56,5 @@ def restore(storage: str, run: str, checkpoint: str) -> None:
     ID is the whole id, as listed by show. Every byte is verified first. A damaged checkpoint stays in quarantine, and the
     command exits with 1 and names the damage. A policy may delete the checkpoint like any other, so pin it to keep it.
     """
-    manifest = open_run(storage, run).restore(checkpoint)
+    manifest = open_training(storage, run).restore(checkpoint)
     say(f"{manifest.id} is whole, and in run {run} again")

@@ -21,7 +21,7 @@ from prefect_torch.deployments.command_line.arguments import (
 )
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_number
 
-from .selection import best_first, open_run, policy_of, resolve_score
+from .selection import best_first, open_training, policy_of, resolve_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def prune(
       keep: a list of id, step, bytes, value (of the metric, or null), reasons
       drop: a list of id, step, bytes, value
     """  # noqa: D301 - click's mark for lines that it must not fill
-    store = open_run(storage, run)
+    store = open_training(storage, run)
     standing = read_standing(store)
     policy = _policy(store, None if standing is None else standing.attempt, PruneOptions(keep, keep_last, every, metric, order))
     limits = prune_limits(store, standing)

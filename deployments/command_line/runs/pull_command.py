@@ -16,7 +16,7 @@ from prefect_torch.deployments.command_line.arguments import metric_option, orde
 from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say
 
 from .progress import progress_bar
-from .selection import find_checkpoint, open_run
+from .selection import find_checkpoint, open_training
 
 _LOOK_EVERY_S = 0.1
 _BLOCK_BYTES = 512  # the unit of st_blocks (man 2 stat)
@@ -67,7 +67,7 @@ def pull(
     target = Path(directory).expanduser()
     file = (target if target.suffix == ".safetensors" else target / _WHOLE) if consolidate else None
     _check_free(target, file, force=force)
-    store = open_run(storage, run)
+    store = open_training(storage, run)
     manifest = find_checkpoint(store, chosen[0] if chosen else "latest", metric, order)
     if file is None:
         _pull_files(store, manifest, include or None, target)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import click
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.attempts import Attempt, newest_attempt
+from prefect_torch.ckpt.runs.layout import Layout, is_run_name
 from prefect_torch.ckpt.runs.manifest import ManifestMemory, is_id
 from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_score
@@ -12,6 +13,7 @@ from prefect_torch.ckpt.text import show_some
 from prefect_torch.deployments.command_line.arguments import open_existing_storage
 
 SWEEP_RECORD = "sweep.json"
+SWEEP_JOURNAL = "journal/"
 
 
 def open_run(storage: str, run: str) -> CheckpointStore:
@@ -37,8 +39,14 @@ def is_sweep(store: CheckpointStore) -> bool:
     return True
 
 
+def trials_of(sweep: CheckpointStore) -> list[CheckpointStore]:
+    """Return the runs of a sweep's trials, by name; one listing."""
+    names = (f"{sweep.run}/{name}" for name in sorted(set(sweep.storage.folders(f"{sweep.run}/"))))
+    return [replace(sweep, layout=Layout(name), memory=ManifestMemory()) for name in names if is_run_name(name)]
+
+
 def open_training(storage: str, run: str) -> CheckpointStore:
-    """Open an existing run that reports, which a sweep does not: its trials do.
+    """Open an existing run that has reports and checkpoints, which a sweep has not: its trials have.
 
     Raises:
         FileNotFoundError: If there is no such run.

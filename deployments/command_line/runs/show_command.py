@@ -24,7 +24,7 @@ from prefect_torch.deployments.command_line.arguments import (
 from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_number
 
 from .run_summaries import STATE_STYLES
-from .selection import find_checkpoint, is_sweep, open_run
+from .selection import find_checkpoint, is_sweep, open_run, open_training
 
 
 @click.command
@@ -56,7 +56,7 @@ def show(storage: str, run: str, checkpoint: str | None, metric: str | None, ord
       evaluations: the keys of metrics that evaluations attached,
       files: a list of path, bytes, digest, rank
     """  # noqa: D301 - click's mark for lines that it must not fill
-    store = open_run(storage, run)
+    store = open_run(storage, run) if checkpoint is None else open_training(storage, run)
     if checkpoint is None and is_sweep(store):
         from prefect_torch.deployments.command_line.sweeps.printing import show_sweep  # noqa: PLC0415 - imports prefect
 

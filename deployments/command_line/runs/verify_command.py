@@ -16,7 +16,7 @@ from prefect_torch.deployments.command_line.arguments import (
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table
 
 from .progress import progress_bar
-from .selection import find_checkpoint, open_run
+from .selection import find_checkpoint, open_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: s
       id, level, whole (true or false),
       damage (the first in the checkpoint, or null)
     """  # noqa: D301 - click's mark for lines that it must not fill
-    store = open_run(storage, run)
+    store = open_training(storage, run)
     ids = list(store.ids()) if checkpoint is None else [find_checkpoint(store, checkpoint, metric, order).id]
     verdicts = list(_verify_all(store, ids, level))
     if as_json:

@@ -13,10 +13,10 @@ from prefect_torch.deployments.command_line.arguments import (
     storage_argument,
 )
 from prefect_torch.deployments.command_line.runs.progress import progress_bar
-from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, open_run
+from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, is_sweep, open_run, open_training, trials_of
 from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say
 
-from .copying import check_same_run, copy_planned, plan_copy
+from .copying import check_same_run, copy_planned, plan_copy, plan_sweep
 from .live_runs import check_not_live, ended_option
 
 
@@ -32,29 +32,37 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
 
     TARGET is a storage, in which the run has the same name. Every byte is verified on its way, and manifests are copied last:
     an interrupted copy leaves no incomplete checkpoint, and the same command continues it. A run that is being trained is
-    refused, unless one checkpoint ID is copied. The source stays. Costs reading and writing everything once; through this
-    machine's temporary directory, unless the source is a directory here.
+    refused, unless one checkpoint ID is copied. A sweep is copied with its trials. The source stays. Costs reading and
+    writing everything once; through this machine's temporary directory, unless the source is a directory here.
     """
     if len(names) not in (1, 2):
         raise click.UsageError("give TARGET, or ID and TARGET")
     *chosen, place = names
-    store = open_run(storage, run)
+    store = open_training(storage, run) if chosen else open_run(storage, run)
+    is_whole_sweep = not chosen and is_sweep(store)
+    trials = trials_of(store) if is_whole_sweep else []
     if not chosen:
-        check_not_live(store, "copy", has_ended=ended)
+        for each in (store, *trials):
+            check_not_live(each, "copy", has_ended=ended)
     target = open_named_storage(place)
     if target.url == store.storage.url:
         raise ValueError(f"{target.url} is the storage of the run itself: give another one")
-    check_same_run(store, target)
-    manifests = [find_checkpoint(store, chosen[0], metric, order)] if chosen else store.list()
-    plan = plan_copy(store, manifests, whole=not chosen)
+    for each in (store, *trials):
+        check_same_run(each, target)
+    if is_whole_sweep:
+        count = show_count(len(trials), "trial")
+        plans = [plan_sweep(store), *(plan_copy(trial, trial.list(), whole=True) for trial in trials)]
+    else:
+        manifests = [find_checkpoint(store, chosen[0], metric, order)] if chosen else store.list()
+        count, plans = show_count(len(manifests), "checkpoint"), [plan_copy(store, manifests, whole=not chosen)]
+    size = sum(plan.bytes for plan in plans)
     try:
-        with progress_bar("copying", plan.bytes, unit="bytes") as bar:
-            copied = copy_planned(plan, store.storage, target, bar)
+        with progress_bar("copying", size, unit="bytes") as bar:
+            copied = sum(copy_planned(plan, store.storage, target, bar) for plan in plans)
     except KeyboardInterrupt:
         note("prefect-torch: interrupted; the same command continues")
         os._exit(INTERRUPTED)  # transfers in threads cannot be stopped, and a normal exit would wait for them
-    there = show_bytes(plan.bytes - copied)
+    there = show_bytes(size - copied)
     say(
-        f"{show_count(len(manifests), 'checkpoint')} of run {run} in {target.url}: {show_bytes(copied)} copied"
-        + (f", {there} was there" if plan.bytes > copied else "")
+        f"{count} of run {run} in {target.url}: {show_bytes(copied)} copied" + (f", {there} was there" if size > copied else "")
     )

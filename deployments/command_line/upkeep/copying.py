@@ -13,6 +13,7 @@ from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.scratch import scratch_folder
+from prefect_torch.deployments.command_line.runs.selection import SWEEP_JOURNAL, SWEEP_RECORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,22 @@ def plan_copy(store: CheckpointStore, manifests: Iterable[Manifest], *, whole: b
     chosen = sorted(manifests, key=lambda it: it.id)
     files = [(layout.data(it.id, entry.path), entry) for it in chosen for entry in it.files]
     prefixes = [layout.attempts, layout.outcomes]
-    prefixes += [layout.metrics, layout.pins, layout.quarantined] if whole else []
+    if whole:
+        prefixes += [layout.metrics, layout.pins, layout.quarantined, layout.all_logs, layout.all_evaluation_logs]
+        prefixes += [layout.codes(), layout.all_evaluation_codes]
     records = [key for prefix in prefixes for key in store.keys(prefix)]
     attached = [key for it in chosen for key in store.keys(layout.evaluations(it.id))]
     metadata = [layout.metadata(it.id) for it in chosen]
     return CopyPlan(files, [layout.run_info, *records, *attached, *metadata], [layout.manifest(it.id) for it in chosen])
+
+
+def plan_sweep(sweep: CheckpointStore) -> CopyPlan:
+    """Return the plan of a copy of what a sweep has itself: what it searches and its journal; its trials are runs."""
+    layout = sweep.layout
+    records = [
+        key for prefix in (layout.attempts, layout.outcomes, f"{sweep.run}/{SWEEP_JOURNAL}") for key in sweep.keys(prefix)
+    ]
+    return CopyPlan((), [layout.run_info, f"{sweep.run}/{SWEEP_RECORD}", *records], ())
 
 
 def check_same_run(source: CheckpointStore, target: Storage) -> None:

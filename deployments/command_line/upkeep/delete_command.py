@@ -1,6 +1,7 @@
 """`delete`: a run, or one of its checkpoints, for good."""
 
 import sys
+from collections.abc import Sequence
 
 import click
 from prefect_torch.ckpt import CheckpointStore
@@ -8,7 +9,7 @@ from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.storage.folder_readers import is_read
 from prefect_torch.ckpt.text import show_bytes, show_count, show_some
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
-from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, open_run
+from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, is_sweep, open_run, open_training, trials_of
 from prefect_torch.deployments.command_line.terminal import note, say
 
 from .live_runs import check_not_live, ended_option
@@ -23,14 +24,17 @@ from .live_runs import check_not_live, ended_option
 def delete(storage: str, run: str, checkpoint: str | None, yes: bool, ended: bool) -> int:
     """Delete a run, or one of its checkpoints.
 
-    Asks before. Refuses a run that is being trained, pinned checkpoints, and a run that a process of this machine reads.
+    Asks before. Refuses a run that is being trained, pinned checkpoints, and a run that a process of this machine reads. With a
+    sweep its trials are deleted, if none of them is refused.
     Manifests are deleted before data, so an interrupted deletion leaves whole checkpoints and garbage; repeat the command.
     """
-    store = open_run(storage, run)
-    check_not_live(store, "delete", has_ended=ended)
+    store = open_run(storage, run) if checkpoint is None else open_training(storage, run)
+    stores = [*(trials_of(store) if is_sweep(store) else ()), store]
+    for each in stores:
+        check_not_live(each, "delete", has_ended=ended)
     if checkpoint is not None:
         return _delete_checkpoint(store, checkpoint, yes=yes)
-    return _delete_run(store, yes=yes)
+    return _delete_runs(stores, yes=yes)
 
 
 def _delete_checkpoint(store: CheckpointStore, text: str, *, yes: bool) -> int:
@@ -43,14 +47,26 @@ def _delete_checkpoint(store: CheckpointStore, text: str, *, yes: bool) -> int:
     return 0
 
 
-def _delete_run(store: CheckpointStore, *, yes: bool) -> int:
-    _check_unpinned(store, store.pinned())
+def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
+    """Delete a run, the last one, after those of its trials if it is a sweep; all are looked at before the first goes."""
+    *trials, store = stores
+    for each in stores:
+        _check_unpinned(each, each.pinned())
     infos = {info.key: info.bytes for info in store.storage.list(f"{store.run}/")}
-    if is_read(store.storage, [key for key in infos if key.startswith(store.layout.checkpoints)]):
+    folders = tuple(each.layout.checkpoints for each in stores)
+    if is_read(store.storage, [key for key in infos if key.startswith(folders)]):
         raise BlockingIOError(f"a process of this machine reads a checkpoint of run {store.run!r}: end it first")
-    checkpoints = show_count(len(list(store.ids())), "checkpoint")
-    if not _agrees(f"run {store.run} with {checkpoints}, {show_bytes(sum(infos.values()))}", yes=yes):
+    checkpoints = show_count(sum(1 for each in stores for _ in each.ids()), "checkpoint")
+    what = f"sweep {store.run} with {show_count(len(trials), 'trial')} and" if trials else f"run {store.run} with"
+    if not _agrees(f"{what} {checkpoints}, {show_bytes(sum(infos.values()))}", yes=yes):
         return 1
+    for each in stores:
+        _delete_run(each)
+    say(f"deleted run {store.run}")
+    return 0
+
+
+def _delete_run(store: CheckpointStore) -> None:
     _check_unpinned(store, delete_checkpoints(store, store.list()))
     left = [info.key for info in store.storage.list(f"{store.run}/")]
     # The claims last: by them the run is still listed, and the command can be repeated.
@@ -60,8 +76,6 @@ def _delete_run(store: CheckpointStore, *, yes: bool) -> int:
     store.storage.delete(key for key in left if key not in claims)
     store.storage.delete(claims)
     store.storage.remove_interrupted(f"{store.run}/", 0.0)
-    say(f"deleted run {store.run}")
-    return 0
 
 
 def _check_unpinned(store: CheckpointStore, pinned: frozenset[str]) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, write_outcome
 from ranks import Attempt, folder
 from stored_sweeps import store_sweep, trial_run
 
@@ -64,9 +65,16 @@ def test_a_sweep_is_shown_with_its_best_trial_first_and_the_reasons_of_failures(
     assert (shown["best"], shown["state"], len(shown["trials"])) == (3, "completed", 5)
 
 
-@pytest.mark.parametrize("name", ["watch", "metrics"])
-def test_commands_on_reports_ask_for_a_trial(swept, command, name):
-    code, _, err = command(name, swept, "digits")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *(("watch", ()), ("metrics", ()), ("verify", ()), ("prune", ("--dry-run",)), ("show", ("best",))),
+        *((name, ("latest",)) for name in ("pin", "unpin", "restore", "delete")),
+        *((name, ("latest", "x")) for name in ("pull", "copy", "diff")),
+    ],
+)
+def test_commands_on_reports_and_checkpoints_ask_for_a_trial(swept, command, name, arguments):
+    code, _, err = command(name, swept, "digits", *arguments)
     assert (code, f"digits is a sweep: give one of its trials, as prefect-torch best {swept} digits names them" in err) == (
         2,
         True,
@@ -82,3 +90,52 @@ def test_the_best_trials_come_with_their_checkpoints_and_a_trial_is_a_run(swept,
     assert newest in command("ls", swept, trial_run(3))[1]
     code, _, err = command("best", swept, "digits", "--metric", "loss")
     assert (code, "give neither --metric nor --order" in err) == (2, True)
+
+
+@pytest.fixture
+def ended(swept):
+    """The sweep, each of whose trials has an outcome."""
+    for number in range(5):
+        trial = CheckpointStore.open(swept, trial_run(number))
+        write_outcome(trial, Outcome(newest_attempt(trial).number, "completed", None))
+    return swept
+
+
+def stored(storage, run="digits"):
+    store = CheckpointStore.open(storage, run)
+    return {info.key: store.storage.get_bytes(info.key) for info in store.storage.list(f"{run}/")}
+
+
+def test_a_sweep_is_copied_with_its_trials_and_goes_on_from_the_copy(ended, command, as_json, tmp_path):
+    trial = CheckpointStore.open(ended, trial_run(3))
+    trial.storage.put_bytes(f"{trial.layout.logs(1)}rank-0.0.log", b"a line")
+    target = str(tmp_path / "copied")
+    code, out, err = command("copy", ended, "digits", target)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"5 trials of run digits in {target}: 2.0 KiB copied")
+    original = stored(ended)
+    original.pop(f"{trial_run(3)}/latest.json", None)
+    assert stored(target) == original
+    assert [it["number"] for it in as_json("best", target, "digits", "-k", "2")] == [3, 4]
+    assert "0 B copied, 2.0 KiB was there" in command("copy", ended, "digits", target)[1]
+
+
+def test_a_sweep_is_deleted_with_its_trials_unless_one_of_them_has_a_pin_or_is_trained(ended, command):
+    trial = CheckpointStore.open(ended, trial_run(3))
+    trial.pin(trial.latest().id)
+    before = stored(ended)
+    code, _, err = command("delete", ended, "digits", "--yes")
+    assert (code, f"of run '{trial_run(3)}' is pinned and not deleted" in err) == (1, True)
+    assert stored(ended) == before
+    trial.unpin(trial.latest().id)
+    assert command("delete", ended, "digits", "--yes")[0] == 0
+    assert stored(ended) == {}
+    assert "digits" not in command("ls", ended)[1]
+
+
+def test_a_trial_that_is_trained_keeps_its_sweep(ended, command):
+    claim_attempt(CheckpointStore.open(ended, trial_run(0)), Owner.current(), world_size=1)
+    before = stored(ended)
+    code, _, err = command("delete", ended, "digits", "--yes")
+    assert (code, f"run '{trial_run(0)}' is being trained by process" in err) == (1, True)
+    assert stored(ended) == before
