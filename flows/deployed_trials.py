@@ -33,6 +33,7 @@ _PAUSE_S = 0.5
 _LOOK_FOR_LOST_S = 5.0
 _GONE_S = 10.0  # after which no runner or worker tells Prefect of a process that is gone
 _CANCEL_S = 60.0
+_MOST_ROWS = 200  # of one answer of Prefect's API
 
 
 def check_deployment(name: str, run_config: RunConfig, storage: StorageSpec) -> None:
@@ -160,7 +161,9 @@ class DeployedTrials:
         ids = [flow_run_id for _, flow_run_id in self._running.values()]
         try:
             with get_client(sync_client=True) as client:
-                rows = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=ids)), limit=len(ids))
+                parts = [ids[first : first + _MOST_ROWS] for first in range(0, len(ids), _MOST_ROWS)]
+                filters = (FlowRunFilter(id=FlowRunFilterId(any_=part)) for part in parts)
+                rows = [row for each in filters for row in client.read_flow_runs(flow_run_filter=each, limit=_MOST_ROWS)]
         except httpx.HTTPError as exc:  # the trials go on meanwhile
             get_run_logger().warning("Prefect's API is away, trials go on without it: %r", exc)
             return {}

@@ -1,13 +1,12 @@
 """The flow that applies retention policies to the runs of a storage, during trainings or after them."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from prefect import flow, get_run_logger
-from prefect.futures import PrefectFuture
-from prefect_torch.ckpt import CheckpointStore, Plan, StorageSpec
+from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
-from prefect_torch.ckpt.runs.manifest import Manifest
-from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
+from prefect_torch.ckpt.runs.standing import PruneLimits, prune_limits, read_standing
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
@@ -56,26 +55,43 @@ def prune(
 
     Raises:
         StorageError: If a deletion failed; the next prune tries again.
-        FileNotFoundError: If one of `runs` does not exist.
+        CheckpointError: If a run cannot be read, such as one of a newer version; the others were pruned.
+        FileNotFoundError: If one of `runs` does not exist; then nothing was deleted.
 
     """
     spec = configured_storage(storage)
-    pruned = {run: _submit(spec, run, checkpoint, dry_run=dry_run) for run in (list_runs(spec) if runs is None else runs)}
-    if not pruned:
-        get_run_logger().warning("there are no runs in %s", spec.url)
+    names = list(list_runs(spec)) if runs is None else list(dict.fromkeys(runs))
+    if not names:
+        get_run_logger().warning("there are no runs in %s" if runs is None else "no run of %s was named", spec.url)
+    refused: list[CheckpointError] = []
+    pruned = {  # all that are named exist before the first is pruned
+        run: prune_checkpoints.submit(
+            *(spec, run, own if checkpoint is None else checkpoint.policy(), limits.in_use), up_to=limits.up_to, dry_run=dry_run
+        )
+        for run, own, limits in _look_at(spec, names, refused)
+    }
     for future in pruned.values():
         future.wait()
     refresh_runs_page(spec)
-    return {run: [manifest.id for manifest in future.result().drop] for run, future in pruned.items()}
+    found = {run: [manifest.id for manifest in future.result().drop] for run, future in pruned.items()}
+    if refused:
+        raise refused[0]
+    return found
 
 
-def _submit(
-    spec: StorageSpec, run: str, checkpoint: CheckpointConfig | None, *, dry_run: bool
-) -> PrefectFuture[Plan[Manifest]]:
-    store = CheckpointStore.open(spec, run)
-    standing = read_standing(store)
-    if standing is None:
-        raise FileNotFoundError(f"there is no run {run!r} in {spec.url}")
-    policy = standing.attempt.policy if checkpoint is None else checkpoint.policy()
-    limits = prune_limits(store, standing)
-    return prune_checkpoints.submit(spec, run, policy, limits.in_use, up_to=limits.up_to, dry_run=dry_run)
+def _look_at(
+    spec: StorageSpec, names: Sequence[str], refused: list[CheckpointError]
+) -> list[tuple[str, RetentionPolicy, PruneLimits]]:
+    """Return the runs that can be pruned, with their own policies; the errors of others go to `refused`, and are logged."""
+    found: list[tuple[str, RetentionPolicy, PruneLimits]] = []
+    for name in names:
+        store = CheckpointStore.open(spec, name)
+        try:
+            standing = read_standing(store)
+            if standing is None:
+                raise FileNotFoundError(f"there is no run {name!r} in {spec.url}")
+            found.append((name, standing.attempt.policy, prune_limits(store, standing)))
+        except CheckpointError as exc:
+            get_run_logger().error("run %r is not pruned: %s", name, exc)
+            refused.append(exc)
+    return found

@@ -12,7 +12,7 @@ from prefect_torch.ckpt.storage.opening import StorageLike
 from prefect_torch.flows.monitoring.sweeps.notebook import sweep_html
 from prefect_torch.flows.monitoring.sweeps.parameters import parameters_of
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
-from prefect_torch.flows.sweeps.definition import Definition, read_definition
+from prefect_torch.flows.sweeps.definition import Definition, config_of_trial, read_definition
 from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, decode_event, history_of, score_in
 from prefect_torch.flows.sweeps.journal import read_journal
 
@@ -208,7 +208,7 @@ def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:
     metrics = record.metrics
     if record.state == "running":
         metrics = newest_metrics(read_history(Run.open(run.storage, record.run))) or metrics
-    config = {**definition.config, **record.config}
+    config = config_of_trial(definition.config, record.config)
     return Trial(record.number, config, metrics, record.state, record.reason, record.run, run.spec)
 
 

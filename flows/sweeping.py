@@ -1,7 +1,7 @@
 """The flow `sweep`: many trainings, searched, each a run of its own, to be called, scheduled and triggered."""
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
@@ -13,7 +13,7 @@ from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
 from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, history_of
-from prefect_torch.flows.sweeps.journal import Journal, read_journal
+from prefect_torch.flows.sweeps.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
@@ -151,42 +151,65 @@ def sweep(
     led = Run.open(storage, run_config.name or name_of_flow_run())
     is_fresh, given = run_config.resume == "never", define(function, space, training.config, search)
     claimed = _claim(led, storage, run_config, given)
-    definition = settle_definition(led, given, has_seed=search.seed is not None, is_fresh=is_fresh)
-    entries = read_journal(led)
-    where = f"the journal of sweep {led.name!r}"
-    events = [event for entry in entries if (event := decode_event(entry, where)) is not None and not is_fresh]
-    journal = Journal(led, claimed.number, len(entries))
-    termination = Termination(failure.grace_s)
-    with closing(SweepEvents(led, search.metrics[0], search.modes[0], history_of(events))) as told, termination.limit_retries():
-        searched = Search(
-            search,
-            parsed,
-            definition.seed,
-            events,
-            journal.append,
-            led.name,
-            lambda source, clone: pin_source(storage, source, clone[-8:]),
-            told.observe,
-        )
-        expect_questions(led, are_expected=trials_on is not None)
-        trials: TrialRuns = LocalTrials(training, searched)
-        if trials_on is not None:
-            trials = DeployedTrials(training, searched, led, trials_on, function)
-        try:
+    with _outcome_recorded(led, claimed, storage):
+        definition = settle_definition(led, given, has_seed=search.seed is not None, is_fresh=is_fresh)
+        entries = _begin_journal(led, is_fresh=is_fresh)
+        where = f"the journal of sweep {led.name!r}"
+        events = [event for entry in entries if (event := decode_event(entry, where)) is not None and not is_fresh]
+        journal = Journal(led, claimed.number, len(entries))
+        termination = Termination(failure.grace_s)
+        with (
+            closing(SweepEvents(led, search.metrics[0], search.modes[0], history_of(events))) as told,
+            termination.limit_retries(),
+        ):
+            searched = Search(
+                search,
+                parsed,
+                definition.seed,
+                events,
+                journal.append,
+                led.name,
+                lambda source, clone: pin_source(storage, source, clone[-8:]),
+                told.observe,
+            )
+            expect_questions(led, are_expected=trials_on is not None)
+            trials: TrialRuns = LocalTrials(training, searched)
+            if trials_on is not None:
+                trials = DeployedTrials(training, searched, led, trials_on, function)
             with outlast_api_outages(), show_sweep(led, definition, searched, search, run_config):
                 searched.lead(claimed.number, is_fresh=is_fresh)
                 termination.outlast(lambda: _lead(searched, trials, storage, search, termination))
-        except TERMINATIONS:
-            record_outcome(led, Outcome(claimed.number, "preempted", claimed.owner.flow_run_id, "preemption"))
-            raise
-        except Exception as exc:
-            record_outcome(led, Outcome(claimed.number, "failed", claimed.owner.flow_run_id, "user", first_line(exc)))
-            refresh_runs_page(storage)
-            raise
-    record_outcome(led, Outcome(claimed.number, "completed", claimed.owner.flow_run_id))
-    refresh_runs_page(storage)
     result = SweepResult.of(led, definition, searched.trials)
     return completed(summarize_sweep(definition, searched.trials), result)
+
+
+@contextmanager
+def _outcome_recorded(led: Run, claimed: Attempt, storage: StorageSpec) -> Iterator[None]:
+    """Record how the claimed attempt of a sweep ends."""
+    flow_run_id = claimed.owner.flow_run_id
+    try:
+        yield
+    except TERMINATIONS:
+        record_outcome(led, Outcome(claimed.number, "preempted", flow_run_id, "preemption"))
+        raise
+    except Exception as exc:
+        record_outcome(led, Outcome(claimed.number, "failed", flow_run_id, "user", first_line(exc)))
+        refresh_runs_page(storage)
+        raise
+    record_outcome(led, Outcome(claimed.number, "completed", flow_run_id))
+    refresh_runs_page(storage)
+
+
+def _begin_journal(led: Run, *, is_fresh: bool) -> list[Entry]:
+    """Return the entries of a sweep's journal so far; one that begins again begins a new journal if its own is damaged."""
+    try:
+        return read_journal(led)
+    except JournalDamagedError as exc:
+        if not is_fresh:
+            raise
+        get_run_logger().warning("a new journal is begun: %s", exc)
+        delete_journal(led)
+        return []
 
 
 def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: SearchConfig, termination: Termination) -> None:

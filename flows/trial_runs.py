@@ -12,6 +12,7 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.sweeps.definition import config_of_trial
 from prefect_torch.flows.sweeps.history import TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
@@ -66,7 +67,7 @@ class Training:
 
     def config_of(self, trial: TrialRecord) -> dict[str, Any]:
         """Return the config of a trial's function."""
-        return {**self.config, **trial.config}
+        return config_of_trial(self.config, trial.config)
 
     def job_of(self, trial: TrialRecord, decisions: DecisionMaker | None) -> TrainJob:
         """Return the training of a trial."""

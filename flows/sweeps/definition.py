@@ -1,6 +1,8 @@
 """What a sweep searches, as its storage has it: the same for every process that leads it."""
 
+import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -46,7 +48,17 @@ def define(function: str, space: dict[str, Any], config: dict[str, Any], search:
     """Return the definition of a new sweep."""
     seed = secrets.randbelow(_LARGEST_SEED) if search.seed is None else search.seed
     given = search.model_dump(mode="json")
-    return Definition(function, dict(space), dict(config), search.metrics, list(search.modes), seed, given, utc_now())
+    stored = json.loads(json.dumps(space))  # as it is read again: a tuple is a list
+    return Definition(function, stored, dict(config), search.metrics, list(search.modes), seed, given, utc_now())
+
+
+def config_of_trial(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a trial's function: what all trials have, with what was chosen; dicts are merged."""
+    merged = {**config, **chosen}
+    for key in config.keys() & chosen.keys():
+        if isinstance(config[key], Mapping) and isinstance(chosen[key], Mapping):
+            merged[key] = config_of_trial(config[key], chosen[key])
+    return merged
 
 
 def key_of(sweep: str) -> str:

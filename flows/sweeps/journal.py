@@ -126,6 +126,11 @@ def read_journal(run: Run) -> list[Entry]:
     return list(_consecutive(run, _without_overtaken(found), damaged))
 
 
+def delete_journal(run: Run) -> None:
+    """Delete every entry."""
+    run.storage.delete(run.keys(folder(run)))
+
+
 def list_parts(run: Run) -> list[Part]:
     """Return the objects of the journal in their order."""
     found: set[Part] = set()

@@ -35,7 +35,7 @@ from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
 from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested
-from prefect_torch.flows.sweeps.study import Observation, Study, grid_points
+from prefect_torch.flows.sweeps.study import Observation, Study, check_sampler, grid_points
 from prefect_torch.flows.sweeps.trial_end import TrialEnd, judge
 from prefect_torch.flows.sweeps.trial_retention import find_excess
 
@@ -85,7 +85,7 @@ class Search:
         self._started_s = clock()
         points = grid_points(search, space)
         self._study = Study(operations_of(events), search, space, seed, points)
-        default = len(points) if points and not search.initial_points else _DEFAULT_TRIALS
+        default = len(points) if check_sampler(search, space) == "grid" else _DEFAULT_TRIALS
         self.num_trials = search.num_trials or default
         self.trials: dict[int, TrialRecord] = {}
         self._numbers: dict[TrialState, set[int]] = {state: set() for state in get_args(TrialState)}
@@ -153,7 +153,7 @@ class Search:
             score = find_score(metrics, self._search.metrics[0])
             value = math.nan if score is None else float(score) * self._sign
             at = time_of(self._search.time_attr, request.step, request.num_reports, metrics)
-            report = RungReport(math.nan if at is None else at, value, request.checkpoint)
+            report = RungReport(at if at is not None and math.isfinite(at) else math.nan, value, request.checkpoint)
             if trial.reports and _is_same(trial.reports[-1], report):  # a leader asks again: this process was started again
                 return Verdict(trial.state == "running", trial.milestone)
             if score is None and self._search.scheduler is not None:
@@ -211,11 +211,8 @@ class Search:
         """Tell the study of a trial that has paused or ended."""
         if trial.is_cloned:  # its values are not those of the config that was suggested
             return
-        on_the_way = tuple(
-            (int(it.time), it.value * self._sign)
-            for it in trial.reports
-            if not math.isnan(it.value) and not math.isnan(it.time)
-        )
+        known = (it for it in trial.reports if not math.isnan(it.value) and not math.isnan(it.time))
+        on_the_way = tuple({int(it.time): it.value * self._sign for it in known}.items())
         if state in ("paused", "stopped"):
             self._study.observe(trial.study_number, Observation("pruned", intermediate=on_the_way))
             return
@@ -272,7 +269,8 @@ class Search:
             self._failures().raise_if_all()
 
     def _failures(self) -> Failures:
-        return Failures(self._sweep, self.trials, self._numbers["failed"], has_completed=bool(self._numbers["completed"]))
+        failed = self._numbers["failed"].difference(self._restarts)  # those get another chance
+        return Failures(self._sweep, self.trials, failed, has_completed=bool(self._numbers["completed"]))
 
     def _start(self, number: int) -> TrialRecord:
         suggestion = self._study.suggest(number)

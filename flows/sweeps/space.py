@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import product
 from typing import Any, Protocol, TypeAlias
 
@@ -257,13 +258,13 @@ def _parse(value: Any, place: str) -> Node:
         inner = Nested(nodes)
         return inner if not place or _has_domains(inner) else Constant(dict(value))
     try:
-        json.dumps(value)
+        stored = json.loads(json.dumps(value))  # as it is read again: a tuple is a list
     except (TypeError, ValueError) as exc:
         raise ValueError(
             f"space{place}={value!r} is neither JSON nor a domain: give numbers, texts, lists and dicts, and choose among "
             "functions or classes by their names"
         ) from exc
-    return Constant(value)
+    return Constant(stored)
 
 
 def _parse_domain(domain: Mapping[str, Any], place: str) -> Node:
@@ -301,7 +302,16 @@ def _parse_real(domain: Mapping[str, Any], place: str) -> Real:
         raise ValueError(f"space{place}: low={low:g} has no logarithm: loguniform begins above 0")
     if step is not None and step <= 0:
         raise ValueError(f"space{place}: step={step:g} of {kind} is not positive")
-    return Real(low, high if step is None else low + (high - low) // step * step, step, log)
+    return Real(low, high if step is None else _last(low, high, step), step, log)
+
+
+def _last(low: float, high: float, step: float) -> float:
+    """Return the largest number of steps above `low` that is not above `high`, in the decimals in which they are written.
+
+    As `optuna.distributions.FloatDistribution` does; in binary, 0.1 is in 1 nine times.
+    """
+    first, last, width = (Decimal(repr(number)) for number in (low, high, step))
+    return float(first + (last - first) // width * width)
 
 
 def _parse_integer(domain: Mapping[str, Any], place: str) -> Integer:

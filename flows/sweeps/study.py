@@ -118,9 +118,13 @@ def check_sampler(search: SearchConfig, space: Nested) -> str:
 def grid_points(search: SearchConfig, space: Nested) -> list[Parameters]:
     """Return what is tried first: the initial points, and with a grid every combination."""
     points = _initial_points(search, space)
-    if check_sampler(search, space) == "grid":
-        points += [point for point in space.points("") if point not in points]
-    return points
+    if check_sampler(search, space) != "grid":
+        return points
+    combinations = list(space.points(""))
+    chosen: list[Parameters] = []
+    for point in points:  # a part of a combination is the first one that has it
+        chosen.append(next((it for it in combinations if point.items() <= it.items() and it not in chosen), point))
+    return chosen + [it for it in combinations if it not in chosen]
 
 
 def _initial_points(search: SearchConfig, space: Nested) -> list[Parameters]:
@@ -154,16 +158,19 @@ class Study:
         self._optuna = optuna
         self._space = space
         self._seed = seed
-        self._points = points
         name = check_sampler(search, space)
         self._make_sampler = _sampler_of(name)
         self._log = operation_log(operations)
         self._taken = len(self._log.operations)
+        self._untried = list(points)
         logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it tells of each study that it makes
         by_rung = search.scheduler in _WITH_RUNGS and name in _MODELS and len(search.metrics) == 1
         self._storage = study_storage(self._log, by_rung=by_rung)
         if self._log.operations:
             self._study = optuna.load_study(storage=self._storage, study_name=NAME, sampler=self._make_sampler(seed))
+            for trial in self._study.get_trials(deepcopy=False):
+                if CONTINUES not in trial.user_attrs and trial.params in self._untried:
+                    self._untried.remove(trial.params)
         else:
             self._study = optuna.create_study(
                 storage=self._storage,
@@ -181,11 +188,10 @@ class Study:
     def suggest(self, number: int) -> Suggestion:
         """Return the config of trial `number`."""
         self._study.sampler = self._make_sampler(seed_of_trial(self._seed, number))
-        if number < len(self._points):
-            self._study.enqueue_trial(self._points[number], user_attrs={"trial": number})
+        if self._untried:
+            self._study.enqueue_trial(self._untried.pop(0))
         trial = self._study.ask()
-        if number >= len(self._points):
-            trial.set_user_attr("trial", number)
+        trial.set_user_attr("trial", number)
         chosen = self._space.suggest("", _TrialDraw(trial))
         return Suggestion(trial.number, chosen)
 

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -66,6 +74,15 @@ class FormModel(BaseModel):
 
     # Errors do not quote the value that they refuse: it may contain a password.
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=show_what_may_be_empty, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_empty_texts(cls, values: Any) -> Any:
+        """Return the inputs without empty texts where None is the default: that is what a form shows as empty."""
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {name: it for name, it in values.items() if it != "" or name not in fields or fields[name].default is not None}
 
     @model_serializer(mode="wrap")
     def _leave_out_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import yaml
 from forked_programs import run_program
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
-from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt import CheckpointStore, UnsupportedFormatError
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
@@ -92,6 +92,25 @@ def test_what_alone_remembers_its_report_stays_while_a_training_lives(tmp_path):
 def test_a_run_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no run 'missing'"):
         prune(str(tmp_path), ["missing"])
+
+
+def test_nothing_is_deleted_where_one_of_the_named_runs_is_missing(tmp_path):
+    store, _ = fill(str(tmp_path / "store"), "one", tmp_path, [1, 2, 3])
+    with pytest.raises(FileNotFoundError, match="there is no run 'missing'"):
+        prune(str(tmp_path / "store"), ["one", "missing"])
+    assert scores(store) == [1, 2, 3]
+    dropped = [manifest.id for manifest in store.list()[:2]]
+    assert prune(str(tmp_path / "store"), ["one", "one"]) == {"one": dropped}
+
+
+def test_a_run_of_a_newer_version_fails_the_flow_once_the_others_are_pruned(tmp_path):
+    newer, claimed = fill(str(tmp_path / "store"), "a", tmp_path, [1, 2])
+    store, _ = fill(str(tmp_path / "store"), "b", tmp_path, [1, 2, 3])
+    key = newer.layout.attempt(claimed.number, claimed.token)
+    newer.put_json(key, {**newer.get_json(key), "format": 99})
+    with pytest.raises(UnsupportedFormatError, match="format 99"):
+        prune(str(tmp_path / "store"))
+    assert (scores(newer), scores(store)) == ([1, 2], [3])
 
 
 def test_every_deployment_of_prefect_yaml_is_deployed_as_it_is_written(tmp_path):

@@ -12,7 +12,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect_aws.credentials import AwsCredentials
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.runs.layout import check_run_name
-from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, prune, train
+from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, SearchConfig, prune, train
 from pydantic import ValidationError
 
 TRAIN = parameter_schema(train).model_dump()
@@ -203,3 +203,12 @@ def test_a_storage_stays_as_it_was_given(tmp_path):
 def test_a_field_left_empty_begins_from_nothing():
     """The form sends an empty text where None is meant."""
     assert train.validate_parameters({**FN, "resume_from": ""})["resume_from"] is None
+    empty = {name: "" for name in ("name", "working_dir", "log_level")}
+    given = {"run": empty, "checkpoint": {"checkpoint_score_attribute": "", "num_to_keep": 2}, "scaling": {"cluster": ""}}
+    parameters = train.validate_parameters({**FN, **given})
+    assert parameters["run"] == RunConfig()
+    assert parameters["checkpoint"] == CheckpointConfig(num_to_keep=2)
+    assert parameters["scaling"] == ScalingConfig()
+    assert SearchConfig(metric="loss", sampler="", pruner="") == SearchConfig(metric="loss")
+    with pytest.raises(ValueError, match="storage"):
+        RunConfig(storage="")

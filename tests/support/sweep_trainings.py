@@ -7,6 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import optuna
 from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
 
 
@@ -36,5 +37,13 @@ def return_loss(config: dict) -> dict:
     return {"loss": config.get("x", 0) + config.get("y", 0)}
 
 
+def return_nested(config: dict) -> dict:
+    return {"loss": config["nested"]["x"] + config["nested"]["y"]}
+
+
 def report_other(config: dict) -> None:
     report({"accuracy": 0.5, "loss": float("nan")})
+
+
+def threshold_pruner():
+    return optuna.pruners.ThresholdPruner(upper=10)

@@ -14,6 +14,7 @@ MAX_HELD = 2000
 MAX_ROWS = 100
 _MAX_METRICS = 8
 _SHOWN_FIRST = ("best", "pinned", "in use")  # if there are more checkpoints than rows
+_COLUMNS = ("id", "step", "kept because", "size", "age", "committed (UTC)")  # a metric of such a name has a longer one
 _NOT_KEPT = "not kept; the next prune deletes it"
 
 
@@ -122,15 +123,20 @@ def checkpoint_rows(
     """
     shown = _choose(checkpoints, kept)
     names = _metric_names(shown, first_metric)
+
+    def cells(checkpoint: StoredCheckpoint, names: Sequence[str]) -> dict[str, str | int]:
+        columns = (f"metric {name}" if name in _COLUMNS else name for name in names)
+        return {column: show_number(find_metric(checkpoint.metrics, name)) for column, name in zip(columns, names, strict=True)}
+
     return [
         {
             "id": checkpoint.id,
             "step": checkpoint.step,
             "kept because": ", ".join(kept.get(checkpoint.id, ())) or _NOT_KEPT,
-            **{name: show_number(find_metric(checkpoint.metrics, name)) for name in names[:1]},
+            **cells(checkpoint, names[:1]),
             "size": show_bytes(checkpoint.bytes),
             "age": show_age(now_s - checkpoint.created_s),
-            **{name: show_number(find_metric(checkpoint.metrics, name)) for name in names[1:]},
+            **cells(checkpoint, names[1:]),
             "committed (UTC)": show_time(checkpoint.created_s),
         }
         for checkpoint in shown

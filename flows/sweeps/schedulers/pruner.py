@@ -29,14 +29,17 @@ class PrunedTrials:
         pruning: The pruner.
         grace_period: No trial is stopped before this time.
         max_t: The time at which a trial is complete; None for none.
+        counts_reports: Whether the steps that the pruner sees number the reports of a trial, from 1, since a time may be a
+            fraction or missing; else they are the times.
 
     """
 
     asks_always = True
     promotes_first = True
 
-    def __init__(self, pruning: Pruning, grace_period: float, max_t: float | None) -> None:
+    def __init__(self, pruning: Pruning, grace_period: float, max_t: float | None, *, counts_reports: bool) -> None:
         self._pruning = pruning
+        self._counts_reports = counts_reports
         self._grace_period = grace_period
         self._max_t = max_t
         self._seen: dict[int, int] = {}  # how many reports of each trial
@@ -71,8 +74,10 @@ class PrunedTrials:
     def _catch_up(self, trial: TrialRecord) -> bool:
         """Let the pruner see the new reports of a trial, and return what it says of the last of them."""
         prunes = False
-        for report in trial.reports[self._seen.get(trial.number, 0) :]:
-            prunes = self._pruning.report(trial.number, int(report.time), report.value)
+        seen = self._seen.get(trial.number, 0)
+        for count, report in enumerate(trial.reports[seen:], seen + 1):
+            step = count if self._counts_reports else int(report.time)
+            prunes = self._pruning.report(trial.number, step, report.value)
         self._seen[trial.number] = len(trial.reports)
         if trial.state in ("completed", "stopped", "failed") and trial.number not in self._ended:
             self._pruning.end(trial.number, trial.state)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from forked_programs import Popen
@@ -13,7 +14,10 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect_servers import wait_until
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import RunConfig, SearchConfig, sweep, uniform
+from prefect_torch.flows.deployed_trials import DeployedTrials
+from prefect_torch.flows.sweeps.history import TrialRecord
 
 SUPPORT = Path(__file__).parents[2] / "support"
 NAME = "trials-of-a-test"
@@ -84,6 +88,14 @@ WRONG = [
     ("train/nowhere", {}, "trials_on='train/nowhere': Prefect has no deployment of that name"),
     ("train/gpu", {"storage": "memory://here"}, "needs a storage that all machines reach themselves"),
 ]
+
+
+def test_more_trials_at_once_than_an_answer_of_the_api_has_rows_are_all_seen_to_end(prefect_server, tmp_path, monkeypatch):
+    monkeypatch.setattr(DeployedTrials, "_end_of", lambda *_: None)
+    sweep_run = Run.open(str(tmp_path), "many")
+    trials = DeployedTrials(None, None, sweep_run, "train/many", "")
+    trials._running = {it: (TrialRecord(it, f"many/trial-{it:04d}-{it:08x}", {}, it), uuid4()) for it in range(201)}
+    assert trials.take_ended(0).keys() == set(range(201))
 
 
 @pytest.mark.parametrize(("trials_on", "changes", "problem"), WRONG, ids=range(len(WRONG)))

@@ -7,7 +7,7 @@ import math
 import pytest
 from prefect_torch.ckpt.reporting.decisions import Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-from prefect_torch.flows import SearchConfig, SweepFailedError, choice, loguniform, randint, uniform
+from prefect_torch.flows import SearchConfig, SweepFailedError, choice, grid, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.history import decode_event
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import parse_space
@@ -92,6 +92,70 @@ def test_a_sampler_of_ones_own_by_its_import_path_and_conditional_domains_of_two
             search.end(trial.number, TrialEnd("completed", None, {"loss": trial.config["x"], "size": size}))
         assert {trial.state for trial in search.trials.values()} == {"completed"}
         assert len(search.trials) == 60
+
+
+def lead(config, space, entries, number=None):
+    """Start `number` trials, or all, of a search that goes on from `entries`, and let each complete."""
+    events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
+    search = Search(config, parse_space(space), 0, events, entries.append, "sweep")
+    found = []
+    while (number is None or len(found) < number) and (trial := search.next_trial()) is not None:
+        found.append(trial.config)
+        search.end(trial.number, TrialEnd("completed", None, {"loss": 1.0}))
+    return found
+
+
+def test_a_grid_is_tried_whole_with_initial_points_too():
+    config = configured(num_trials=None, sampler=None, initial_points=[{"a": 3}])
+    assert [it["a"] for it in lead(config, {"a": grid([1, 2, 3])}, [])] == [3, 1, 2]
+    many = lead(config, {"a": grid([1, 2, 3]), "b": grid(list(range(5)))}, [])
+    assert len(many) == len({(it["a"], it["b"]) for it in many}) == 15
+
+
+def test_initial_points_that_a_sweep_gets_later_come_next_and_no_combination_is_lost_or_repeated():
+    entries, space = [], {"a": grid([10, 20, 30, 40])}
+    assert [it["a"] for it in lead(configured(num_trials=4, sampler=None), space, entries, 2)] == [10, 20]
+    later = configured(num_trials=4, sampler=None, initial_points=[{"a": 40}])
+    assert [it["a"] for it in lead(later, space, entries)] == [40, 30]
+
+
+def test_a_point_that_is_given_twice_is_tried_twice_also_after_a_kill():
+    entries, config = [], configured(num_trials=3, initial_points=[{"lr": 0.1}, {"lr": 0.1}])
+    assert [it["lr"] for it in lead(config, SPACE, entries, 1)] == [0.1]
+    second, third = lead(config, SPACE, entries)
+    assert second["lr"] == 0.1 != third["lr"]
+
+
+@pytest.mark.parametrize("changes", [{"max_failed_trials": 0}, {"num_trials": 9}])
+def test_failed_trials_get_another_chance_whatever_ended_the_sweep(changes):
+    config, entries = configured(**changes), []
+    reason = {} if "num_trials" in changes else {"reason": "an error"}
+    search = Search(config, parse_space(SPACE), 0, [], entries.append, "sweep")
+    for _ in range(3 if "num_trials" in changes else 1):
+        end = TrialEnd("failed", **reason) if reason else TrialEnd("completed", None, {"other": 1.0})
+        search.end(search.next_trial().number, end)
+    with pytest.raises(SweepFailedError):
+        search.next_trial()
+    events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
+    again = Search(config.model_copy(update={"restart_errored": True}), parse_space(SPACE), 0, events, [].append, "sweep")
+    again.raise_if_failed()
+    assert again.next_trial().number == 0
+    again.end(0, TrialEnd("failed", "an error"))
+    if reason:
+        with pytest.raises(SweepFailedError, match="1 trials of sweep 'sweep' have failed, and max_failed_trials=0"):
+            again.next_trial()
+
+
+@pytest.mark.parametrize("times", [(0.25, 0.5, 0.75), (1, math.nan, math.inf)])
+def test_a_pruner_sees_each_report_of_a_trial_whose_time_is_a_metric(times):
+    config = configured(scheduler="pruner", pruner="sweep_trainings:threshold_pruner", time_attr="epoch", grace_period=0.5)
+    search = Search(config, parse_space(SPACE), 0, [], [].append, "sweep")
+    number = search.next_trial().number
+    verdicts = [
+        search.decide(number, DecisionRequest(0, count, count, {"loss": loss, "epoch": time}, f"id-{count}")).goes_on
+        for count, (time, loss) in enumerate(zip(times, (1.0, 2.0, 99.0), strict=True))
+    ]
+    assert verdicts == [True, True, not math.isfinite(times[-1])]  # without a time there is no grace period to be over
 
 
 @pytest.mark.parametrize("sampler", ["TPESampler", "GPSampler", "NSGAIISampler", "RandomSampler"])

@@ -73,3 +73,13 @@ def test_a_grid_has_every_combination():
     assert len(points) == 6
     with pytest.raises(ValueError, match="sampler='grid' tries every combination, and lr is continuous"):
         list(parse_space({"lr": uniform(0, 1), "a": grid([1])}).points(""))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "step", "last"),
+    [(0, 1, 0.1, 1.0), (0.1, 0.7, 0.1, 0.7), (0, 1, 0.3, 0.9), (-0.3, 0.3, 0.1, 0.3), (0, 1e-3, 1e-4, 1e-3), (2, 2, 0.5, 2.0)],
+)
+def test_steps_reach_the_upper_end_where_they_do_in_decimals(low, high, step, last):
+    space = parse_space({"x": uniform(low, high, step)})
+    assert dict(space.items)["x"].high == last
+    assert space.parameters("", {"x": last}) == {"x": last}

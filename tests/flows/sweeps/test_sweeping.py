@@ -21,8 +21,19 @@ from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
-from prefect_torch.flows import RunConfig, SearchConfig, SweepFailedError, SweepResult, grid, sweep, train, uniform
+from prefect_torch.flows import (
+    JournalDamagedError,
+    RunConfig,
+    SearchConfig,
+    SweepFailedError,
+    SweepResult,
+    grid,
+    sweep,
+    train,
+    uniform,
+)
 from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
+from prefect_torch.flows.sweeps.journal import list_parts
 from prefect_torch.flows.sweeps.trial_storage import pin_source, undecided
 from prefect_torch.tasks.training import leadership
 from told_trainings import events_about
@@ -222,6 +233,30 @@ def test_a_storage_that_is_away_at_the_end_hides_neither_the_result_nor_the_fail
     assert result.best.metrics == {"loss": 1}
     for name in ("digits", "whole"):
         assert f"the outcome of attempt 1 of run {name!r} could not be written: the storage did not answer" in caplog.messages
+
+
+def test_a_sweep_whose_journal_is_damaged_has_failed_and_begins_again_where_it_is_told_to(run):
+    space, asked = {"x": grid([1, 2])}, SearchConfig(metric="loss")
+    sweep("sweep_trainings:return_loss", space, search=asked, run=run)
+    led = Run.open(run.storage, run.name)
+    first, *_ = list_parts(led)
+    led.storage.put_bytes(first.key, b"damaged")
+    with pytest.raises(JournalDamagedError):
+        sweep("sweep_trainings:return_loss", space, search=asked, run=run)
+    assert read_standing(led).state == "failed"
+    again = run.model_copy(update={"resume": "never"})
+    result = sweep("sweep_trainings:return_loss", {"x": grid([5])}, search=asked, run=again)
+    assert [trial.config for trial in result.trials] == [{"x": 5}]
+    assert SweepResult.from_storage(run.storage, run.name) == result
+
+
+def test_a_config_and_a_space_with_one_dict_are_merged_and_a_tuple_in_a_space_goes_on_as_a_list(run):
+    space = {"nested": {"x": grid([1])}, "betas": (0.9, 0.99)}
+    config, asked = {"nested": {"x": 9, "y": 5}, "z": 7}, SearchConfig(metric="loss", num_trials=1)
+    for _ in range(2):
+        result = sweep("sweep_trainings:return_nested", space, config, asked, run=run)
+        assert result.best.config == {"nested": {"x": 1, "y": 5}, "z": 7, "betas": [0.9, 0.99]}
+        assert result.best.metrics == {"loss": 6}
 
 
 def test_a_missing_optuna_names_the_extra(run, monkeypatch):

@@ -4,7 +4,7 @@ from prefect_torch.flows.monitoring.pages.stored_checkpoints import MAX_ROWS, St
 from run_stories import checkpoint_id
 
 
-def saved(step, **metrics):
+def saved(step, /, **metrics):
     return StoredCheckpoint(checkpoint_id(1, step), step, metrics, 3 * 2**20, 1_800_000_000.0 + step)
 
 
@@ -31,6 +31,13 @@ def test_a_row_tells_what_a_checkpoint_is_and_why_it_is_kept():
         "committed (UTC)": "2027-01-15 08:00:01",
     }
     assert list(found[1])[:4] == ["id", "step", "kept because", "acc"]
+
+
+def test_a_metric_with_the_name_of_a_column_hides_no_column():
+    (found,) = rows([saved(7, id=5, step=70000, size=3.5, age=9)], {}, "size")
+    assert (found["id"], found["step"], found["size"], found["age"]) == (checkpoint_id(1, 7), 7, "3.0 MiB", "1 h")
+    assert [found[f"metric {name}"] for name in ("id", "step", "size", "age")] == ["5", "70000", "3.5", "9"]
+    assert list(found)[3] == "metric size"
 
 
 def test_of_very_many_checkpoints_the_newest_and_those_with_a_reason_are_shown():
