@@ -76,6 +76,8 @@ def resume_by(
     resumer: RunnerDeployment, trained: DeploymentResponse, max_restarts: int, within: timedelta | float | None
 ) -> Automation:
     """Register `resumer` and the automation that starts it for `trained`; see `resume_crashed`."""
+    if max_restarts < 0:
+        raise ValueError(f"max_restarts={max_restarts}: give 0 or more")
     silent = _silence(within)
     full_name = _full_name(trained)
     parameters = {

@@ -26,6 +26,7 @@ class FlightRecorder:
         self.environment = {name: os.environ.get(name, default) for name, default in defaults.items()}
         self._pipe = f"{self.environment[_PIPE]}{rank}.pipe"
         self._file = Path(f"{self.environment[_FILE]}{rank}")
+        self._before = _modified(self._file)
 
     def request(self) -> bool:
         """Have the rank write its record, and return whether it listens; it does not without NCCL, or before it has a group."""
@@ -41,7 +42,15 @@ class FlightRecorder:
         """Return the record if one was written, on request or by NCCL's own watchdog; call it after the process has exited."""
         with contextlib.suppress(FileNotFoundError):
             Path(self._pipe).unlink()
-        if self._file.exists():
-            return self._file
-        shutil.rmtree(self._folder)
+        is_new = _modified(self._file) != self._before
+        if not (is_new and self._file.is_relative_to(self._folder)):
+            shutil.rmtree(self._folder)
+        return self._file if is_new else None
+
+
+def _modified(file: Path) -> int | None:
+    """Return when a file was modified last; None if there is none. Where the user has chosen its name, it may be an old one."""
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:
         return None

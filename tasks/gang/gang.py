@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
@@ -97,7 +97,11 @@ class Gang:
         self._finished: set[int] = set()
         self._has_news = threading.Event()  # that another one is done
         self._stop_deadline_s: float | None = None  # from the first `stop` on
-        self._futures = [_submit(group, machines, logs, self._stop) for group in self._groups]
+        try:
+            self._futures = [_submit(group, machines, logs, self._stop) for group in self._groups]
+        except BaseException as exc:  # those that run would wait for the others
+            self._stop.give(f"not every rank could be started: {exc!r}")
+            raise
         started = zip(self._groups, self._futures, strict=True)
         self.task_runs = {rank: future.task_run_id for group, future in started for rank in group.ranks}
         for number, future in enumerate(self._futures):
@@ -118,25 +122,47 @@ class Gang:
         """
         self._receiver = EventReceiver(key_value)
         problem: RankFailedError | None = None
-        while problem is None and not self._advance(recorder) and not self._has_failed(key_value):
+        left: RankFailedError | None = None
+        while problem is None and left is None and not self._advance(recorder) and not self._has_failed(key_value):
             if termination.is_requested:
                 self._drain(key_value, recorder, termination)
                 termination.raise_if_requested()
             if terminated := [machine.name for machine in self._machines if machine.is_terminated]:
-                self._leave(terminated, key_value, recorder, termination)
+                left = self._leave(terminated, key_value, recorder, termination)
             self._regrow(key_value)
             self._has_news.wait(_POLL_S)
             self._has_news.clear()
-            problem = self._find_problem(key_value)
-        if problem is not None:
+            problem = self._find_problem(key_value) if left is None else None
+        self._end(problem, left, recorder)
+        return self._result(problem, left, key_value)
+
+    def _end(self, problem: RankFailedError | None, left: RankFailedError | None, recorder: Recorder | None) -> None:
+        """Return when no rank runs any longer."""
+        if left is not None:
+            self.stop(str(left))
+        elif problem is not None:
             self._stop.give(str(problem), wants_stack_traces=True)
             self.stop(str(problem))
         elif not self._all_finished():
             _wait_until(lambda: self._advance(recorder) or self._has_killed_rank(), _SETTLE_S)
             self.stop("another rank failed, so every rank of the attempt is stopped")
         self._advance(recorder)
+
+    def _result(self, problem: RankFailedError | None, left: RankFailedError | None, key_value: KeyValue) -> Any:
+        """Return what rank 0 has returned, or raise the failure that caused the others.
+
+        Args:
+            problem: Why the ranks were stopped, or None.
+            left: Why they had to leave their machines, or None; their work may have been done by then.
+            key_value: The store that they share.
+
+        """
         outcomes = self._outcomes()
         failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
+        if left is not None and (key_value.check(CUT_SHORT_KEY) or not self._has_completed()):
+            if failures:  # it may come from the machine's end, and comes again if it does not
+                get_run_logger().warning("a rank failed meanwhile: %s", cause_first(failures)[0])
+            raise left
         if failures:
             raise cause_first(failures)[0]
         if stopped := [str(self._groups[number]) for number in outcomes if not self._futures[number].state.is_completed()]:
@@ -179,16 +205,16 @@ class Gang:
             )
         _wait_until(lambda: self._advance(recorder) or termination.grace_left_s == 0, math.inf)
 
-    def _leave(self, machines: list[str], key_value: KeyValue, recorder: Recorder | None, termination: Termination) -> NoReturn:
-        """Leave machines that are going to be taken away: all ranks have the grace for a last checkpoint, and then stop."""
+    def _leave(
+        self, machines: list[str], key_value: KeyValue, recorder: Recorder | None, termination: Termination
+    ) -> RankFailedError:
+        """Return why the ranks are to stop whose machines are going to be taken away, after the grace for a last checkpoint."""
         message = f"machine {show_some(machines)} is being terminated (SIGTERM at its agent)"
         get_run_logger().warning("%s: ranks have %.0f s for a last checkpoint", message, termination.grace_left_s)
         key_value.set(TERMINATION_KEY, b"")
         _wait_until(lambda: self._advance(recorder) or termination.is_requested, termination.grace_left_s)
         termination.raise_if_requested()
-        self.stop(message)
-        self._advance(recorder)
-        raise RankFailedError(message, None, "preemption")
+        return RankFailedError(message, None, "preemption")
 
     def _regrow(self, key_value: KeyValue) -> None:
         """Let the next checkpoint be the last, if there is room for more ranks."""
@@ -235,6 +261,9 @@ class Gang:
     def _running(self) -> list[RankGroup]:
         return [group for number, group in enumerate(self._groups) if number not in self._finished]
 
+    def _has_completed(self) -> bool:
+        return self._all_finished() and all(future.state.is_completed() for future in self._futures)
+
     def _all_finished(self) -> bool:
         return len(self._finished) == len(self._futures)
 
@@ -269,8 +298,8 @@ def meet(
 
     """
     rendezvous = Rendezvous() if lease is None else Rendezvous(lease.host)
-    gang = Gang(specs_at(rendezvous.address), hang_timeout_s, () if lease is None else lease.machines, regrowth, logs)
     try:
+        gang = Gang(specs_at(rendezvous.address), hang_timeout_s, () if lease is None else lease.machines, regrowth, logs)
         return gang, rendezvous.serve()  # imports torch while the ranks do so
     finally:
         rendezvous.close()  # without effect while it serves; else the ranks must not wait for it

@@ -6,10 +6,12 @@ again after a SIGKILL waits for the guards of its earlier process. Processes in 
 they share /dev/shm.
 """
 
+import errno
 import fcntl
 import json
 import math
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,7 @@ _PREFIX = "prefect-torch-gpu-"
 _POLL_S = 1.0
 _REMIND_S = 600.0
 _LONGEST_OWNER = 500  # bytes
+_LONGEST_TAKING_S = 5.0  # which takes milliseconds, but whoever does it may be stopped
 
 
 class GpusBusyError(RuntimeError):
@@ -179,6 +182,12 @@ class GpuSeat:
 
     def _try(self) -> list[str] | None:
         """Take the GPUs and return None, or take none and return which are in use, and by whom."""
+        try:
+            return self._take()
+        except BlockingIOError:
+            return [f"all, by a process that has been taking some for {_LONGEST_TAKING_S:g} s"]
+
+    def _take(self) -> list[str] | None:
         taken: dict[int, Gpu] = {}
         users: list[str] = []
         with _one_at_a_time():  # else two could wait for each other, each with a half of what it needs
@@ -231,22 +240,46 @@ def get_run_logger() -> Any:
 def _one_at_a_time() -> Iterator[None]:
     lock = _open("all")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _lock_soon(lock)
         yield
     finally:
         os.close(lock)
 
 
+def _lock_soon(lock: int) -> None:
+    """Lock what others hold for a moment.
+
+    Raises:
+        BlockingIOError: If somebody holds it for seconds.
+
+    """
+    deadline_s = time.monotonic() + _LONGEST_TAKING_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                raise
+            time.sleep(0.01)
+        else:
+            return
+
+
 def _open(name: str) -> int:
-    """Return a descriptor of a file that every user of this machine may lock."""
+    """Return a descriptor of a file that every user of this machine may lock; a link is refused, which may lead anywhere."""
     path = _LOCKS / f"{_PREFIX}{name}"
     while True:
         try:  # without O_CREAT, which the kernel denies for another user's file (fs.protected_regular)
-            return os.open(path, os.O_RDWR)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             pass
+        else:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "the lock of a GPU must be a file", str(path))
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         except FileExistsError:
             continue
         os.fchmod(descriptor, 0o666)  # whatever the umask

@@ -14,17 +14,8 @@ from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 from .flight_recorder import FlightRecorder
 from .fork_servers import FORK_SERVERS, RANK_PROGRAM, python_command
 from .process import ProcessExit, RankProcess
-from .rank_exit import result_of_exit
-
-_SECRETS_OF_PREFECT = {
-    "PREFECT_API_AUTH_STRING",
-    "PREFECT_API_DATABASE_CONNECTION_URL",
-    "PREFECT_API_DATABASE_PASSWORD",
-    "PREFECT_API_KEY",
-    "PREFECT_SERVER_API_AUTH_STRING",
-    "PREFECT_SERVER_DATABASE_CONNECTION_URL",
-    "PREFECT_SERVER_DATABASE_PASSWORD",
-}
+from .rank_exit import RETURNED, result_of_exit
+from .secret_variables import SECRETS_OF_PREFECT
 
 
 class LocalRank:
@@ -91,8 +82,13 @@ def rank_result(process_exit: ProcessExit, oom_kills_before: int | None, oom_kil
 
     """
     if process_exit.message:
-        result: RankResult = pickle.loads(process_exit.message)  # noqa: S301 - from our own process
-        return result
+        try:
+            result: RankResult = pickle.loads(process_exit.message)  # noqa: S301 - from our own process
+        except (pickle.UnpicklingError, EOFError):
+            if process_exit.returncode in RETURNED:  # else it was killed while it wrote
+                raise
+        else:
+            return result
     oom_killed = None if oom_kills is None else oom_kills > (oom_kills_before or 0)
     return result_of_exit(process_exit.returncode, oom_killed=oom_killed)
 
@@ -100,5 +96,5 @@ def rank_result(process_exit: ProcessExit, oom_kills_before: int | None, oom_kil
 def _environment(spec: RankSpec) -> dict[str, str]:
     """Return this process's environment without the secrets of Prefect's API; only a storage from a block may need them."""
     comes_from_block = spec.storage.credential_source is not None
-    kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in _SECRETS_OF_PREFECT}
+    kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in SECRETS_OF_PREFECT}
     return default_threads(spec.local_world_size) | kept | spec.environment()

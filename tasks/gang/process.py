@@ -91,7 +91,12 @@ class RankProcess:
         self._result, result = os.pipe()
         ends = Descriptors(read, output, lifeline, status, result)
         if server is None:
-            self._spawn(program, ends)
+            try:
+                self._spawn(program, ends)
+            except BaseException:
+                for descriptor in (self._stdin, self._output, self._lifeline, self._status, self._result):
+                    os.close(descriptor)
+                raise
             feed = partial(self._feed, stdin)
         else:
             feed = partial(self._fork, server, program, ends, os.open(".", os.O_PATH))

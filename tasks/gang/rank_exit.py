@@ -5,6 +5,8 @@ import signal
 from prefect_torch.tasks.rank.failures import hint_at_death, of_returncode
 from prefect_torch.tasks.rank.spec import RankResult
 
+RETURNED = (0, 1)  # the exit codes of a rank that has left a result
+
 
 def result_of_exit(returncode: int | None, *, oom_killed: bool | None) -> RankResult:
     """Return the result of a rank whose process exited without one.

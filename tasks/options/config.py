@@ -16,7 +16,7 @@ from .storage import StorageChoice
 from .sync import SyncConfig
 
 Budget = Annotated[int, Field(ge=-1)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
 
 
@@ -37,7 +37,7 @@ class ScalingConfig(_Config):
     )
     timeout_s: float | None = Field(
         default=None,
-        gt=0,
+        ge=0.001,  # of which torch counts milliseconds
         le=1e9,
         title="Timeout (seconds)",
         description="How long a rank waits for the others in a collective, and when they form a group. torch's own limits when "

@@ -1,5 +1,6 @@
 """The task runs of ranks that a killed flow has left running in Prefect's API."""
 
+import re
 from uuid import UUID
 
 import httpx
@@ -21,6 +22,7 @@ from prefect_torch.ckpt.runs.attempts import Attempt, Owner
 
 _QUICKLY_S = 5.0
 _PAGE = 200
+_OF_RANKS = re.compile(r"rank-\d+|node-\d+: ranks .*")  # a run's name may have "rank" in it, and is in its task run's
 _OPEN = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
 
 
@@ -47,6 +49,7 @@ def end_left_task_runs(previous: Attempt, owner: Owner) -> None:
 
 def _end(client: SyncPrefectClient, flow_run_id: UUID, leader: str) -> None:
     left: list[UUID] = []
+    num_seen = 0
     while page := client.read_task_runs(
         flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
         task_run_filter=TaskRunFilter(
@@ -54,8 +57,9 @@ def _end(client: SyncPrefectClient, flow_run_id: UUID, leader: str) -> None:
             state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN), name=None),  # the oldest prefect gives no default
         ),
         limit=_PAGE,
-        offset=len(left),
+        offset=num_seen,
     ):
-        left += [task_run.id for task_run in page]
+        num_seen += len(page)
+        left += [task_run.id for task_run in page if _OF_RANKS.fullmatch(task_run.name)]
     for task_run_id in left:
         client.set_task_run_state(task_run_id, Crashed(message=f"{leader} was killed, and its ranks with it"), force=True)

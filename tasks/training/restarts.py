@@ -1,10 +1,11 @@
 """The budgets of restarts: whether a training that failed is started again."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import FailureKind, Owner, list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts import Attempt, FailureKind, Owner, list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.tasks.liveness import find_end_before_rerun
 from prefect_torch.tasks.options.config import FailureConfig
@@ -107,14 +108,20 @@ def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKi
     and as infrastructure otherwise, or a flow that is killed each time for lack of memory would be restarted without limit.
     """
     kinds = {outcome.attempt: outcome.kind for outcome in read_outcomes(store)}
-    for attempt in list_attempts(store):
+    attempts = list(list_attempts(store))
+    committed = _committed_attempts(store, attempts)
+    for attempt in attempts:
         if not attempt.owner.is_earlier_process_of(owner):
             continue
         if attempt.number not in kinds:
-            yield "preemption" if _has_committed(store, attempt.number) else "infrastructure"
+            yield "preemption" if attempt.number in committed else "infrastructure"
         elif (kind := kinds[attempt.number]) in _DESCRIPTIONS:  # else it completed, or a newer version knows more kinds
             yield kind
 
 
-def _has_committed(store: CheckpointStore, attempt: int) -> bool:
-    return any(attempt_of(checkpoint_id) == attempt for checkpoint_id in store.ids())
+def _committed_attempts(store: CheckpointStore, attempts: Sequence[Attempt]) -> set[int]:
+    """Return which attempts have committed a checkpoint, though retention may have deleted it since."""
+    known = {attempt_of(checkpoint_id) for checkpoint_id in store.ids()}
+    known.update(record.attempt for record in read_history(store) if record.checkpoint is not None)
+    restored = ((attempt.restored_id, attempt.resumed_from) for attempt in attempts)
+    return known | {attempt_of(found) for found, path in restored if found is not None and path == store.path_of(found)}

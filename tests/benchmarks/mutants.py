@@ -240,7 +240,7 @@ MUTANTS = [
         ("else sum(budgets)", "else max(budgets)"),
         ("if self._earlier is not None or not self._is_rerun:", "if True:"),
         ("self._here[kind] + earlier > budget", "self._here[kind] > budget"),
-        ('yield "preemption" if _has_committed', 'yield "preemption" if not _has_committed'),
+        ('"preemption" if attempt.number in committed', '"preemption" if attempt.number not in committed'),
     ),
     *mutants_of(
         "tasks/training/start.py",

@@ -213,6 +213,8 @@ def test_what_cannot_be_looked_after_is_refused(client, trained):
         resume_crashed("train/served")
     with pytest.raises(ValueError, match="within=0:02:00 is not longer than the 180 s between two heartbeats"):
         resume_crashed(trained, within=120)
+    with pytest.raises(ValueError, match="max_restarts=-1: give 0 or more"):
+        resume_crashed(trained, max_restarts=-1)
     for gone in ("train/gone", UUID(int=3)):
         with pytest.raises(
             ObjectNotFound, match=f"there is no deployment '{gone}'; those deployed are: .*train/served, train/trained"

@@ -13,6 +13,17 @@ from prefect_torch.flows import FailureConfig, Hosts, RunConfig, ScalingConfig, 
 pytestmark = pytest.mark.timeout(200)
 
 
+def test_a_training_that_completes_within_the_grace_of_its_machine_is_not_repeated(tmp_path):
+    cluster = Hosts(["a"], command="exec {agent}", leader_address="127.0.0.1", wait_s=0)
+    run = RunConfig(name="run", storage=str(tmp_path / "store"))
+    failure = FailureConfig(max_failures=0, max_infrastructure_failures=0, max_preemptions=0)
+    scaling = ScalingConfig(num_workers=2, cluster=cluster.model_copy(update={"ranks_per_host": 2}))
+    result = train("machine_trainings:complete_on_a_terminated_machine", {}, scaling, run, failure=failure)
+    assert result.return_value == "complete"
+    (outcome,) = read_outcomes(CheckpointStore.open(run.storage, "run"))
+    assert outcome.ending == "completed"
+
+
 def test_a_rank_its_guard_and_an_agent_are_killed_one_after_the_other(tmp_path):
     """The two ranks go on each time; without an agent, on the machine that is left. No process outlives what started it.
 

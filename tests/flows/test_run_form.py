@@ -203,7 +203,7 @@ def test_a_storage_stays_as_it_was_given(tmp_path):
 def test_a_field_left_empty_begins_from_nothing():
     """The form sends an empty text where None is meant."""
     assert train.validate_parameters({**FN, "resume_from": ""})["resume_from"] is None
-    empty = {name: "" for name in ("name", "working_dir", "log_level")}
+    empty = dict.fromkeys(("name", "working_dir", "log_level"), "")
     given = {"run": empty, "checkpoint": {"checkpoint_score_attribute": "", "num_to_keep": 2}, "scaling": {"cluster": ""}}
     parameters = train.validate_parameters({**FN, **given})
     assert parameters["run"] == RunConfig()

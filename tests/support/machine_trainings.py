@@ -8,11 +8,13 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
 from prefect_torch.ckpt.reporting import api, commit
 from prefect_torch.ckpt.runs.attempts import list_attempts
+from prefect_torch.tasks.gang.engines.starting import AGENT
 
 _lines, _commits = itertools.count(), itertools.count()
 
@@ -138,3 +140,14 @@ def wait_for(condition, what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, f"it did not come to pass: {what}"
         time.sleep(0.05)
+
+
+def complete_on_a_terminated_machine(config: dict) -> str:
+    """Have rank 0 send SIGTERM to the agent of this machine; both ranks return once the leader knows of it."""
+    if get_context().world_rank == 0:
+        agent = next(it for it in psutil.Process().parents() if AGENT in it.cmdline())
+        agent.terminate()
+        while not api._session._rounds._is_terminating():  # `should_checkpoint` would be told to end
+            time.sleep(0.01)
+    dist.barrier()
+    return "complete"

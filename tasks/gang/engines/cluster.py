@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,14 @@ class Cluster(BaseModel, ABC):
     environment: dict[str, str] = Field(
         default={}, title="Environment", description="Variables of the ranks, in addition to those of their machine."
     )
+
+    @field_validator("environment")
+    @classmethod
+    def _check_environment(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name, value in variables.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"environment has {name!r}, which no process can have: a name is text without '='")
+        return variables
 
     @abstractmethod
     def lend(self, wanted: MachineRequest, agents: Agents) -> AbstractContextManager[None]:

@@ -1,16 +1,19 @@
 """The requests to Kubernetes that pods of agents need."""
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from prefect import get_run_logger
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
 from .kubernetes_job import JOB_SET_GROUP, JOB_SET_VERSION, AgentPods, job, job_set, secret
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_NOT_FOUND = 404
 _HOPELESS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName"}
 
 
@@ -21,7 +24,7 @@ class KubernetesApi:
         namespace: Where the pods are; that of the flow's own pod if None.
 
     Attributes:
-        error: What a refused request raises.
+        errors: What a request raises that is refused, or that nobody answers.
 
     """
 
@@ -32,6 +35,9 @@ class KubernetesApi:
             raise NotEnoughMachinesError(
                 "Kubernetes' client is not installed: pip install 'prefect-torch[kubernetes]'"
             ) from exc
+        from urllib3.exceptions import HTTPError  # noqa: PLC0415 - the client's own dependency
+
+        self.errors: tuple[type[Exception], ...] = (kubernetes.client.ApiException, HTTPError)
         self._inside = _ACCOUNT.exists()
         if self._inside:
             kubernetes.config.load_incluster_config()
@@ -41,9 +47,9 @@ class KubernetesApi:
         self._namespace = namespace or self._own_namespace
         self._core, self._batch = kubernetes.client.CoreV1Api(), kubernetes.client.BatchV1Api()
         self._custom = kubernetes.client.CustomObjectsApi()
-        groups = kubernetes.client.ApisApi().get_api_versions().groups
+        with self._explained():
+            groups = kubernetes.client.ApisApi().get_api_versions().groups
         self._has_job_sets = any(group.name == JOB_SET_GROUP for group in groups)
-        self.error: type[Exception] = kubernetes.client.ApiException
 
     def own_image(self) -> str:
         """Return the image of the flow's own pod.
@@ -54,31 +60,42 @@ class KubernetesApi:
         """
         if not self._inside:
             raise NotEnoughMachinesError("KubernetesCluster(image=...) is needed, since this flow does not run in a pod")
-        return str(self._own_pod().spec.containers[0].image)
+        with self._explained():
+            return str(self._own_pod().spec.containers[0].image)
 
     def own_reference(self) -> dict[str, str] | None:
         """Return the flow's own pod as an owner; None if it can own nothing there."""
         if not self._inside or self._namespace != self._own_namespace:
             return None  # an owner in another namespace would have its belongings deleted at once
-        pod = self._own_pod()
+        with self._explained():
+            pod = self._own_pod()
         return {"apiVersion": "v1", "kind": "Pod", "name": pod.metadata.name, "uid": pod.metadata.uid}
 
     def create(self, pods: AgentPods, key: str) -> None:
-        """Create the Job or JobSet, and then the Secret, which belongs to it; the pods wait for the Secret."""
-        if self._has_job_sets:
-            made = self._custom.create_namespaced_custom_object(*self._job_sets(), job_set(pods))
-        else:
-            created = self._batch.create_namespaced_job(self._namespace, job(pods))
-            made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": pods.name, "uid": created.metadata.uid}}
-        self._core.create_namespaced_secret(self._namespace, secret(pods, key, made))
+        """Create the Job or JobSet, and then the Secret, which belongs to it; the pods wait for the Secret.
+
+        Raises:
+            NotEnoughMachinesError: If one of them is refused, or nobody answers; the other one may be there.
+
+        """
+        with self._explained():
+            if self._has_job_sets:
+                made = self._custom.create_namespaced_custom_object(*self._job_sets(), job_set(pods))
+            else:
+                created = self._batch.create_namespaced_job(self._namespace, job(pods))
+                made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": pods.name, "uid": created.metadata.uid}}
+            self._core.create_namespaced_secret(self._namespace, secret(pods, key, made))
 
     def delete(self, pods: AgentPods) -> None:
-        """Delete the Job or JobSet, and with it its pods and the Secret."""
-        with suppress(self.error):  # its owner, or a garbage collector, was first
+        """Delete the Job or JobSet, and with it its pods and the Secret; log it if that fails, lest that hide the end."""
+        try:
             if self._has_job_sets:
                 self._custom.delete_namespaced_custom_object(*self._job_sets(), pods.name, propagation_policy="Background")
             else:
                 self._batch.delete_namespaced_job(pods.name, self._namespace, propagation_policy="Background")
+        except self.errors as exc:
+            if getattr(exc, "status", None) != _NOT_FOUND:  # else its owner, or a garbage collector, was first
+                get_run_logger().warning("%s could not be deleted from Kubernetes: %s", pods.name, exc)
 
     def problems(self, pods: AgentPods) -> dict[int, tuple[str, bool]]:
         """Return why pods do not run yet, by their numbers, and whether they never will."""
@@ -95,6 +112,14 @@ class KubernetesApi:
                 if condition.reason == "Unschedulable":
                     found[number] = (f"unschedulable: {condition.message}", False)
         return found
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise a NotEnoughMachinesError where a request fails: the cluster is asked again, and a failure is nobody's code."""
+        try:
+            yield
+        except self.errors as exc:
+            raise NotEnoughMachinesError(f"Kubernetes gives no machines: {exc}") from exc
 
     def _job_sets(self) -> tuple[str, str, str, str]:
         return JOB_SET_GROUP, JOB_SET_VERSION, self._namespace, "jobsets"

@@ -56,21 +56,22 @@ class KubernetesCluster(Cluster):
         )
         for number in range(pods.num_pods):
             agents.expect(f"pod {number}")
-        cluster.create(pods, agents.key)
         ended = threading.Event()
         watch = threading.Thread(target=_watch, args=(cluster, pods, agents, ended), daemon=True)
-        watch.start()
         try:
+            cluster.create(pods, agents.key)
+            watch.start()
             yield
         finally:
             ended.set()
-            watch.join()
+            if watch.ident is not None:
+                watch.join()
             cluster.delete(pods)
 
 
 def _watch(cluster: KubernetesApi, pods: AgentPods, agents: Agents, ended: threading.Event) -> None:
     while not ended.wait(_POLL_S):
-        with suppress(cluster.error, OSError):  # looked at again
+        with suppress(*cluster.errors, OSError):  # looked at again
             for number, (reason, is_hopeless) in cluster.problems(pods).items():
                 if is_hopeless:
                     agents.fail(f"pod {number}", reason)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
 from prefect_torch.tasks.gang.fork_servers import FORK_SERVERS, RANK_PROGRAM, ForkServer, python_command
 from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.gang.secret_variables import SECRETS_OF_PREFECT
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="prefect-torch agent", description="Start ranks of a training on this machine.")
     parser.add_argument("leader", metavar="HOST:PORT", help="where the leader of the training waits")
     parser.add_argument("--name", default=socket.gethostname(), help="this machine's name in messages")
-    parser.add_argument("--slots", type=int, help="for how many ranks there is room at most")
+    parser.add_argument("--slots", type=_at_least_one, help="for how many ranks there is room at most")
     parser.add_argument("--gpus", action="store_true", help="take a free GPU for each rank, and have room for no more ranks")
     options = parser.parse_args(arguments)
     key = os.environ.pop(KEY_VARIABLE, None) or sys.stdin.readline().strip()
@@ -62,6 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seat = _take_gpus(options.slots, options.leader) if options.gpus else None
     slots = options.slots or 1 if seat is None else len(seat.locks)
     return agent.run({"name": options.name, "slots": slots, "address": address, "versions": versions()}, seat)
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
 
 
 def _take_gpus(most: int | None, leader: str) -> "GpuSeat":
@@ -141,7 +149,8 @@ class Agent:
 
     def _environment(self, header: Mapping[str, Any]) -> dict[str, str]:
         """Return the whole environment of a rank."""
-        kept = {name: value for name, value in os.environ.items() if name not in header["not_for_ranks"]}
+        left_out = SECRETS_OF_PREFECT.union(header["not_for_ranks"])
+        kept = {name: value for name, value in os.environ.items() if name not in left_out}
         if self._interface is not None:
             kept = {**dict.fromkeys(_INTERFACES, self._interface), **kept}
         if self._seat is not None:

@@ -49,6 +49,7 @@ class Gathering:
         self._changing = threading.Lock()
         self._pulse = Pulse()
         self._door = Door(_address(cluster.leader_address), cluster.leader_port, self.key, self._enter)
+        self._pulse.start()
         self.host = self._door.host
         self.address = f"{f'[{self.host}]' if ':' in self.host else self.host}:{self._door.port}"
 
@@ -145,7 +146,7 @@ class Gathering:
 
     def _enter(self, link: Link, hello: Mapping[str, Any]) -> None:
         machine = RemoteMachine(link, hello, self._cluster.environment, self._cluster.not_for_ranks)
-        refusal = explain_mixture(hello["versions"])
+        refusal = "no GPU of it is free" if machine.slots < 1 else explain_mixture(hello["versions"])
         with self._changing:
             if refusal is not None:
                 self.fail(machine.name, refusal)

@@ -174,11 +174,14 @@ class RemoteMachine:
 
 
 class Pulse:
-    """Beats for all machines of an attempt, once a second, until it is stopped."""
+    """Beats for all machines of an attempt, once a second, from its start until it is stopped."""
 
     def __init__(self) -> None:
         self.machines: list[RemoteMachine] = []
         self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin to beat."""
         threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def stop(self) -> None:

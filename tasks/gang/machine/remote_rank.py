@@ -1,11 +1,12 @@
 """A rank on another machine, as the task that supervises it sees it."""
 
+import json
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prefect import get_run_logger
-from prefect_torch.tasks.gang.rank_exit import result_of_exit
+from prefect_torch.tasks.gang.rank_exit import RETURNED, result_of_exit
 from prefect_torch.tasks.rank.plain_result import decode_result
 from prefect_torch.tasks.rank.spec import RankResult
 
@@ -82,5 +83,9 @@ class RemoteRank:
             get_run_logger().warning("the rank's last collectives are in %s on %s: read that of all ranks with torchfrtrace",
                                      record, self._machine)  # fmt: skip
         if self._result:
-            return decode_result(self._result)
+            try:
+                return decode_result(self._result)
+            except json.JSONDecodeError:
+                if self._exit["returncode"] in RETURNED:  # else it was killed while it wrote
+                    raise
         return result_of_exit(self._exit["returncode"], oom_killed=self._exit["oom_killed"])

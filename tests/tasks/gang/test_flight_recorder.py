@@ -89,6 +89,19 @@ def test_what_the_user_has_set_stays(name, monkeypatch, tmp_path):
     assert recorder.close() is None
 
 
+def test_the_record_of_an_earlier_training_is_none_of_this_one_and_nothing_is_left(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{tmp_path}/trace-")
+    (tmp_path / "trace-0").write_text("of last week")
+    os.utime(tmp_path / "trace-0", (1.0, 1.0))
+    recorder = FlightRecorder(0)
+    assert recorder.close() is None
+    assert not recorder._folder.exists()
+    written = FlightRecorder(0)
+    (tmp_path / "trace-0").write_text("of today")
+    assert written.close() == tmp_path / "trace-0"
+    assert not written._folder.exists()
+
+
 @pytest.fixture
 def listening(monkeypatch):
     """Have ranks of both kinds of machines run the program that listens."""

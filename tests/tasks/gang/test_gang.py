@@ -1,11 +1,13 @@
 """What the leader does about ranks that do not end; whole gangs of real processes are in tests/flows."""
 
 import logging
+import socket
 from uuid import uuid4
 
 import pytest
 from prefect_torch.tasks.gang import gang
 from prefect_torch.tasks.gang.gang import Gang
+from prefect_torch.tasks.gang.rank_groups import RankGroup
 from prefect_torch.tasks.rank.errors import RankFailedError
 
 
@@ -44,6 +46,28 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(
         assert caught.value.kind == "final"
     assert supervisor.stop.reason == "over"
     assert 2 <= caplog.text.count("rank 1 was killed and has not exited yet") <= 10
+
+
+def test_a_rank_that_cannot_be_submitted_stops_those_that_were(supervisor, monkeypatch):
+    class TooMany:
+        def submit(self, spec, *arguments):
+            if spec == 1:
+                raise RuntimeError("can't start new thread")
+            return supervisor.submit(spec, *arguments)
+
+    monkeypatch.setattr(gang, "train_rank", TooMany())
+    monkeypatch.setattr(gang, "group_ranks", lambda specs: [RankGroup(range(it, it + 1), (it,)) for it in specs])
+    listening = []
+
+    def specs_at(address):
+        listening.append(address)
+        return [0, 1]
+
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        gang.meet(specs_at, None)
+    assert "not every rank could be started" in supervisor.stop.reason
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((listening[0].host, listening[0].port), 5)
 
 
 def test_stopping_waits_for_a_rank_that_takes_longer_than_the_first_warning(supervisor, monkeypatch, caplog):

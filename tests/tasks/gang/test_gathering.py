@@ -1,9 +1,13 @@
 """What the leader says of machines that do not come."""
 
+import socket
+import threading
 import time
 
+import pytest
 from prefect_torch.tasks import Hosts
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
+from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine.gathering import gather
 
@@ -20,3 +24,30 @@ def test_a_command_that_brings_no_agent_is_quoted(monkeypatch):
             time.sleep(0.01)
         assert not gathering.wait(lambda: None)
         assert gathering.missing() == ["a: its agent did not come within 0.01 s: queued and waiting for resources"]
+
+
+def test_a_machine_without_a_free_gpu_is_no_machine():
+    """A rank cannot be there, and another machine that comes later has room for it."""
+    cluster = Hosts(["a"], command="exec {agent}", leader_address="127.0.0.1", wait_s=0)
+    with gather(cluster, MachineRequest(1, 1, use_gpu=True, avoid=frozenset()), prepares=True) as gathering:
+        assert not gathering.wait(lambda: None)
+        assert gathering.missing() == ["a: no GPU of it is free"]
+
+
+def test_an_agent_has_room_for_a_rank_at_least(capsys):
+    with pytest.raises(SystemExit):
+        agent.main(["127.0.0.1:1", "--slots", "0"])
+    assert "invalid" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_leaves_no_thread():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cluster = Hosts(["a"], leader_address="127.0.0.1", leader_port=taken.getsockname()[1])
+        before = threading.active_count()
+        for _ in range(3):
+            with (
+                pytest.raises(OSError, match="in use"),
+                gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())),
+            ):
+                pass
+        assert threading.active_count() <= before

@@ -287,3 +287,29 @@ def test_an_agent_takes_what_is_free_and_keeps_what_it_needs(machine):
     assert third.environment == {"FAKEGPU_VISIBLE_DEVICES": "2"}
     for each in (other, seat, third):
         each.release()
+
+
+def test_a_link_in_the_place_of_a_lock_is_not_followed(machine, tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    gpu = listed()[0]
+    link = gpus._LOCKS / f"{gpus._PREFIX}{gpu.uuid}"
+    link.symlink_to(mine)
+    try:
+        with pytest.raises(OSError, match="symbolic links"):
+            seat_of(1).take(lambda: None)
+    finally:
+        link.unlink()
+    assert mine.read_text() == "precious"
+
+
+def test_whoever_holds_the_lock_on_all_blocks_nobody_for_longer_than_it_waits(machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpus, "_PREFIX", f"{gpus._PREFIX}fake-{tmp_path.name}-")
+    monkeypatch.setattr(gpus, "_LONGEST_TAKING_S", 0.05)
+    asked = []
+    with gpus._one_at_a_time(), pytest.raises(GpusBusyError, match="all, by a process that has been taking some"):
+        seat_of(1, 0.2).take(lambda: asked.append(1))
+    assert asked
+    seat = seat_of(1)
+    seat.take(lambda: None)
+    seat.release()

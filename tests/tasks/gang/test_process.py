@@ -1,12 +1,16 @@
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
-from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.gang.local_rank import rank_result
+from prefect_torch.tasks.gang.process import ProcessExit, RankProcess
+from prefect_torch.tasks.rank.spec import RankResult
 
 
 def run(program: str, stdin: bytes = b"") -> tuple[list[str], object]:
@@ -98,3 +102,25 @@ def test_a_bar_of_a_rank_is_one_line_and_not_one_per_refresh():
     bar, after = run(program)[0]
     assert "300/300" in bar
     assert after == "after"
+
+
+@pytest.mark.parametrize(("returncode", "raises"), [(-signal.SIGKILL, False), (0, True)])
+def test_a_result_that_a_kill_has_cut_short_is_none(returncode, raises):
+    whole = pickle.dumps(RankResult(return_value=pickle.dumps("x" * 1000)))
+    assert rank_result(ProcessExit(-signal.SIGKILL, whole), 0, 0).kind is None
+    cut = ProcessExit(returncode, whole[:500])
+    if raises:
+        with pytest.raises(pickle.UnpicklingError):
+            rank_result(cut, 0, 0)
+    else:
+        assert rank_result(cut, 0, 1).kind == "out_of_memory"
+        assert rank_result(cut, 0, 0).kind == "infrastructure"
+
+
+def test_a_process_that_cannot_be_started_leaves_no_descriptor():
+    too_large = {**os.environ, "BIG": "x" * 200_000}  # MAX_ARG_STRLEN is 128 KiB
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(OSError, match="Argument list too long"):
+            RankProcess([sys.executable, "-c", ""], too_large, b"")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -2,7 +2,7 @@ import warnings
 
 import pytest
 from prefect_torch.flows import train
-from prefect_torch.tasks import CheckpointConfig
+from prefect_torch.tasks import CheckpointConfig, FailureConfig, Hosts, ScalingConfig
 
 
 @pytest.mark.parametrize("score", ["loss", "val_loss", "eval/Loss"])
@@ -35,3 +35,19 @@ def test_a_flow_that_validates_its_arguments_again_repeats_no_warning():
         warnings.simplefilter("error")
         again = train.validate_parameters({"train_fn": "module:function", "checkpoint": given})
     assert again["checkpoint"] == given
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: FailureConfig(retry_delay_s=1e20), "less than or equal to 1000000000"),
+        (lambda: ScalingConfig(timeout_s=1e-9), "greater than or equal to 0.001"),
+        (lambda: Hosts(["a"], environment={"A=B": "1"}), "'A=B', which no process can have"),
+        (lambda: Hosts(["a"], environment={"": "1"}), "'', which no process can have"),
+        (lambda: Hosts(["a"], environment={"A": "1\0"}), "'A', which no process can have"),
+    ],
+    ids=range(5),
+)
+def test_what_would_fail_late_is_refused_at_once(make, problem):
+    with pytest.raises(ValueError, match=problem):
+        make()

@@ -14,7 +14,8 @@ from prefect_torch.ckpt import (
     RunBusyError,
     StorageError,
 )
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.errors import RankFailedError, RestartsUsedUpError
@@ -138,6 +139,27 @@ def test_a_flow_run_whose_budget_is_used_up_is_refused_until_somebody_runs_it_ag
     assert claim(store, limited, by_a_person).owner.budget == "failed-state"
     for _ in range(3):
         earlier_attempt(store, kind, commits=commits, budget="failed-state")
+    with pytest.raises(RestartsUsedUpError, match=counts_as):
+        claim(store, limited, Restarts(limited.failure, "mine", is_rerun=True))
+
+
+@pytest.mark.usefixtures("rerun")
+@pytest.mark.parametrize("told_by", ["history", "the next attempt", "nothing"])
+def test_a_killed_attempt_whose_checkpoints_retention_has_deleted_counts_as_a_preemption(store, told_by):
+    for _ in range(2):
+        killed = replace(Owner.current("mine", None), pid=1)
+        claimed = claim_attempt(store, killed, world_size=1)
+        checkpoint_id = new_id(claimed.number, 0)
+        if told_by == "history":
+            writer = HistoryWriter(store, claimed.number)
+            writer.append(MetricRecord(claimed.number, 0, {}, checkpoint_id, "2026-11-21T00:00:00+00:00"))
+            writer.flush()
+        elif told_by == "the next attempt":
+            record_resumed_from(store, claim_attempt(store, Owner.current("other"), world_size=1), store.path_of(checkpoint_id))
+    seed = f"{store.path}-seed/checkpoints/{new_id(2, 0)}"  # that of another run says nothing of this one
+    record_resumed_from(store, claim_attempt(store, Owner.current("other"), world_size=1), seed)
+    limited = job(store, max_infrastructure_failures=1, max_preemptions=1)
+    counts_as = "lost its processes" if told_by == "nothing" else "was terminated 2 times"
     with pytest.raises(RestartsUsedUpError, match=counts_as):
         claim(store, limited, Restarts(limited.failure, "mine", is_rerun=True))
 
