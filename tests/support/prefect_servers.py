@@ -15,13 +15,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
+import prefect_torch.flows  # noqa: F401 - it starts the servers of this process
 from forked_programs import Popen
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
-from prefect.server.api import server
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing import utilities
 from prefect_home import PREFECT, empty_database, prepared_home
@@ -84,7 +83,7 @@ def senders_follow(change: AbstractContextManager[object]) -> Iterator[None]:
 def server_of_this_process() -> Iterator[None]:
     """Have flows of this process run against a server of their own, whose database is ready.
 
-    They send no heartbeats: at the end of each flow Prefect waits until the thread that does wakes up, up to a second.
+    Flows send no heartbeats: at the end of each flow Prefect waits until the thread that does wakes up, up to a second.
     """
 
     def folder() -> str:
@@ -95,7 +94,6 @@ def server_of_this_process() -> Iterator[None]:
     with (
         temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
         mock.patch.object(utilities, "mkdtemp", folder),
-        mock.patch.object(server, "subprocess", SimpleNamespace(Popen=Popen, TimeoutExpired=subprocess.TimeoutExpired)),
         senders_follow(utilities.prefect_test_harness(server_startup_timeout=_PATIENCE_S)),
     ):
         yield
