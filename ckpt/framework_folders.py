@@ -9,7 +9,7 @@ from pathlib import Path
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
-from prefect_torch.ckpt.files.folder import scan_files
+from prefect_torch.ckpt.files.folder import files_with_other_names, scan_files
 from prefect_torch.ckpt.reporting.api import get_checkpoint
 from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
@@ -94,7 +94,7 @@ def part_of_rank(
     if not paths:
         yield None
         return
-    with scratch_folder() as part:
+    with scratch_folder() as part, files_with_other_names(part):
         for path in paths:
             target = part / below / path
             target.parent.mkdir(parents=True, exist_ok=True)

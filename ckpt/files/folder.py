@@ -7,7 +7,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from prefect_torch.ckpt.storage.scratch import make_scratch, remove_scratch
 USER_METADATA_FILE = ".metadata.json"
 _LARGE_BYTES = 2**20  # larger files are stored one by one
 _GROUP_BYTES = 32 * 2**20
-_REFUSED = re.compile(r"[\\\x00-\x1f]")
+_REFUSED = re.compile(r"[\\\x00-\x1f\x7f]")
+_linked: set[Path] = set()  # the directories of `files_with_other_names`
 GROUPED = 1000  # as many as a failed try sends once more
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing target, a path through a file, links in a circle
 
@@ -145,7 +146,7 @@ def _together(sized: Iterable[tuple[str, int]], most: int | None) -> Iterator[tu
 def _size(path: str) -> int:
     try:
         return os.stat(path).st_size  # noqa: PTH116 - a directory may hold very many
-    except FileNotFoundError:  # moved by an earlier try; else the storage raises it
+    except FileNotFoundError:  # the storage raises it
         return 0
 
 
@@ -185,20 +186,42 @@ def adopt_files(directory: Path, paths: Iterable[str], taken: Path | None = None
     """Move the files at `paths` into `taken`, or else a scratch directory, and return it; a copy only across filesystems.
 
     The caller may delete or reuse `directory` immediately. Costs one rename per file on the same filesystem. A link's target
-    outside of `directory` is copied, since it was not handed over, and so is one inside.
+    outside of `directory` is copied, since it was not handed over, and so are one inside, and a file with a second name (a
+    hard link), by which it may be written to. After an error the files are where they were.
     """
-    root = directory.resolve()
-    taken = make_scratch(_writable_parent(root)) if taken is None else taken
-    # Copies first: the target of a link may be one of the files that move.
-    for path in sorted(paths, key=lambda path: _is_reached_directly(root / path)):
-        target = taken / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        source = root / path
-        if _is_reached_directly(source):
-            shutil.move(source, target)
-        else:
-            shutil.copyfile(source, target)
-    return taken
+    root, may_have_names = directory.resolve(), directory.resolve() in _linked
+    made = make_scratch(_writable_parent(root)) if taken is None else None
+    target = taken or made
+    assert target is not None
+    moved: list[str] = []
+    try:
+        # Copies first: the target of a link may be one of the files that move.
+        for path in sorted(paths, key=lambda path: _is_reached_directly(root / path)):
+            source, place = root / path, target / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if _is_reached_directly(source) and (may_have_names or source.stat().st_nlink == 1):
+                shutil.move(source, place)
+                moved.append(path)
+            else:
+                shutil.copyfile(source, place)
+    except BaseException:
+        for path in moved:
+            with suppress(OSError):  # the first error counts
+                shutil.move(target / path, root / path)
+        if made is not None:
+            remove_scratch(made)
+        raise
+    return target
+
+
+@contextmanager
+def files_with_other_names(directory: Path) -> Iterator[None]:
+    """Let the files in `directory` be adopted without a copy though they have second names: nobody writes to them by those."""
+    _linked.add(directory.resolve())
+    try:
+        yield
+    finally:
+        _linked.discard(directory.resolve())
 
 
 def _is_reached_directly(path: Path) -> bool:
@@ -254,4 +277,5 @@ class LentDirectories:
 
     def holds(self, directory: Path) -> bool:
         """Return whether `directory` is one of them, or lies in one."""
-        return any(directory.resolve().is_relative_to(lent.resolve()) for lent in self._lent)
+        lent = tuple(self._lent)  # a commit in the background may remove one meanwhile
+        return any(directory.resolve().is_relative_to(it.resolve()) for it in lent)

@@ -91,6 +91,8 @@ class RankCommits:
         job = CommitJob(staged, self._parent)
         try:
             manifest = commit(self._run, self._peers, job)
+            if not staged.agreement.is_background:  # else `release` removes them
+                staged.remove(job.linked)
             if manifest is not None:
                 self.costs.stall_s = manifest.timings["stall_s"]
         finally:
@@ -124,6 +126,7 @@ class CommitJob:
         staged: The report.
         parent: The checkpoint that this one continues.
         stored: The files of it that this rank has stored, by path.
+        linked: The paths of those that this rank's directory and the storage may both have, as one file with two names.
         decided: The topics of rank 0's decisions on it.
 
     """
@@ -131,6 +134,7 @@ class CommitJob:
     staged: StagedReport
     parent: str | None = None
     stored: dict[str, FileEntry] = field(default_factory=dict)
+    linked: list[str] = field(default_factory=list)
     decided: list[str] = field(default_factory=list)
 
 
@@ -237,6 +241,7 @@ def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
     staged, directory = job.staged, job.staged.directory
     if directory is None:
         return []
+    job.stored.update(staged.compared)
     left = [path for path in staged.report.files if path not in job.stored]
     own = [path for path in left if staged.agreement.owners.get(path, rank) == rank]
 
@@ -248,9 +253,12 @@ def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
 
     # In a local folder small files cost work, not waiting: several threads would pass the interpreter's lock around.
     most = GROUPED if run.storage.local_path(run.layout.run) is None else None
-    for_each(group_files(directory, own, owned=staged.owns_directory, most=most), store)
-    for_each(set(left) - set(own), lambda path: keep({path: digest_file(directory / path)}))
-    return [job.stored[path] for path in staged.report.files]
+    groups = group_files(directory, own, owned=staged.owns_directory, most=most)
+    job.linked.extend(path for group in groups if group.owned for path in group.paths)
+    for_each(groups, store)
+    if not staged.agreement.is_background:  # else they were compared as far as they were there
+        for_each(set(left) - set(own), lambda path: keep({path: digest_file(directory / path)}))
+    return [job.stored[path] for path in staged.report.files if path in job.stored]
 
 
 def _put_group(run: Run, checkpoint_id: str, directory: Path, group: FileGroup) -> dict[str, Transfer]:

@@ -3,8 +3,8 @@
 import logging
 import operator
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -19,12 +19,13 @@ from prefect_torch.ckpt.files.folder import (
     scan_files,
 )
 from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
-from prefect_torch.ckpt.runs.manifest import MAX_STEP
+from prefect_torch.ckpt.runs.manifest import MAX_STEP, FileEntry
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state import spare_memory
 from prefect_torch.ckpt.state.index import is_own_file
 from prefect_torch.ckpt.state.plan import WriteItem
+from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.scratch import remove_scratch, scratch_folder
 
 from .agreement import Agreement, Intent, Upload
@@ -99,7 +100,7 @@ class Report:
         if self.snapshot is not None:
             self.snapshot.stage_early()
 
-    def stage(self, agreement: Agreement, writes: list[WriteItem]) -> "StagedReport":
+    def stage(self, agreement: Agreement, writes: list[WriteItem], rank: int) -> "StagedReport":
         """Return the report with its data taken over: of a state the copy, of an asynchronous report also the files.
 
         An error is kept in the result, since the other ranks already wait for this one's part, and must receive it.
@@ -107,18 +108,45 @@ class Report:
         Args:
             agreement: The ranks' agreement.
             writes: What this rank writes of a state.
+            rank: This rank.
 
         """
         directory, state = self.directory, None
+        compared: dict[str, FileEntry] = {}
         try:
             if self.snapshot is not None and agreement.state is not None:
                 state = self.snapshot.stage(agreement.state, writes)
             if directory is not None and agreement.is_background:
-                directory = adopt_files(directory, self.files, None if self.lent is None else self.lent.make())
+                own = [path for path in self.files if agreement.owners.get(path, rank) == rank]
+                compared = _digest_others(directory, set(self.files).difference(own), rank)
+                directory = self._adopt(directory, own)
         except Exception as exc:  # noqa: BLE001 - raised by the commit, on every rank
             return StagedReport(self, agreement, problem=exc)
         stall_s = time.monotonic() - self.started_s if agreement.is_background else None
-        return StagedReport(self, agreement, directory, state, stall_s=stall_s)
+        return StagedReport(self, agreement, directory, state, stall_s=stall_s, compared=compared)
+
+    def _adopt(self, directory: Path, paths: Sequence[str]) -> Path:
+        if self.lent is None:
+            return adopt_files(directory, paths)
+        taken = self.lent.make()
+        try:
+            return adopt_files(directory, paths, taken)
+        except BaseException:
+            self.lent.remove(taken)
+            raise
+
+
+def _digest_others(directory: Path, paths: Iterable[str], rank: int) -> dict[str, FileEntry]:
+    """Return the digests of files that another rank stores, to be compared with its own; they stay where they are.
+
+    One that is gone is the same file: that rank has taken it from a directory that both reported.
+    """
+    found = {}
+    for path in paths:
+        with suppress(FileNotFoundError):
+            digested = digest_file(directory / path)
+            found[path] = FileEntry(path, digested.bytes, digested.digest, rank)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +160,7 @@ class StagedReport:
         state: This rank's share of a state, or None.
         problem: The error because of which this rank cannot store its part, or None.
         stall_s: How long the training waited for an asynchronous report; None where it waits for the commit.
+        compared: Of an asynchronous report, this rank's files that another rank stores, as far as they were still there.
 
     """
 
@@ -141,6 +170,7 @@ class StagedReport:
     state: "StagedState | None" = None
     problem: Exception | None = None
     stall_s: float | None = None
+    compared: Mapping[str, FileEntry] = field(default_factory=dict)
 
     @property
     def checkpoint_id(self) -> str:
@@ -150,12 +180,18 @@ class StagedReport:
 
     @property
     def owns_directory(self) -> bool:
-        """Whether the files in `directory` may be moved."""
+        """Whether the files in `directory` may be linked: they are removed from it once they are in a checkpoint."""
         return self.report.lent is not None or self.directory != self.report.directory
 
     def elapsed_s(self) -> float:
         """Return how long ago the report began."""
         return time.monotonic() - self.report.started_s
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Remove files that are part of a checkpoint now from a lent directory, or a second write would change that."""
+        for path in paths:
+            assert self.directory is not None
+            (self.directory / path).unlink(missing_ok=True)
 
     def release(self) -> None:
         """Delete the files that were taken over."""

@@ -135,7 +135,7 @@ class RankSession:
             agreement = self._rounds.agree(intent, meanwhile=report.stage_early)
             if self._node_copy is not None:
                 self._node_copy.release()  # every rank has restored the checkpoint by now
-            staged = report.stage(agreement, self._rounds.writes)
+            staged = report.stage(agreement, self._rounds.writes, self.context.world_rank)
             self._commits.commit(staged)
             self._last_step, self._num_reports = report.step, self._num_reports + 1
             if agreement.asks_leader and not agreement.ends_training:

@@ -52,7 +52,7 @@ class LocalStorage:
             return self._write(key, lambda target: copy_file(source, target))
 
     def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
-        """Copy files, or move them if they are `owned` and on this filesystem; all are durable when this returns.
+        """Copy files, or link them if they are `owned` and on this filesystem; all are durable when this returns.
 
         From 64 files on, they are made durable by one sync of the filesystem, which also waits for what others have written.
 

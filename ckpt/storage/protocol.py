@@ -98,8 +98,8 @@ class Storage(Protocol):
 
         Args:
             files: The path of each file, by its key.
-            owned: Whether the storage may move them instead of copying. If an earlier call did, and failed later, they are
-                found under their keys.
+            owned: Whether the storage may give them a second name (a hard link) instead of copying: the caller removes the
+                first one, once they are part of a checkpoint, before anybody writes to them again.
 
         """
         ...

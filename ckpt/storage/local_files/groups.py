@@ -1,5 +1,6 @@
-"""Files stored together: several small ones for the price of one sync, and those of the caller's that may be moved."""
+"""Files stored together: several small ones for the price of one sync, and those of the caller's that may be linked."""
 
+import errno
 import io
 import os
 import stat
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefect_torch.ckpt.storage.digest import digest_file, digest_stream
+from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .copies import copy_file, read_small, require_whole, write_small
@@ -20,6 +21,8 @@ from .syncing import GroupSync
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
 
 
 def store_group(root: RootFolder, files: Mapping[str, Path], *, owned: bool) -> dict[str, Transfer]:
@@ -31,7 +34,8 @@ def store_group(root: RootFolder, files: Mapping[str, Path], *, owned: bool) -> 
     Args:
         root: The storage's directory.
         files: The path of each file, by its key.
-        owned: Whether files may be moved instead of copied. If an earlier try has moved one, it is taken from its new place.
+        owned: Whether a file may get a second name (a hard link) instead of being copied: the caller removes the first one
+            before anybody writes to it again.
 
     """
     by_folder: dict[str, dict[str, Path]] = defaultdict(dict)
@@ -65,7 +69,7 @@ class _Place:
 
 
 class _Group:
-    """The state of one group: what is stored, and what is still to be moved."""
+    """The state of one group: what is stored, and what is still to be linked."""
 
     def __init__(self, root: RootFolder, num_files: int) -> None:
         self.stored: dict[str, Transfer] = {}
@@ -73,7 +77,7 @@ class _Group:
         self._sync = GroupSync(num_files)
         self._space = FreeSpace(root.path)
         self._written: dict[str, list[str]] = defaultdict(list)
-        self._moves: dict[str, dict[str, Path]] = defaultdict(dict)
+        self._links: dict[str, dict[str, Path]] = defaultdict(dict)
         self._uncovered: list[str] = []
 
     def __enter__(self) -> "Self":
@@ -85,7 +89,7 @@ class _Group:
             self._discard()
 
     def store(self, folder: str, named: Mapping[str, Path], *, owned: bool) -> None:
-        """Write the files of one directory, or find out which may be moved into it."""
+        """Write the files of one directory, or find out which may be linked into it."""
         with self._root.make(folder) as way:
             is_covered = self._sync.covers(way)
             if not is_covered:
@@ -97,21 +101,17 @@ class _Group:
                 self.stored[f"{prefix}{name}"] = taken or self._write(folder, place, path)
 
     def _take(self, folder: str, place: _Place, path: Path) -> Transfer | None:
-        """Return the digest of a file to move, or of one that an earlier try has moved; None for one to copy."""
-        if not path.exists() and place.way.is_file(place.name):
-            self._begin_sync(place)
-            with place.way.open(place.name, "rb") as file:
-                return digest_stream(file)
-        if not _is_movable(place.way, path.lstat()):
+        """Return the digest of a file to link; None for one to copy."""
+        if not _is_the_callers_alone(place.way, path.lstat()):
             return None
         os.utime(path)  # an object's time is that of its put, which is what garbage collection goes by
         before = path.lstat()
         self._begin_sync(place, path)
-        moved = digest_file(path)
+        taken = digest_file(path)
         if _version(path.lstat()) != _version(before):  # somebody still writes: a copy holds what its digest says
             return None
-        self._moves[folder][place.name] = path
-        return moved
+        self._links[folder][place.name] = path
+        return taken
 
     def _write(self, folder: str, place: _Place, path: Path) -> Transfer:
         self._written[folder].append(place.name)
@@ -133,16 +133,21 @@ class _Group:
             self._sync.begin(source or place.path())
 
     def finish(self) -> None:
-        """Make the files durable, then move those that may be moved, then make the names durable."""
+        """Make the files durable, then link those that may be linked, then make the names durable."""
         self._sync.wait()
-        for folder, named in self._moves.items():
+        for folder, named in self._links.items():
+            prefix = f"{folder}/" if folder else ""
             with self._root.make(folder) as way:
                 for name, path in named.items():
-                    os.replace(path, name, dst_dir_fd=way.folder)
+                    place = _Place(way, name, folder not in self._uncovered)
+                    if _link(place, path):
+                        self._written[folder].append(name)
+                    else:
+                        self.stored[f"{prefix}{name}"] = self._write(folder, place, path)
         for folder in self._uncovered:
             with self._root.make(folder) as way:
                 way.sync()
-        if self._moves:
+        if self._links:
             self._sync.wait()
 
     def _discard(self) -> None:
@@ -163,7 +168,23 @@ def _create(place: _Place) -> int:
         return place.way.create(place.name)
 
 
-def _is_movable(way: Way, status: os.stat_result) -> bool:
+def _link(place: _Place, path: Path) -> bool:
+    """Give the file at `path` a second name, and return whether that is possible: two mounts may be of one filesystem."""
+    for _ in range(2):
+        try:
+            os.link(path, place.name, dst_dir_fd=place.way.folder, follow_symlinks=False)
+        except FileExistsError:  # of an earlier try
+            place.way.unlink(place.name)
+        except OSError as exc:
+            if exc.errno not in _CANNOT_LINK:
+                raise
+            return False
+        else:
+            return True
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(place.path()))
+
+
+def _is_the_callers_alone(way: Way, status: os.stat_result) -> bool:
     """Return whether a file is the caller's alone, on the same filesystem: a link's target and a second name are not ours."""
     is_alone = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
     return is_alone and status.st_dev == os.fstat(way.folder).st_dev

@@ -76,13 +76,6 @@ class Way:
         except FileNotFoundError:
             return False
 
-    def is_file(self, name: str) -> bool:
-        """Return whether `name` is a plain file in the last directory."""
-        try:
-            return stat.S_ISREG(self.status(name).st_mode)
-        except FileNotFoundError:
-            return False
-
     def status(self, name: str) -> os.stat_result:
         """Return the status of `name` itself."""
         try:
@@ -209,7 +202,12 @@ class RootFolder:
         """
         *folders, name = key.split("/")
         way = self.open(folders)
-        if not way.is_link(name):
+        try:
+            is_link = way.is_link(name)
+        except BaseException:
+            way.__exit__(None, None, None)
+            raise
+        if not is_link:
             return way, name
         with way:
             return self.reach("/".join(self._inside(way.path(name))))

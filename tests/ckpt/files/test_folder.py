@@ -2,6 +2,7 @@ import errno
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt.files.folder import adopt_files, group_files, scan_files
@@ -190,3 +191,22 @@ def test_small_files_are_stored_together_up_to_a_number_and_a_size_and_large_one
     for groups in (any_number, few):
         assert sorted(path for group in groups for path in group.paths) == sorted(sizes)
         assert groups[0].paths == ("large",)
+
+
+def test_files_that_cannot_all_be_taken_stay_where_they_were(tmp_path, monkeypatch):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name in ("a", "b", "c"):
+        (mine / name).write_text(name)
+    move = shutil.move
+
+    def fail_at_the_last(source, target):
+        if Path(source) == mine / "c":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return move(source, target)
+
+    monkeypatch.setattr(shutil, "move", fail_at_the_last)
+    with pytest.raises(OSError, match="No space left"):
+        adopt_files(mine, ["a", "b", "c"])
+    assert {path.name: path.read_text() for path in mine.iterdir()} == {"a": "a", "b": "b", "c": "c"}
+    assert list(tmp_path.iterdir()) == [mine]

@@ -1,12 +1,14 @@
 """A directory that is lent to the training function: what is reported is moved from it, and a crash leaves nothing behind."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 from crash_points import crash_points, open_run
 from memory_storage import MemoryStorage
-from prefect_torch.ckpt import Checkpoint, CheckpointStore, checkpoint_directory, report
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageFullError, checkpoint_directory, report
+from prefect_torch.ckpt.files.folder import LentDirectories
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.storage.local import LocalStorage
 from ranks import Attempt, as_rank, read_files
@@ -155,3 +157,42 @@ def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoi
         data = {info.key.split("/")[2] for info in faulty.inner.list("run/checkpoints/")}
         assert data == {manifest.id for manifest in store.list()}
     assert fired > 10
+
+
+def test_what_a_failed_report_did_not_store_is_still_there_for_the_next_one(store, monkeypatch):
+    """Another rank finds the storage full, so no rank's files are part of a checkpoint."""
+    put_files, left = type(store.storage).put_files, [2]
+
+    def full(self, files, **options):
+        if left[0] and any(key.endswith("model-1") for key in files):
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return put_files(self, files, **options)
+
+    monkeypatch.setattr(type(store.storage), "put_files", full)
+
+    def train(session, rank):
+        with session.lent.lend() as directory:
+            (directory / f"model-{rank}").write_text(f"of {rank}")
+            with pytest.raises(StorageFullError):
+                session.report({}, Checkpoint.from_directory(directory), step=1)
+            session.report({}, Checkpoint.from_directory(directory), step=1)
+            assert list(directory.iterdir()) == []
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    (manifest,) = store.list()
+    assert read_files(store.checkpoint(manifest)) == {"model-0": b"of 0", "model-1": b"of 1"}
+
+
+def test_a_directory_that_a_commit_removes_meanwhile_is_no_matter(store, monkeypatch):
+    lent = LentDirectories(store, 1)
+    other, directory = lent.make(), lent.make()
+    resolve = Path.resolve
+
+    def resolve_and_remove(self):
+        if other in lent._lent:
+            lent.remove(other)
+        return resolve(self)
+
+    monkeypatch.setattr(Path, "resolve", resolve_and_remove)
+    assert lent.holds(directory)

@@ -1,6 +1,7 @@
 """What a report promises, with ranks as threads."""
 
 import errno
+import os
 import shutil
 import subprocess
 import tempfile
@@ -206,6 +207,40 @@ def test_a_sync_report_leaves_the_folder_as_it_was(store, tmp_path):
     Attempt(store).session().report({}, folder(tmp_path / "c", model="x"))
     (tmp_path / "c/model").write_bytes(b"y")
     assert read_files(store.checkpoint(store.list()[0])) == {"model": b"x"}
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_ranks_may_report_one_directory_that_they_share(store, tmp_path, upload):
+    shared = folder(tmp_path / "shared", **{f"m{number}": str(number) for number in range(20)})
+    begin = threading.Barrier(3)
+
+    def train(session, rank):
+        begin.wait()
+        session.report({}, shared, upload=upload)
+
+    assert Attempt(store, 3).run(train) == [None] * 3
+    (manifest,) = store.list()
+    store.verify(manifest)
+    assert read_files(store.checkpoint(manifest)) == {f"m{number}": str(number).encode() for number in range(20)}
+
+
+def test_an_async_report_compares_files_of_one_name_though_another_rank_stores_them(store, tmp_path):
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), same="x", **{f"m{rank}": "y"}), upload="async")
+        (tmp_path / str(rank) / "same").write_text("written again at once")
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert read_files(store.checkpoint(store.list()[0])) == {"same": b"x", "m0": b"y", "m1": b"y"}
+
+
+def test_an_async_report_holds_what_a_file_with_two_names_held(store, tmp_path):
+    session = Attempt(store).session()
+    checkpoint = folder(tmp_path / "c", model="first")
+    os.link(tmp_path / "c/model", tmp_path / "other")
+    session.report({}, checkpoint, upload="async")
+    (tmp_path / "other").write_text("second")
+    session.finish()
+    assert read_files(store.checkpoint(store.list()[0])) == {"model": b"first"}
 
 
 def test_an_async_report_takes_the_files_over_and_is_durable_at_the_end(store, tmp_path):

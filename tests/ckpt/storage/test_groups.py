@@ -1,8 +1,9 @@
-"""Files stored together in a local folder: what is moved, what is synced and when, and what an error leaves."""
+"""Files stored together in a local folder: what is linked, what is synced and when, and what an error leaves."""
 
 import errno
 import fcntl
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -34,26 +35,26 @@ def written(folder, names, data=b"data"):
 
 
 class Calls:
-    """Records what is synced and renamed, in order, by inode: a file keeps its own."""
+    """Records what is synced and linked, in order, by inode: a file keeps its own."""
 
     def __init__(self, monkeypatch):
         self.done = []
-        fsync, replace, whole = os.fsync, os.replace, syncing._sync_filesystem
+        fsync, link, whole = os.fsync, os.link, syncing._sync_filesystem
 
         def record_fsync(descriptor):
             self.done.append(("sync", os.fstat(descriptor).st_ino))
             fsync(descriptor)
 
-        def record_replace(old, new, **kwargs):
-            self.done.append(("rename", Path(old).stat().st_ino))
-            replace(old, new, **kwargs)
+        def record_link(old, new, **kwargs):
+            self.done.append(("link", Path(old).stat().st_ino))
+            link(old, new, **kwargs)
 
         def record_whole(descriptor):
             self.done.append(("sync all", None))
             whole(descriptor)
 
         monkeypatch.setattr(os, "fsync", record_fsync)
-        monkeypatch.setattr(os, "replace", record_replace)
+        monkeypatch.setattr(os, "link", record_link)
         monkeypatch.setattr(syncing, "_sync_filesystem", record_whole)
 
     def last(self, what, inode=None):
@@ -108,22 +109,22 @@ def test_a_sync_that_fails_stores_nothing(storage, source, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 3, MANY])
-def test_an_owned_file_is_synced_then_moved_then_its_name_is_synced(storage, source, monkeypatch, count):
+def test_an_owned_file_is_synced_then_linked_then_its_name_is_synced(storage, source, monkeypatch, count):
     files = written(source, map(str, range(count)))
     inodes = {path.stat().st_ino for path in files.values()}
     calls = Calls(monkeypatch)
     storage.put_files(files, owned=True)
     assert {path.stat().st_ino for path in (Path(storage.url) / "run/x").iterdir()} == inodes
-    assert list(source.iterdir()) == []
+    assert len(list(source.iterdir())) == count  # a report that fails after this can be made again
     folder = (Path(storage.url) / "run/x").stat().st_ino
     for inode in inodes:
-        at = calls.last("rename", inode)
+        at = calls.last("link", inode)
         before, after = calls.done[:at], calls.done[at:]
         assert ("sync", inode) in before or ("sync all", None) in before
         assert ("sync", folder) in after or ("sync all", None) in after
 
 
-def test_a_moved_file_is_as_new_as_one_that_was_written(storage, source):
+def test_a_linked_file_is_as_new_as_one_that_was_written(storage, source):
     files = written(source, ["a"])
     os.utime(source / "a", (1, 1))
     storage.put_files(files, owned=True)
@@ -156,22 +157,59 @@ def test_a_file_that_is_written_while_it_is_read_is_copied_and_its_digest_is_rig
     assert stored.digest == xxhash.xxh3_128_hexdigest(storage.get_bytes("run/x/a")) == xxhash.xxh3_128_hexdigest(b"other data")
 
 
-def test_files_that_an_earlier_try_has_moved_are_found(storage, source, monkeypatch):
+def test_after_an_error_nothing_is_stored_and_the_files_are_where_they_were(storage, source, monkeypatch):
     files = written(source, ["a", "b"])
-    replace, failing = os.replace, iter([False, True])
+    link, failing = os.link, iter([False, True])
 
     def fail_once(*args, **kwargs):
         if next(failing, False):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        replace(*args, **kwargs)
+        link(*args, **kwargs)
 
-    monkeypatch.setattr(os, "replace", fail_once)
+    monkeypatch.setattr(os, "link", fail_once)
     with pytest.raises(OSError, match="Input/output"):
         storage.put_files(files, owned=True)
-    assert sorted(path.name for path in source.iterdir()) == ["b"]
+    assert sorted(path.name for path in source.iterdir()) == ["a", "b"]
+    assert list(storage.list("")) == []
     stored = storage.put_files(files, owned=True)
     assert {it.digest for it in stored.values()} == {xxhash.xxh3_128_hexdigest(b"data")}
     assert [storage.get_bytes(key) for key in files] == [b"data", b"data"]
+    assert (source / "a").stat().st_ino == (Path(storage.url) / "run/x/a").stat().st_ino
+
+
+@pytest.mark.parametrize("reason", [errno.EXDEV, errno.EPERM, errno.EMLINK])
+@pytest.mark.parametrize("count", [1, MANY])
+def test_an_owned_file_that_cannot_be_linked_is_copied_and_durable(storage, source, monkeypatch, reason, count):
+    files = written(source, map(str, range(count)))
+
+    def refuse(*_, **__):
+        raise OSError(reason, os.strerror(reason))
+
+    calls = Calls(monkeypatch)
+    monkeypatch.setattr(os, "link", refuse)
+    stored = storage.put_files(files, owned=True)
+    assert {it.digest for it in stored.values()} == {xxhash.xxh3_128_hexdigest(b"data")}
+    for key in files:
+        inode = Path(storage.url, key).stat().st_ino
+        assert ("sync", inode) in calls.done or calls.done[-1] == ("sync all", None)
+
+
+def test_two_mounts_of_one_filesystem_need_a_copy(tmp_path):
+    """As two volumes of a container on one disk: they are one device, and no file can be renamed or linked between them."""
+    for name in ("source", "store"):
+        (tmp_path / name).mkdir()
+        mounted = subprocess.run(["mount", "--bind", tmp_path / name, tmp_path / name], check=False, capture_output=True)
+        if mounted.returncode != 0:
+            pytest.skip("mounting is not permitted here")
+    try:
+        files = written(tmp_path / "source", ["a"])
+        assert (tmp_path / "source").stat().st_dev == (tmp_path / "store").stat().st_dev
+        storage = LocalStorage(tmp_path / "store")
+        storage.put_files(files, owned=True)
+        assert storage.get_bytes("run/x/a") == b"data"
+    finally:
+        for name in ("source", "store"):
+            subprocess.run(["umount", tmp_path / name], check=True)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**16 - 1, 2**16, 2**16 + 1, 2**20, 2**20 + 1])
