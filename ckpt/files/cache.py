@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TypeAlias
 
 import xxhash
 from filelock import FileLock, Timeout
+from prefect_torch.ckpt.files.folder import downloads_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.keys import check_key
@@ -137,7 +137,7 @@ def _cache_root() -> Path:
     If this is not so, an error is raised and no other directory is used: readers would share nothing, and the disk would hold
     each file as often as there are readers.
     """
-    root = Path(tempfile.gettempdir()) / f"prefect-torch-{os.geteuid()}"  # a container's user may have no name
+    root = downloads_folder()
     with suppress(FileExistsError):
         root.mkdir(mode=0o700)
     found = root.lstat()  # not the target of a link

@@ -35,8 +35,11 @@ def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target:
         path = target / check_key(entry.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(temporary_name())
-        download_file(run, manifest, entry, partial)
-        partial.replace(path)
+        try:
+            download_file(run, manifest, entry, partial)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)  # after an error; or a report of this directory would refuse it
 
     for_each(entries, fetch)
 
@@ -133,6 +136,8 @@ def download_file(run: Run, manifest: Manifest, entry: FileEntry, path: Path) ->
         try:
             moved = storage.get_file(run.layout.data(manifest.id, entry.path), path)
         except FileNotFoundError as exc:
+            if not path.parent.is_dir():  # somebody has cleaned the temporary directory: nothing of the checkpoint is missing
+                raise
             raise missing(run, manifest, entry) from exc
         check_entry(run, manifest, entry, moved)
 

@@ -6,6 +6,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -180,6 +181,16 @@ def check_apart(directory: Path, run: Path | None) -> None:
     """
     if run is not None and run.resolve().is_relative_to(directory.resolve()):
         raise ValueError(f"the directory {directory} holds the run itself, {run}: report one that holds the checkpoint alone")
+
+
+def downloads_folder() -> Path:
+    """Return the path of the directory of this user's downloads, which may not exist."""
+    return Path(tempfile.gettempdir()) / f"prefect-torch-{os.geteuid()}"  # a container's user may have no name
+
+
+def lies_in_downloads(path: Path) -> bool:
+    """Return whether a local directory is one that the readers of a checkpoint on this node share."""
+    return path.resolve().is_relative_to(downloads_folder().resolve())
 
 
 def adopt_files(directory: Path, paths: Iterable[str], taken: Path | None = None) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
-from prefect_torch.ckpt.errors import CheckpointError, CommitFailedError, StorageFullError
+from prefect_torch.ckpt.errors import CommitFailedError, StorageFullError
 from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, group_files
 from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.history import MetricRecord
@@ -194,7 +194,7 @@ def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
 def _remove(what: str, remove: Callable[[], object]) -> None:
     try:
         remove()
-    except (CheckpointError, OSError) as exc:
+    except Exception as exc:  # noqa: BLE001 - the other ranks wait for what follows
         _logger.warning("%s could not be removed, so the storage stays as full as it is: %s", what, exc)
 
 

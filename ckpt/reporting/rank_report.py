@@ -15,6 +15,7 @@ from prefect_torch.ckpt.files.folder import (
     adopt_files,
     check_apart,
     existing_directory,
+    lies_in_downloads,
     read_metadata,
     scan_files,
 )
@@ -273,7 +274,7 @@ class ReportPreparation:
         directory = None if checkpoint.store is not None else existing_directory(checkpoint.path)
         if directory is not None:
             check_apart(directory, self._run.storage.local_path(self._run.layout.run))
-        if directory is None or lies_in_checkpoint(directory.resolve()):
+        if directory is None or lies_in_checkpoint(directory.resolve()) or lies_in_downloads(directory):
             # A committed checkpoint is never changed: only a copy of it is moved or stored again.
             directory = cleanup.enter_context(scratch_folder())
             checkpoint.to_directory(directory)

@@ -20,6 +20,7 @@ from prefect_torch.ckpt.runs.record_fields import Count, Within
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.process_ids import is_alive
 from prefect_torch.ckpt.text import utc_now
 
 from .retention import RetentionPolicy
@@ -70,7 +71,7 @@ class Owner:
         here = _host()
         if self.host not in (here, here.rpartition("/")[0]):
             return None
-        return _start_ticks(self.pid) != self.started or not _exists(self.pid)
+        return _start_ticks(self.pid) != self.started or not is_alive(self.pid)
 
 
 def _policy(settings: dict[str, Any]) -> RetentionPolicy:
@@ -343,13 +344,3 @@ def _start_ticks(pid: int) -> int | None:
     # The second field is the command in parentheses and may hold spaces; the start is the 22nd (proc_pid_stat(5)).
     state, *fields = stat.rpartition(")")[2].split()
     return None if state == "Z" else int(fields[18])
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process
-        return True
-    return True

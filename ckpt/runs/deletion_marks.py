@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.text import utc_now
 
 STALE_S = 3600.0  # by the storage's clock: an older mark is that of a process that was killed
@@ -81,7 +82,8 @@ def is_marked(run: Run, checkpoint_id: str, witness: str) -> bool:
 
 def remove_stale_marks(run: Run, now_s: float) -> None:
     """Remove the marks of processes that were killed; `now_s` is the storage's clock."""
-    run.storage.delete([info.key for info in run.storage.list(run.layout.deletions) if info.modified_s < now_s - STALE_S])
+    stale = [info.key for info in run.storage.list(run.layout.deletions) if info.modified_s < now_s - STALE_S]
+    run.storage.delete(filter(is_key, stale))
 
 
 def _ids_at(run: Run, key: str, unreadable: Collection[str]) -> Collection[str]:

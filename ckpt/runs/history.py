@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +17,6 @@ from prefect_torch.ckpt.runs.records import fields_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 
-from .attempts import read_outcome
 from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records
 
 CHUNK_AGE_S = 2.0
@@ -191,18 +191,14 @@ def newest_metrics(history: Sequence[MetricRecord]) -> Metrics:
 
 
 def lost_records(run: Run, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:
-    """Return the reports of `listed` checkpoints that leaders before `attempt` were killed too early to store.
+    """Return the reports of `listed` checkpoints that leaders before `attempt` did not store: killed, or without storage.
 
-    The leader of `attempt` stores them before anything is pruned: until then a manifest is their only record. Costs a small
-    read for each attempt that `listed` are of, a listing and a read for each of those that left no outcome, and a read for
-    each lost report.
+    The leader of `attempt` stores them before anything is pruned: until then a manifest is their only record. Costs a listing
+    and a read for each attempt that `listed` are of, whatever its outcome says: the last records may have failed to be stored
+    just before that was; and a read for each lost report.
     """
     before = sorted({number for it in listed if (number := attempt_of(it.id)) < attempt})
-
-    def newest_of_killed(number: int) -> str | None:
-        return newest_recorded(run, number) if read_outcome(run, number) is None else None
-
-    recorded = dict(zip(before, read_all(before, newest_of_killed), strict=True))
+    recorded = dict(zip(before, read_all(before, partial(newest_recorded, run)), strict=True))
     lost = [it for it in listed if (newest := recorded.get(attempt_of(it.id))) is not None and it.id > newest]
     return [_record_of(manifest) for manifest in run.readable(lost)]
 

@@ -9,6 +9,7 @@ from threading import Lock
 from prefect_torch.ckpt.runs.layout import log_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.text import utc_now
 
 _PART_BYTES = 1 << 20
@@ -110,7 +111,7 @@ def delete_evaluation_logs(run: Run, is_deleted: Callable[[str], bool]) -> None:
     for key in run.keys(logs):
         _, _, below = key.removeprefix(logs).partition("/")
         checkpoint_id, _, file = below.partition("/")
-        if is_id(checkpoint_id) and file:  # else another program's
+        if is_id(checkpoint_id) and file and is_key(key):  # else another program's
             by_checkpoint[checkpoint_id].append(key)
     left = [key for it, keys in by_checkpoint.items() if is_deleted(it) for key in keys]
     if left:

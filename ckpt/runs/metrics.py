@@ -10,6 +10,7 @@ MetricValue: TypeAlias = "bool | int | float | str | dict[str, MetricValue] | No
 Metrics: TypeAlias = dict[str, MetricValue]
 
 _MAX_DEPTH = 32
+_LARGEST_BITS = 14_000  # Python prints no more than 4300 digits
 # Strict JSON has no NaN and no infinities; readers in other languages reject Python's bare words for them.
 _NON_FINITE = "__float__"
 _NON_FINITE_TEXTS = ("nan", "inf", "-inf")
@@ -52,6 +53,8 @@ def _clean_mapping(metrics: Mapping[str, object], path: str, depth: int, *, read
 
 
 def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
+    if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
+        raise ValueError(f"metric {name!r} is an integer of {value.bit_length()} bits, and {_LARGEST_BITS} are the most")
     if value is None or type(value) in (bool, int, float, str):
         return value  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`
     to_item = getattr(value, "item", None)

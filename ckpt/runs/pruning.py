@@ -1,8 +1,11 @@
 """Deletion of checkpoints: the manifest first, the data after it; never a pinned checkpoint or one that is read."""
 
 import logging
+import os
+import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt.errors import StorageError
@@ -12,6 +15,7 @@ from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_atte
 from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.folder_readers import is_read
+from prefect_torch.ckpt.storage.keys import is_key
 
 from .deletion_marks import DeletionMark, marked, remove_stale_marks
 from .log_files import delete_evaluation_logs
@@ -124,6 +128,8 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     data: dict[str, set[str]] = defaultdict(set)
     modified_s: dict[str, float] = defaultdict(float)
     for info in run.storage.list(run.layout.checkpoints):
+        if not is_key(info.key):  # another program's
+            continue
         checkpoint_id = info.key.removeprefix(run.layout.checkpoints).partition("/")[0]
         data[checkpoint_id].add(info.key)
         modified_s[checkpoint_id] = max(modified_s[checkpoint_id], info.modified_s)
@@ -165,12 +171,21 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
 
 
 def _delete_unreported(run: Run, newest_attempt: int, before_s: float) -> None:
-    """Delete the files that ranks of older attempts wrote before then and never reported, since they were killed."""
-    if run.storage.local_path(run.layout.all_unreported) is None:
+    """Delete the directories of ranks of older attempts that nobody has written to since then: they were killed."""
+    folder = run.storage.local_path(run.layout.all_unreported.removesuffix("/"))
+    if folder is None:
         return
-    infos = run.storage.list(run.layout.all_unreported)
-    left = [it.key for it in infos if unreported_attempt(run.layout, it.key) < newest_attempt and it.modified_s < before_s]
-    run.storage.delete(left)
+    newest_s: dict[str, float] = defaultdict(float)
+    for info in run.storage.list(run.layout.all_unreported):
+        if unreported_attempt(run.layout, info.key) < newest_attempt:
+            name = info.key.removeprefix(run.layout.all_unreported).partition("/")[0]
+            newest_s[name] = max(newest_s[name], info.modified_s)
+    for name, modified_s in newest_s.items():
+        if modified_s < before_s:  # not by keys: a function may give its files names that are none
+            with suppress(FileNotFoundError):  # another process collects garbage, too
+                (shutil.rmtree if (folder / name).is_dir() else os.unlink)(folder / name)
+    with suppress(OSError):  # it is there for those of living ranks
+        folder.rmdir()
 
 
 def _quarantined(run: Run) -> dict[str, float]:

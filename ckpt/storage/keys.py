@@ -17,6 +17,11 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
+def is_key(key: str) -> bool:
+    """Return whether `check_key` would take `key`; a listing also has what other programs have named."""
+    return _REFUSED.search(key) is None
+
+
 def check_key(key: str) -> str:
     """Return `key`, one or more names joined with "/" that stay below any path they are joined to.
 
@@ -24,6 +29,6 @@ def check_key(key: str) -> str:
         ValueError: If it is empty or absolute, or holds "..", ".", an empty name, a backslash or a control character.
 
     """
-    if _REFUSED.search(key):
+    if not is_key(key):
         raise ValueError(f"{key!r} cannot be a storage key: use plain names joined with '/'")
     return key

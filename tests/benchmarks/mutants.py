@@ -56,7 +56,7 @@ MUTANTS = [
         "ckpt/runs/attempts.py",
         "tests/ckpt/runs/test_attempts.py tests/ckpt/runs/test_standing.py",
         ("return alike and self != other", "return alike"),
-        ("_start_ticks(self.pid) != self.started or not _exists(self.pid)", "not _exists(self.pid)"),
+        ("_start_ticks(self.pid) != self.started or not is_alive(self.pid)", "not is_alive(self.pid)"),
         ("checkpoint_id if is_id(checkpoint_id) else None", "checkpoint_id"),
         ('None if state == "Z" else int(fields[18])', "int(fields[18])"),
         ("number = _newest_number(run) + 1", "number = 1"),

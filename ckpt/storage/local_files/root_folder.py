@@ -85,8 +85,8 @@ class Way:
             raise
 
     def open(self, name: str, mode: Literal["rb", "xb"]) -> io.FileIO:
-        """Open the file `name`, which is no link; "xb" creates it."""
-        descriptor = self.create(name) if mode == "xb" else self._open(name, os.O_RDONLY)
+        """Open the file `name`, which is no link; "xb" creates it. A pipe of that name blocks nobody."""
+        descriptor = self.create(name) if mode == "xb" else self._open(name, os.O_RDONLY | os.O_NONBLOCK)
         try:
             return io.FileIO(descriptor, mode.replace("x", "w"))
         except OSError as exc:

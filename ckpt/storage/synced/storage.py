@@ -4,12 +4,14 @@ import os
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.process_ids import is_alive
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
 from .late_uploads import LateUploads
@@ -83,6 +85,14 @@ class SyncedStorage(LocalStorage):
         other = SyncedStorage(Path(self.url), self._transport)
         other._rereads = True
         return other
+
+    def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
+        """Remove what killed writers and uploaders have left."""
+        super().remove_interrupted(prefix, older_than_s)
+        for staged in (Path(self.url) / FOLDER).glob("*-*"):
+            with suppress(FileNotFoundError, ValueError):  # removed meanwhile; no directory of an uploader
+                if staged.stat().st_mtime <= time.time() - older_than_s and not is_alive(int(staged.name.partition("-")[0])):
+                    shutil.rmtree(staged)
 
     def download(self, run: str) -> None:
         """Copy all of a run here from where it was uploaded; objects that are only here stay.

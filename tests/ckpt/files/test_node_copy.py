@@ -1,5 +1,6 @@
 """What a leader reads from a bucket to prove a checkpoint whole, its node's ranks find, so that it is read once."""
 
+import shutil
 import tempfile
 from pathlib import Path
 from threading import Event
@@ -7,7 +8,7 @@ from threading import Event
 import pytest
 import torch
 from faulty_storage import FaultyStorage
-from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt import Checkpoint, CheckpointStore
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry
@@ -203,3 +204,34 @@ def test_a_folder_is_read_in_place_and_copied_nowhere(node, tmp_path):
     copy = NodeCopy()
     copy.verify(open_run(storage), manifest, "digest")
     assert cached(node) == []
+
+
+def test_a_temporary_directory_that_is_cleaned_meanwhile_damages_no_checkpoint(bucket, node, tmp_path, monkeypatch):
+    newest = report(bucket, tmp_path, "folder")
+    store = open_run(bucket)
+    get_file, cleaned = FsspecStorage.get_file, []
+
+    def clean_first(self, key, path):
+        if not cleaned:
+            cleaned.append(key)
+            shutil.rmtree(node)
+            node.mkdir()
+        return get_file(self, key, path)
+
+    monkeypatch.setattr(FsspecStorage, "get_file", clean_first)
+    assert choose_checkpoint(store, lineage=1, verify="digest", prove=NodeCopy().verify).id == newest.id
+    assert cleaned
+    assert list(store.keys(store.layout.quarantined)) == []
+
+
+def test_an_async_report_of_what_was_downloaded_leaves_it_to_the_other_readers(bucket, tmp_path):
+    report(bucket, tmp_path, "folder")
+    store = open_run(bucket)
+    latest = store.checkpoint(store.latest())
+    content = read_files(latest)
+    with latest.as_directory() as other, latest.as_directory() as directory:
+        session = Attempt(store).session()
+        session.report({}, Checkpoint.from_directory(directory), upload="async", step=99)
+        session.finish()
+        assert {str(path.relative_to(other)): path.read_bytes() for path in Path(other).rglob("*") if path.is_file()} == content
+    assert read_files(store.checkpoint(store.latest())) == content

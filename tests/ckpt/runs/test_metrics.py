@@ -150,3 +150,9 @@ def test_every_flattened_name_finds_its_metric(value):
 @given(st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.just("__float__"), inner), max_leaves=8))
 def test_what_looks_like_the_tag_survives_json(value):
     assert repr(from_json(json.loads(json.dumps(to_json(value), allow_nan=False)))) == repr(value)
+
+
+def test_an_integer_that_nobody_can_print_is_refused():
+    assert clean_metrics({"m": 2**13_999}) == {"m": 2**13_999}
+    with pytest.raises(ValueError, match="metric 'a/m' is an integer of 16610 bits, and 14000 are the most"):
+        clean_metrics({"a": {"m": 10**5000}})

@@ -1,5 +1,6 @@
 """What was found damaged stays until somebody removes it or its time is over, and comes back when it is whole."""
 
+import errno
 import os
 import time
 
@@ -120,3 +121,60 @@ def test_a_run_whose_only_checkpoint_is_in_quarantine_says_how_it_comes_back(sto
     mend()
     store.restore(damaged.id)
     assert choose_checkpoint(store, lineage=1, verify="digest") == damaged
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_files_that_somebody_has_moved_and_linked_are_not_missing(store, tmp_path, place):
+    session = Attempt(store).session()
+    (tmp_path / "c/optimizer").mkdir(parents=True)
+    session.report({}, folder(tmp_path / "c", **{"model": "m", "optimizer/state": "o"}))
+    (manifest,) = store.list()
+    data = store.storage.local_path(store.layout.data(manifest.id))
+    moved = (tmp_path / "store" if place == "inside" else tmp_path) / "moved"
+    (data / "optimizer").rename(moved)
+    (data / "optimizer").symlink_to(moved)
+    if place == "inside":
+        assert choose_checkpoint(store, lineage=1, verify="digest").id == manifest.id
+    else:
+        with pytest.raises(PermissionError, match="leads out of the storage"):
+            choose_checkpoint(store, lineage=1, verify="digest")
+    assert list(store.keys(store.layout.quarantined)) == []
+
+
+def test_an_odd_name_that_a_killed_rank_has_left_stops_no_garbage_collection_and_no_report(store, tmp_path, monkeypatch):
+    """It hung all ranks where the storage was full: rank 0 collects garbage then, and the others wait for it."""
+    directory = Attempt(store).session().lent.make()
+    (directory / "loss\\epoch=1.pt").write_text("x")
+    os.utime(directory / "loss\\epoch=1.pt", (1, 1))
+    put_file, full = type(store.storage).put_file, [True, True]
+
+    def refuse_first(self, key, path):
+        if full:
+            full.pop()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return put_file(self, key, path)
+
+    monkeypatch.setattr(type(store.storage), "put_file", refuse_first)
+
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"model-{rank}": "x" * 2**21}))
+
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert len(store.list()) == 1
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("place", ["deletions", "checkpoints/{gone}", "evaluation-logs/x/{gone}", "unreported"])
+def test_a_name_that_is_no_key_ends_no_garbage_collection(store, tmp_path, place):
+    for score in (1, 2):  # of an attempt each
+        fill(store, tmp_path, score)
+    gone = "000001-00000099-0123abcd"
+    garbage = store.storage.local_path(store.layout.data(gone, "garbage"))
+    odd = store.storage.local_path("run") / place.format(gone=gone) / "a\\b.json"
+    for path in (garbage, odd):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+        os.utime(path, (1, 1))
+    assert collect_garbage(store) == [gone]
+    assert not garbage.exists()
+    assert odd.exists() == (place != "unreported")

@@ -794,3 +794,18 @@ def test_a_server_that_is_gone_is_a_storage_error_after_the_deadline():
     storage = RetryingStorage(lambda: ObstoreStorage("s3://bucket", options), RetryPolicy(0.2, 0.01, 0.02))
     with pytest.raises(StorageError, match=r"storing s3://bucket/run/x failed \d+ times"):
         storage.put_bytes("run/x", b"1")
+
+
+def test_a_lookup_that_fails_leaves_no_descriptor(tmp_path):
+    storage = LocalStorage(tmp_path)
+    storage.put_bytes("run/manifests/a.json", b"{}")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        with pytest.raises(OSError, match="name too long"):
+            storage.size(f"run/manifests/{'x' * 300}")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_pipe_in_the_place_of_an_object_blocks_nobody(tmp_path):
+    os.mkfifo(tmp_path / "latest.json")
+    assert LocalStorage(tmp_path).get_bytes("latest.json") == b""

@@ -1,7 +1,9 @@
 """Directories that a command copies to where other machines reach them."""
 
 import logging
+import os
 import shutil
+import subprocess
 import sys
 import threading
 from datetime import datetime, timezone
@@ -194,3 +196,19 @@ def test_a_template_without_source_and_target_is_refused_at_once(template, field
     ways = {"upload": "rsync -a {source} {target}", "download": "rsync -a {source} {target}", field: template}
     with pytest.raises(ValueError, match=r"the command has no \{(source|target)\}"):
         SyncConfig(**ways, target="host:/checkpoints")
+
+
+def test_what_a_killed_upload_has_left_is_removed(tmp_path):
+    """It has second names of files, which would not be freed when they are pruned."""
+    storage = SyncedStorage(tmp_path / "here", transport(tmp_path / "there"))
+    staged = tmp_path / "here" / FOLDER
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for name in (f"{gone.pid}-old", f"{gone.pid}-new", f"{os.getpid()}-old"):
+        (staged / name).mkdir(parents=True)
+        (staged / name / "big").write_bytes(b"x")
+        if name.endswith("old"):
+            os.utime(staged / name, (1, 1))
+    (staged / "download.lock").touch()
+    storage.remove_interrupted("run/", 60)
+    assert {it.name for it in staged.iterdir()} == {f"{gone.pid}-new", f"{os.getpid()}-old", "download.lock"}
