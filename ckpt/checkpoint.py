@@ -1,6 +1,7 @@
 """A handle to a checkpoint: a directory of files, local or in a storage."""
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -177,12 +178,12 @@ class Checkpoint:
         if self.store is None:
             assert self.directory is not None
             chosen = choose_in_folder(self.directory, include, own_files=own_files)
-            target = _made(path)
-            copy_folder(self.directory, target, chosen)
+            with _made(path) as target:
+                copy_folder(self.directory, target, chosen)
         else:
             manifest, files = self._choose(self.store, include, own_files=own_files)
-            target = _made(path)
-            download(self.store, manifest, files, target)
+            with _made(path) as target:
+                download(self.store, manifest, files, target)
         metadata = self.get_metadata()
         if metadata:
             Checkpoint.from_directory(target).set_metadata(metadata)
@@ -339,10 +340,17 @@ class Checkpoint:
         return run.committed(self.id) if self._manifest is None else self._manifest
 
 
-def _made(path: str | PathLike[str] | None) -> Path:
+@contextmanager
+def _made(path: str | PathLike[str] | None) -> Iterator[Path]:
+    """Yield the directory at `path`, or else a new one, which stays unless an error leaves the block."""
     target = Path(tempfile.mkdtemp(prefix="prefect-torch-") if path is None else path).expanduser()
     target.mkdir(parents=True, exist_ok=True)
-    return target
+    try:
+        yield target
+    except BaseException:
+        if path is None:
+            shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 def _named(path: str | PathLike[str]) -> str:

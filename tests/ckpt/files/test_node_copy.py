@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 import torch
 from faulty_storage import FaultyStorage
-from prefect_torch.ckpt import Checkpoint, CheckpointStore
+from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointStore
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry
@@ -235,3 +235,16 @@ def test_an_async_report_of_what_was_downloaded_leaves_it_to_the_other_readers(b
         session.finish()
         assert {str(path.relative_to(other)): path.read_bytes() for path in Path(other).rglob("*") if path.is_file()} == content
     assert read_files(store.checkpoint(store.latest())) == content
+
+
+@pytest.mark.parametrize("place", [None, "mine"])
+def test_a_copy_that_fails_leaves_no_part_of_a_file_and_no_directory_that_it_made(bucket, node, tmp_path, place):
+    manifest = report(bucket, tmp_path, "folder")
+    store = open_run(bucket)
+    bucket.put_bytes(store.layout.data(manifest.id, "b"), b"3")
+    before = {path for path in node.iterdir() if not path.name.startswith("prefect-torch-0")}
+    with pytest.raises(CheckpointCorruptError):
+        store.checkpoint(manifest).to_directory(None if place is None else tmp_path / place)
+    assert {path for path in node.iterdir() if not path.name.startswith("prefect-torch-0")} == before
+    if place is not None:
+        assert {path.name for path in (tmp_path / place).iterdir()} <= {"a"}
