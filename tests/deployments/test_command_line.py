@@ -500,7 +500,8 @@ def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):
     store = train(local)
     model = Path(local, "run/checkpoints", store.latest().id, "model")
     model.unlink()
-    os.mkfifo(model)  # nobody writes to it: the pull waits for ever
+    os.mkfifo(model)
+    writer = os.open(model, os.O_RDWR)  # it writes nothing: the pull waits for ever
     target = tmp_path / "target"
     process = subprocess.Popen([SCRIPT, "pull", local, "run", str(target)], stderr=subprocess.PIPE, text=True)
     while not (target.exists() and list(target.glob(".prefect-torch-pull-*/same"))):
@@ -508,6 +509,7 @@ def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
+    os.close(writer)
     assert (process.returncode, err) == (130, "prefect-torch: interrupted; nothing was pulled\n")
     assert list(target.iterdir()) == []
 

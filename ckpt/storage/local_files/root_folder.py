@@ -85,9 +85,11 @@ class Way:
             raise
 
     def open(self, name: str, mode: Literal["rb", "xb"]) -> io.FileIO:
-        """Open the file `name`, which is no link; "xb" creates it. A pipe of that name blocks nobody."""
+        """Open the file `name`, which is no link; "xb" creates it. A pipe of that name that nobody writes to is empty."""
         descriptor = self.create(name) if mode == "xb" else self._open(name, os.O_RDONLY | os.O_NONBLOCK)
         try:
+            if mode == "rb" and stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                os.set_blocking(descriptor, True)
             return io.FileIO(descriptor, mode.replace("x", "w"))
         except OSError as exc:
             os.close(descriptor)
