@@ -16,7 +16,7 @@ from .peers import Peers
 from .remote_error import RemoteError
 
 Upload: TypeAlias = Literal["sync", "async"]
-_OF_EACH_RANK = {"rank", "files", "metadata", "state", "following"}
+_OF_EACH_RANK = {"rank", "files", "metadata", "state", "place", "following"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,12 @@ class Intent:
         files: The paths of its files.
         metadata: The user's metadata of its part; that of several ranks is merged, and a lower rank's value wins.
         state: The description of its state, or None.
+        place: Which directory of which machine has its files, the same for ranks that share it; "" if they are not adopted.
         error: The reason why it cannot take part in this report, or None.
         num_requests: How often it has called should_checkpoint() so far.
         asks_leader: Whether the leader decides after this report if the training goes on; rank 0's counts.
         awaits_commits: Whether it returns only once the background commits so far are durable, though it stores nothing.
-        following: The files and the state of each of the ranks that follow it.
+        following: The files, the state and the place of each of the ranks that follow it.
 
     """
 
@@ -44,21 +45,27 @@ class Intent:
     files: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     state: StateDescription | None = None
+    place: str = ""
     error: str | None = None
     num_requests: int = 0
     asks_leader: bool = False
     awaits_commits: bool = False
-    following: list[tuple[list[str], StateDescription | None]] = field(default_factory=list)
+    following: list[tuple[list[str], StateDescription | None, str]] = field(default_factory=list)
 
     @property
     def files_by_rank(self) -> list[list[str]]:
         """The paths of each rank's files."""
-        return [self.files, *(files for files, _ in self.following)]
+        return [self.files, *(files for files, _, _ in self.following)]
 
     @property
     def states(self) -> list[StateDescription | None]:
         """The description of each rank's state."""
-        return [self.state, *(state for _, state in self.following)]
+        return [self.state, *(state for _, state, _ in self.following)]
+
+    @property
+    def places(self) -> list[str]:
+        """The place of each rank's files."""
+        return [self.place, *(place for _, _, place in self.following)]
 
     def encode(self) -> bytes:
         """Return JSON, without the fields that have their default: rank 0 decodes those of all ranks."""
@@ -78,6 +85,7 @@ class Agreement:
         checkpoint_id: The id to store under, or None when no rank reported a checkpoint.
         upload: The upload mode.
         owners: For each path that several ranks reported, the rank that stores it; the others only digest theirs, to compare.
+        sharing: The ranks whose directory a lower rank has reported, too, and adopts.
         metadata: The ranks' metadata merged; a lower rank's value wins.
         state: The decision on the ranks' states, or None.
         error: The error that every rank must raise instead; then nothing is stored.
@@ -92,6 +100,7 @@ class Agreement:
     checkpoint_id: str | None = None
     upload: Upload = "sync"
     owners: dict[str, int] = field(default_factory=dict)
+    sharing: list[int] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     state: StateDecision | None = None
     error: RemoteError | None = None
@@ -318,6 +327,7 @@ def decide(
         checkpoint_id=new_id(attempt, step),
         upload=storing[0].upload or "sync",
         owners={path: min(ranks) for path, ranks in _ranks_by_path(storing).items() if len(ranks) > 1},
+        sharing=_sharing(storing),
         metadata=metadata,
         state=state,
         asks_leader=intents[0].asks_leader,
@@ -335,7 +345,7 @@ def merge_intents(encoded: Sequence[bytes]) -> bytes:
             merged.append(fields)
             continue
         first = merged[-1]
-        first.setdefault("following", []).append([fields.get("files", []), fields.get("state")])
+        first.setdefault("following", []).append([fields.get("files", []), fields.get("state"), fields.get("place", "")])
         if "metadata" in fields:
             first["metadata"] = fields["metadata"] | first.get("metadata", {})
     return json.dumps(merged).encode()
@@ -381,7 +391,8 @@ def _intent(fields: dict[str, Any]) -> Intent:
         fields["state"] = StateDescription.of_fields(fields["state"])
     if "following" in fields:
         fields["following"] = [
-            (files, None if state is None else StateDescription.of_fields(state)) for files, state in fields["following"]
+            (files, None if state is None else StateDescription.of_fields(state), place)
+            for files, state, place in fields["following"]
         ]
     return Intent(**fields)
 
@@ -415,6 +426,13 @@ def _ranks_by_path(intents: Sequence[Intent]) -> dict[str, list[int]]:
             for path in files:
                 ranks[path].append(rank)
     return ranks
+
+
+def _sharing(intents: Sequence[Intent]) -> list[int]:
+    """Return the ranks whose place a lower rank has, too."""
+    first: dict[str, int] = {}
+    ranks = ((rank, place) for intent in intents for rank, place in enumerate(intent.places, intent.rank) if place)
+    return [rank for rank, place in ranks if first.setdefault(place, rank) != rank]
 
 
 def _parents(path: str) -> list[str]:

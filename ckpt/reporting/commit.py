@@ -241,7 +241,6 @@ def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
     staged, directory = job.staged, job.staged.directory
     if directory is None:
         return []
-    job.stored.update(staged.compared)
     left = [path for path in staged.report.files if path not in job.stored]
     own = [path for path in left if staged.agreement.owners.get(path, rank) == rank]
 
@@ -256,7 +255,7 @@ def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
     groups = group_files(directory, own, owned=staged.owns_directory, most=most)
     job.linked.extend(path for group in groups if group.owned for path in group.paths)
     for_each(groups, store)
-    if not staged.agreement.is_background:  # else they were compared as far as they were there
+    if not (staged.agreement.is_background and rank in staged.agreement.sharing):  # else they are the same files
         for_each(set(left) - set(own), lambda path: keep({path: digest_file(directory / path)}))
     return [job.stored[path] for path in staged.report.files if path in job.stored]
 

@@ -4,7 +4,7 @@ import logging
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -20,14 +20,13 @@ from prefect_torch.ckpt.files.folder import (
     scan_files,
 )
 from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
-from prefect_torch.ckpt.runs.manifest import MAX_STEP, FileEntry
+from prefect_torch.ckpt.runs.manifest import MAX_STEP
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state import spare_memory
 from prefect_torch.ckpt.state.index import is_own_file
 from prefect_torch.ckpt.state.plan import WriteItem
-from prefect_torch.ckpt.storage.digest import digest_file
-from prefect_torch.ckpt.storage.scratch import remove_scratch, scratch_folder
+from prefect_torch.ckpt.storage.scratch import kernel_id, remove_scratch, scratch_folder
 
 from .agreement import Agreement, Intent, Upload
 
@@ -84,6 +83,7 @@ class Report:
     def intent(self, rank: int, num_requests: int, *, asks_leader: bool = False) -> Intent:
         """Return the description of the report for rank 0; it must be sent."""
         state = None if self.snapshot is None else self.snapshot.describe()
+        place = "" if self.directory is None or self.upload != "async" else _place_of(self.directory)
         return Intent(
             rank,
             self.step,
@@ -91,6 +91,7 @@ class Report:
             list(self.files),
             dict(self.metadata),
             state,
+            place,
             num_requests=num_requests,
             asks_leader=asks_leader,
             awaits_commits=self.awaits_commits,
@@ -113,18 +114,17 @@ class Report:
 
         """
         directory, state = self.directory, None
-        compared: dict[str, FileEntry] = {}
         try:
             if self.snapshot is not None and agreement.state is not None:
                 state = self.snapshot.stage(agreement.state, writes)
             if directory is not None and agreement.is_background:
-                own = [path for path in self.files if agreement.owners.get(path, rank) == rank]
-                compared = _digest_others(directory, set(self.files).difference(own), rank)
+                is_adopted = rank in agreement.sharing  # by another rank, but for what that one has not seen
+                own = [path for path in self.files if not is_adopted or agreement.owners.get(path, rank) == rank]
                 directory = self._adopt(directory, own)
         except Exception as exc:  # noqa: BLE001 - raised by the commit, on every rank
             return StagedReport(self, agreement, problem=exc)
         stall_s = time.monotonic() - self.started_s if agreement.is_background else None
-        return StagedReport(self, agreement, directory, state, stall_s=stall_s, compared=compared)
+        return StagedReport(self, agreement, directory, state, stall_s=stall_s)
 
     def _adopt(self, directory: Path, paths: Sequence[str]) -> Path:
         if self.lent is None:
@@ -137,17 +137,10 @@ class Report:
             raise
 
 
-def _digest_others(directory: Path, paths: Iterable[str], rank: int) -> dict[str, FileEntry]:
-    """Return the digests of files that another rank stores, to be compared with its own; they stay where they are.
-
-    One that is gone is the same file: that rank has taken it from a directory that both reported.
-    """
-    found = {}
-    for path in paths:
-        with suppress(FileNotFoundError):
-            digested = digest_file(directory / path)
-            found[path] = FileEntry(path, digested.bytes, digested.digest, rank)
-    return found
+def _place_of(directory: Path) -> str:
+    """Return which directory it is, under any name, and of which machine."""
+    status = directory.stat()
+    return f"{kernel_id()} {status.st_dev} {status.st_ino}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +154,6 @@ class StagedReport:
         state: This rank's share of a state, or None.
         problem: The error because of which this rank cannot store its part, or None.
         stall_s: How long the training waited for an asynchronous report; None where it waits for the commit.
-        compared: Of an asynchronous report, this rank's files that another rank stores, as far as they were still there.
 
     """
 
@@ -171,7 +163,6 @@ class StagedReport:
     state: "StagedState | None" = None
     problem: Exception | None = None
     stall_s: float | None = None
-    compared: Mapping[str, FileEntry] = field(default_factory=dict)
 
     @property
     def checkpoint_id(self) -> str:

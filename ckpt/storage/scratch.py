@@ -71,7 +71,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _own_mark() -> str:
-    return xxhash.xxh3_64_hexdigest(_kernel_id().encode())
+    return xxhash.xxh3_64_hexdigest(kernel_id().encode())
 
 
 def _hold(folder: Path) -> int:
@@ -81,7 +81,8 @@ def _hold(folder: Path) -> int:
     return descriptor
 
 
-def _kernel_id() -> str:
+@cache
+def kernel_id() -> str:
     """Return an id of the running kernel that differs from every other boot's; outside of Linux the machine's name.
 
     Containers of one machine share it, and its file locks.

@@ -57,6 +57,7 @@ ALIKE = st.builds(
     error=st.sampled_from([None, None, None, "OSError: full"]),
     num_requests=st.sampled_from([0, 0, 1]),
     asks_leader=st.booleans(),
+    place=st.sampled_from(["", "", "x", "y"]),
 )
 
 
@@ -74,7 +75,14 @@ def test_the_merged_intents_of_machines_are_decided_on_like_those_of_ranks(alike
 def test_ranks_that_contribute_alike_are_one_intent():
     encoded = [Intent(rank, 5, "sync", [f"model-{rank}.pt"], {"k": rank}).encode() for rank in (8, 9, 10)]
     (merged,) = decode_intents(merge_intents(encoded))
-    assert merged == Intent(8, 5, "sync", ["model-8.pt"], {"k": 8}, following=[(["model-9.pt"], None), (["model-10.pt"], None)])
+    assert merged == Intent(
+        8, 5, "sync", ["model-8.pt"], {"k": 8}, following=[(["model-9.pt"], None, ""), (["model-10.pt"], None, "")]
+    )
+
+
+def test_of_ranks_that_share_a_directory_the_lowest_adopts_its_files():
+    intents = [Intent(rank, 1, "async", ["a"], place=place) for rank, place in enumerate(["x", "y", "x", "", "", "y", "x"])]
+    assert decide(intents, attempt=1).sharing == [2, 5, 6]
 
 
 def entry(path, rank, digest="d", size=1):

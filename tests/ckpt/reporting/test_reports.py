@@ -227,6 +227,7 @@ def test_ranks_may_report_one_directory_that_they_share(store, tmp_path, upload)
 def test_an_async_report_compares_files_of_one_name_though_another_rank_stores_them(store, tmp_path):
     def train(session, rank):
         session.report({}, folder(tmp_path / str(rank), same="x", **{f"m{rank}": "y"}), upload="async")
+        assert list((tmp_path / str(rank)).iterdir()) == []
         (tmp_path / str(rank) / "same").write_text("written again at once")
 
     assert Attempt(store, 2).run(train) == [None, None]
