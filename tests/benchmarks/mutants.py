@@ -268,6 +268,29 @@ MUTANTS = [
     ),
     *mutants_of(
         "ckpt/reporting/agreement.py",
+        "tests/ckpt/reporting/test_reports.py -k may_report_one_directory",
+        ("first.setdefault(place, rank) != rank", "False"),
+    ),
+    *mutants_of(
+        "ckpt/reporting/commit.py",
+        "tests/ckpt/reporting/test_checkpoint_directory.py",
+        ("staged.remove(job.linked)", "pass"),
+    ),
+    *mutants_of(
+        "ckpt/storage/local_files/groups.py",
+        "tests/ckpt/storage/test_groups.py",
+        ("self._written[folder].append(name)", "pass"),
+        ("if exc.errno not in _CANNOT_LINK:", "if True:"),
+        ("status.st_nlink == 1", "True"),
+    ),
+    *mutants_of(
+        "ckpt/files/folder.py",
+        "tests/ckpt/files/test_folder.py tests/ckpt/reporting/test_reports.py",
+        ("shutil.move(target / path, root / path)", "pass"),
+        ("(may_have_names or source.stat().st_nlink == 1)", "True"),
+    ),
+    *mutants_of(
+        "ckpt/reporting/agreement.py",
         "tests/ckpt/reporting/test_reports.py -k brings_nothing",
         ("agreement.checkpoint_id is not None and intent.upload is None", "False"),
     ),
