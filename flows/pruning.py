@@ -63,12 +63,12 @@ def prune(
     names = list(list_runs(spec)) if runs is None else list(dict.fromkeys(runs))
     if not names:
         get_run_logger().warning("there are no runs in %s" if runs is None else "no run of %s was named", spec.url)
-    refused: list[CheckpointError] = []
+    looked_at, refused = _look_at(spec, names)
     pruned = {  # all that are named exist before the first is pruned
         run: prune_checkpoints.submit(
             *(spec, run, own if checkpoint is None else checkpoint.policy(), limits.in_use), up_to=limits.up_to, dry_run=dry_run
         )
-        for run, own, limits in _look_at(spec, names, refused)
+        for run, own, limits in looked_at
     }
     for future in pruned.values():
         future.wait()
@@ -80,10 +80,11 @@ def prune(
 
 
 def _look_at(
-    spec: StorageSpec, names: Sequence[str], refused: list[CheckpointError]
-) -> list[tuple[str, RetentionPolicy, PruneLimits]]:
-    """Return the runs that can be pruned, with their own policies; the errors of others go to `refused`, and are logged."""
+    spec: StorageSpec, names: Sequence[str]
+) -> tuple[list[tuple[str, RetentionPolicy, PruneLimits]], list[CheckpointError]]:
+    """Return the runs that can be pruned, with their own policies, and the errors of the others, which are logged."""
     found: list[tuple[str, RetentionPolicy, PruneLimits]] = []
+    refused: list[CheckpointError] = []
     for name in names:
         store = CheckpointStore.open(spec, name)
         try:
@@ -94,4 +95,4 @@ def _look_at(
         except CheckpointError as exc:
             get_run_logger().error("run %r is not pruned: %s", name, exc)
             refused.append(exc)
-    return found
+    return found, refused

@@ -38,8 +38,9 @@ def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target:
         try:
             download_file(run, manifest, entry, partial)
             partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)  # after an error; or a report of this directory would refuse it
+        except BaseException:
+            partial.unlink(missing_ok=True)  # a report of this directory would refuse it
+            raise
 
     for_each(entries, fetch)
 

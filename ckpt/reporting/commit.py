@@ -255,7 +255,7 @@ def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
     groups = group_files(directory, own, owned=staged.owns_directory, most=most)
     job.linked.extend(path for group in groups if group.owned for path in group.paths)
     for_each(groups, store)
-    if not (staged.agreement.is_background and rank in staged.agreement.sharing):  # else they are the same files
+    if rank not in staged.agreement.sharing:  # else they are the same files
         for_each(set(left) - set(own), lambda path: keep({path: digest_file(directory / path)}))
     return [job.stored[path] for path in staged.report.files if path in job.stored]
 

@@ -1,6 +1,5 @@
 """What a sweep searches, as its storage has it: the same for every process that leads it."""
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +11,7 @@ from prefect_torch.ckpt.runs.records import FORMAT_VERSION
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.flows.sweeps.space import as_stored
 
 _KEY = "sweep.json"
 _LARGEST_SEED = 2**32
@@ -48,8 +48,7 @@ def define(function: str, space: dict[str, Any], config: dict[str, Any], search:
     """Return the definition of a new sweep."""
     seed = secrets.randbelow(_LARGEST_SEED) if search.seed is None else search.seed
     given = search.model_dump(mode="json")
-    stored = json.loads(json.dumps(space))  # as it is read again: a tuple is a list
-    return Definition(function, stored, dict(config), search.metrics, list(search.modes), seed, given, utc_now())
+    return Definition(function, as_stored(space), dict(config), search.metrics, list(search.modes), seed, given, utc_now())
 
 
 def config_of_trial(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -240,11 +240,8 @@ class Search:
 
     def _needed_by(self, trial: TrialRecord) -> list[str]:
         """Return the metrics without which a trial has failed: also the scheduler's time, unless a report had it."""
-        attribute = self._search.time_attr
-        is_counted = attribute in ("step", _ITERATION)
-        if is_counted or trial.milestone is None or any(not math.isnan(report.time) for report in trial.reports):
-            return self.metrics
-        return [*self.metrics, attribute]
+        has_time = not self._search.is_timed_by_metric or any(not math.isnan(report.time) for report in trial.reports)
+        return self.metrics if has_time or trial.milestone is None else [*self.metrics, self._search.time_attr]
 
     def raise_if_failed(self) -> None:
         """Raise if too many trials have failed, or a decision could not be recorded.

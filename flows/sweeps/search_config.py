@@ -101,6 +101,11 @@ class SearchConfig(FormModel):
     )
 
     @property
+    def is_timed_by_metric(self) -> bool:
+        """Whether times are a metric, which may be a fraction or missing, and not a count."""
+        return self.time_attr not in ("step", "training_iteration")
+
+    @property
     def metrics(self) -> list[str]:
         """The metrics."""
         return [self.metric] if isinstance(self.metric, str) else list(self.metric)

@@ -247,6 +247,11 @@ def _join(name: str, key: str) -> str:
     return f"{name}/{key}" if name else key
 
 
+def as_stored(value: Any) -> Any:
+    """Return a part of a space as it is read from storage again: a tuple is a list."""
+    return json.loads(json.dumps(value))
+
+
 def _parse(value: Any, place: str) -> Node:
     if isinstance(value, Mapping) and isinstance(value.get("kind"), str):
         return _parse_domain(value, place)
@@ -256,15 +261,14 @@ def _parse(value: Any, place: str) -> Node:
                 raise ValueError(f"space{place} has the key {key!r}: keys are texts")
         nodes = tuple((key, _parse(item, f"{place}[{key!r}]")) for key, item in value.items())
         inner = Nested(nodes)
-        return inner if not place or _has_domains(inner) else Constant(dict(value))
+        return inner if not place or _has_domains(inner) else Constant(as_stored(value))
     try:
-        stored = json.loads(json.dumps(value))  # as it is read again: a tuple is a list
+        return Constant(as_stored(value))
     except (TypeError, ValueError) as exc:
         raise ValueError(
             f"space{place}={value!r} is neither JSON nor a domain: give numbers, texts, lists and dicts, and choose among "
             "functions or classes by their names"
         ) from exc
-    return Constant(stored)
 
 
 def _parse_domain(domain: Mapping[str, Any], place: str) -> Node:

@@ -42,7 +42,7 @@ class FlightRecorder:
         """Return the record if one was written, on request or by NCCL's own watchdog; call it after the process has exited."""
         with contextlib.suppress(FileNotFoundError):
             Path(self._pipe).unlink()
-        is_new = _modified(self._file) != self._before
+        is_new = _modified(self._file) not in (None, self._before)
         if not (is_new and self._file.is_relative_to(self._folder)):
             shutil.rmtree(self._folder)
         return self._file if is_new else None

@@ -14,7 +14,7 @@ from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 from .flight_recorder import FlightRecorder
 from .fork_servers import FORK_SERVERS, RANK_PROGRAM, python_command
 from .process import ProcessExit, RankProcess
-from .rank_exit import RETURNED, result_of_exit
+from .rank_exit import result_left, result_of_exit
 from .secret_variables import SECRETS_OF_PREFECT
 
 
@@ -81,14 +81,9 @@ def rank_result(process_exit: ProcessExit, oom_kills_before: int | None, oom_kil
         oom_kills: How many it has killed by now; None if unknown.
 
     """
-    if process_exit.message:
-        try:
-            result: RankResult = pickle.loads(process_exit.message)  # noqa: S301 - from our own process
-        except (pickle.UnpicklingError, EOFError):
-            if process_exit.returncode in RETURNED:  # else it was killed while it wrote
-                raise
-        else:
-            return result
+    result = result_left(process_exit.message, process_exit.returncode, pickle.loads)
+    if result is not None:
+        return result
     oom_killed = None if oom_kills is None else oom_kills > (oom_kills_before or 0)
     return result_of_exit(process_exit.returncode, oom_killed=oom_killed)
 

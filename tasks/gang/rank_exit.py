@@ -1,11 +1,31 @@
 """What the exit status of a rank's process says, where the rank left no result."""
 
+import json
+import pickle
 import signal
+from collections.abc import Callable
 
 from prefect_torch.tasks.rank.failures import hint_at_death, of_returncode
 from prefect_torch.tasks.rank.spec import RankResult
 
-RETURNED = (0, 1)  # the exit codes of a rank that has left a result
+_RETURNED = (0, 1)  # the exit codes of a rank that has left a result
+
+
+def result_left(message: bytes, returncode: int | None, decode: Callable[[bytes], RankResult]) -> RankResult | None:
+    """Return the result that a rank has left; None if it left none, or was killed while it wrote it.
+
+    Args:
+        message: What it wrote.
+        returncode: Its exit code, negative for the signal that killed it; None when even its guard was killed.
+        decode: Returns the result of a whole message.
+
+    """
+    try:
+        return decode(message) if message else None
+    except (pickle.UnpicklingError, EOFError, json.JSONDecodeError):
+        if returncode in _RETURNED:
+            raise
+        return None
 
 
 def result_of_exit(returncode: int | None, *, oom_killed: bool | None) -> RankResult:

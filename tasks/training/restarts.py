@@ -109,10 +109,10 @@ def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKi
     """
     kinds = {outcome.attempt: outcome.kind for outcome in read_outcomes(store)}
     attempts = list(list_attempts(store))
-    committed = _committed_attempts(store, attempts)
-    for attempt in attempts:
-        if not attempt.owner.is_earlier_process_of(owner):
-            continue
+    earlier = [attempt for attempt in attempts if attempt.owner.is_earlier_process_of(owner)]
+    is_unknown = any(attempt.number not in kinds for attempt in earlier)
+    committed = _committed_attempts(store, attempts) if is_unknown else set()
+    for attempt in earlier:
         if attempt.number not in kinds:
             yield "preemption" if attempt.number in committed else "infrastructure"
         elif (kind := kinds[attempt.number]) in _DESCRIPTIONS:  # else it completed, or a newer version knows more kinds

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,18 +171,18 @@ def _create(place: _Place) -> int:
 
 def _link(place: _Place, path: Path) -> bool:
     """Give the file at `path` a second name, and return whether that is possible: two mounts may be of one filesystem."""
-    for _ in range(2):
+    link = partial(os.link, path, place.name, dst_dir_fd=place.way.folder, follow_symlinks=False)
+    try:
         try:
-            os.link(path, place.name, dst_dir_fd=place.way.folder, follow_symlinks=False)
+            link()
         except FileExistsError:  # of an earlier try
             place.way.unlink(place.name)
-        except OSError as exc:
-            if exc.errno not in _CANNOT_LINK:
-                raise
-            return False
-        else:
-            return True
-    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(place.path()))
+            link()
+    except OSError as exc:
+        if exc.errno not in _CANNOT_LINK:
+            raise
+        return False
+    return True
 
 
 def _is_the_callers_alone(way: Way, status: os.stat_result) -> bool:

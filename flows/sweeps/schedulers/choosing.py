@@ -32,6 +32,6 @@ def make_scheduler(search: SearchConfig, space: Nested, seed: int, num_trials: i
         return PopulationBased(space, search.perturbation_interval, search.max_t, num_trials, seed)
     if search.scheduler == "pruner":
         assert search.pruner is not None
-        is_metric = search.time_attr not in ("step", "training_iteration")
-        return PrunedTrials(OptunaPruning(search.pruner), search.grace_period, search.max_t, counts_reports=is_metric)
+        pruning, counts_reports = OptunaPruning(search.pruner), search.is_timed_by_metric
+        return PrunedTrials(pruning, search.grace_period, search.max_t, counts_reports=counts_reports)
     return RunToTheEnd()

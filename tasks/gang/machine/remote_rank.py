@@ -1,12 +1,11 @@
 """A rank on another machine, as the task that supervises it sees it."""
 
-import json
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prefect import get_run_logger
-from prefect_torch.tasks.gang.rank_exit import RETURNED, result_of_exit
+from prefect_torch.tasks.gang.rank_exit import result_left, result_of_exit
 from prefect_torch.tasks.rank.plain_result import decode_result
 from prefect_torch.tasks.rank.spec import RankResult
 
@@ -82,10 +81,5 @@ class RemoteRank:
         if (record := self._exit["record"]) is not None:
             get_run_logger().warning("the rank's last collectives are in %s on %s: read that of all ranks with torchfrtrace",
                                      record, self._machine)  # fmt: skip
-        if self._result:
-            try:
-                return decode_result(self._result)
-            except json.JSONDecodeError:
-                if self._exit["returncode"] in RETURNED:  # else it was killed while it wrote
-                    raise
-        return result_of_exit(self._exit["returncode"], oom_killed=self._exit["oom_killed"])
+        result = result_left(self._result, self._exit["returncode"], decode_result)
+        return result or result_of_exit(self._exit["returncode"], oom_killed=self._exit["oom_killed"])

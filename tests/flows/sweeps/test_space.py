@@ -83,3 +83,11 @@ def test_steps_reach_the_upper_end_where_they_do_in_decimals(low, high, step, la
     space = parse_space({"x": uniform(low, high, step)})
     assert dict(space.items)["x"].high == last
     assert space.parameters("", {"x": last}) == {"x": last}
+
+
+def test_what_all_trials_have_is_as_it_is_stored_however_deep():
+    space = parse_space({"x": uniform(0, 1), "plain": {"betas": (0.9, 0.99)}, "pair": (1, (2,))})
+    assert {name: node.value for name, node in space.items if name != "x"} == {
+        "plain": {"betas": [0.9, 0.99]},
+        "pair": [1, [2]],
+    }
