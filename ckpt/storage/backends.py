@@ -34,7 +34,7 @@ def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
     if match["scheme"] in OBJECT_STORES:
         from .object_store.backend import ObstoreStorage  # noqa: PLC0415 - each backend loads only what it needs
 
-        return RetryingStorage(lambda: ObstoreStorage(spec.url, next(options)), spec.retry)  # pyright: ignore[reportArgumentType]
+        return RetryingStorage(lambda: ObstoreStorage(spec.url, next(options), spec.retry.deadline_s), spec.retry)  # pyright: ignore[reportArgumentType]
     from .fsspec_backend import FsspecStorage  # noqa: PLC0415 - each backend loads only what it needs
 
     return RetryingStorage(lambda: FsspecStorage(spec.url, next(options)), spec.retry)

@@ -1,5 +1,7 @@
 """Any filesystem of fsspec as a storage: memory, SFTP, HDFS, WebDAV and more."""
 
+import errno
+import os
 import re
 import socket
 import time
@@ -7,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +28,7 @@ from .fsspec_files import (
     read_whole,
     remove_empty,
     require_whole,
+    with_limited_waits,
 )
 from .keys import check_key, is_temporary, temporary_name
 from .parallel import for_each
@@ -64,7 +68,7 @@ class FsspecStorage:
             ) from exc
         self._root: str = self._kind._strip_protocol(url).rstrip("/")  # noqa: SLF001 - as fsspec's open()
         given = {**self._kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}  # noqa: SLF001 - likewise
-        self._connections: Connections[FileSystem] = Connections(lambda: self._kind(**given))
+        self._connections: Connections[FileSystem] = Connections(lambda: with_limited_waits(self._kind(**given)))
         self._can_replace: bool | None = None
 
     @property
@@ -148,7 +152,6 @@ class FsspecStorage:
             check_key(prefix.removesuffix("/"))
         try:
             with self._connected(prefix) as fs:
-                fs.invalidate_cache()
                 found: list[dict[str, Any]] = fs.ls(f"{self._root}/{prefix}".rstrip("/") or "/", detail=True)
         except FileNotFoundError:
             return
@@ -245,6 +248,7 @@ class FsspecStorage:
         where = f"{self._url}/{key}"
         try:
             with self._connections.lent() as fs:
+                fs.invalidate_cache()  # FTP's would show what another client has replaced or removed
                 yield fs
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:  # a directory is no object
             raise FileNotFoundError(f"{where} does not exist") from exc
@@ -257,7 +261,10 @@ class FsspecStorage:
                 raise
             # A protocol library's own exceptions, and errors without a number: usually a lost connection.
             text = f"{type(exc).__name__}: {exc}"
-            if _LOGIN_REFUSED.match(text):
+            status = getattr(exc, "status_code", None)  # of WebDAV's HTTPError
+            if status == HTTPStatus.INSUFFICIENT_STORAGE:
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", where) from exc
+            if _LOGIN_REFUSED.match(text) or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({text})") from exc
             raise StorageError(f"{where}: {text}") from exc
 

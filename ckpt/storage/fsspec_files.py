@@ -16,12 +16,39 @@ FileSystem: TypeAlias = Any  # fsspec ships no types
 
 _PIECE_BYTES = 2**15  # the most that an SFTP server transfers in one request
 _REQUESTS_ON_THE_WAY = 64
+_LONGEST_SILENCE_S = 120.0
+_KEEPALIVE_S = 30
 _MANY_OTHERS = 10  # more processes do not create or remove the directories of one put
 T = TypeVar("T")
 
 _AT_MOST = 4  # a server refuses too many connections (sshd's MaxStartups is 10), and every rank of a node opens its own
 # Errors that a server returns on a working connection.
 _ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+
+
+def with_limited_waits(fs: FileSystem) -> FileSystem:
+    """Return `fs`; a connection of paramiko's shows the server that it lives, and is closed once the server is silent for long.
+
+    It is closed since fsspec takes some errors for an answer, such as that there is no directory, and goes on with it.
+    """
+    channel = fs.ftp.get_channel() if hasattr(getattr(fs, "ftp", None), "get_channel") else None
+    if channel is not None:
+        transport = channel.get_transport()
+
+        def closing_when_silent(call: Callable[[Any], T]) -> Callable[[Any], T]:
+            def limited(argument: Any) -> T:
+                try:
+                    return call(argument)
+                except TimeoutError:
+                    transport.close()
+                    raise
+
+            return limited
+
+        transport.set_keepalive(_KEEPALIVE_S)
+        channel.settimeout(_LONGEST_SILENCE_S)
+        channel.recv, channel.send = closing_when_silent(channel.recv), closing_when_silent(channel.send)
+    return fs
 
 
 def can_replace(fs: FileSystem, folder: str) -> bool:

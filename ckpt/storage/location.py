@@ -20,7 +20,7 @@ BLOCK_SLUGS = {
     "azure-blob-storage-container",
 }
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
-_ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(OBJECT_STORES))}|file|memory|sftp|ssh|ftp|hdfs|smb):/", re.IGNORECASE)
+_ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(OBJECT_STORES))}|file|memory|sftp|ssh|ftp|hdfs|smb):(?!//)", re.IGNORECASE)
 # A host's port, or an address in brackets, is no user with a password. A form's JSON schema uses this pattern, too.
 URL_WITH_LOGIN = r"[A-Za-z][A-Za-z0-9+.-]*://[^/:@\[]*:(?!\d+(/|$))[^@]*@"
 _PASSWORD = re.compile(URL_WITH_LOGIN)
@@ -38,6 +38,8 @@ def parse_location(text: "str | PathLike[str]") -> StorageSpec | None:
         raise ValueError("storage is empty: give a path, a URL, 'block-type-slug/block-name', or a block")
     if URL.match(path):
         return normalized(StorageSpec(path))
+    if "://" in path:
+        raise ValueError("storage is neither a path nor a URL: a URL begins with one scheme, as in s3://bucket/prefix")
     if isinstance(text, PathLike) or not is_block_slug(path):
         return StorageSpec(_absolute(path))
     return None
@@ -78,7 +80,7 @@ _LETTERS = {_letters(slug) for slug in BLOCK_SLUGS}
 def _absolute(path: str) -> str:
     if _ONE_SLASH.match(path):
         raise ValueError(
-            f"{path.partition('/')[0]}/… is a URL that lost a slash, as in pathlib.Path('s3://…'): give the URL as a string"
+            f"{path.partition(':')[0]}:/… is a URL that lost a slash, as in pathlib.Path('s3://…'): give the URL as a string"
         )
     return str(Path(path).expanduser().absolute())
 

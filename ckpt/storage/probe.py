@@ -134,6 +134,11 @@ class _Trial:
     def _read(self) -> None:
         if (got := self._storage.get_bytes(self.keys[0])) != _CONTENT:
             raise ValueError(f"it gives back {got!r} instead of {_CONTENT!r}")
+        if (size := self._storage.size(self.keys[0])) != len(_CONTENT):
+            raise ValueError(f"it says that {len(_CONTENT)} bytes are {size}")
+        with suppress(FileNotFoundError):
+            self._storage.size(f"{self._prefix}missing")
+            raise ValueError("it says that something is there which was never stored")
 
     def _forget(self) -> None:
         if keys := self._listed():

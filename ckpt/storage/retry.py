@@ -2,6 +2,7 @@
 
 import errno
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,14 +43,14 @@ _TRANSIENT_ERRNOS = {
     errno.ESTALE,  # an NFS server that restarted
     errno.ETIMEDOUT,
 }
-# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html#ErrorCodeList
-_EXPIRED = (
-    "expiredtoken",
-    "requestexpired",
-    "tokenrefreshrequired",
-    "token has expired",
-    "token included in the request is expired",
-    "sso session associated with this profile has expired",
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html#ErrorCodeList, MinIO's code for a token that has expired,
+# and Azure's texts; not as a part of a name, since keys may contain any words.
+_EXPIRED = re.compile(
+    r"(?<![\w/.-])(?:ExpiredToken|RequestExpired|TokenRefreshRequired|InvalidToken|InvalidTokenId|InvalidAccessKeyId"
+    r"|token has expired|token is expired|token included in the request is expired"
+    r"|SSO session associated with this profile has expired"
+    r"|signature not valid in the specified time frame|lifetime validation failed)(?![\w/-])",
+    re.IGNORECASE,
 )
 # A transfer may take longer than the deadline before it first fails, and is still worth one more try.
 _LEAST_TRIES = 2
@@ -71,7 +72,7 @@ def classify(error: BaseException) -> ErrorClass:
     """Return the class of `error` by its remedy: waiting, fresh credentials, or none."""
     if isinstance(error, (FileNotFoundError, ValueError)):  # first: their text quotes keys, which may contain any words
         return "final"
-    if isinstance(error, CredentialsExpiredError) or any(words in str(error).lower() for words in _EXPIRED):
+    if isinstance(error, CredentialsExpiredError) or _EXPIRED.search(str(error)):
         return "credentials"
     if isinstance(error, (StorageError, ConnectionError, TimeoutError)):
         return "transient"

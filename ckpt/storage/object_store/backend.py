@@ -16,8 +16,8 @@ from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
-from .config import open_object_store, promises_key_order
-from .errors import first_reason, translate
+from .config import open_object_stores, promises_key_order
+from .errors import first_reason, has_no_upload, is_unexplained, translate
 from .listing import LISTED_AT_ONCE, BucketListing
 from .ranged_reads import read_in_order, read_unsaid_range
 
@@ -36,16 +36,19 @@ class ObstoreStorage:
         url: `s3://bucket/prefix`, `gs://…` or `az://…`.
         options: object_store's configuration keys, such as `aws_endpoint_url`; for missing ones the environment's AWS_…
             variables apply, then boto3's own search for credentials.
+        deadline_s: After how many seconds without a byte a request is given up, 120 at most; ten minutes for an upload, which
+            first has to send what is behind it in the line.
 
     Raises:
         ValueError: If the url or an option is invalid.
 
     """
 
-    def __init__(self, url: str, options: Mapping[str, str]) -> None:
+    def __init__(self, url: str, options: Mapping[str, str], deadline_s: float = 120.0) -> None:
         self._url = url.rstrip("/")
         self._options = dict(options)
-        self._store = open_object_store(self._url, dict(self._options))
+        self._deadline_s = deadline_s
+        self._store, self._uploading = open_object_stores(self._url, self._options, deadline_s)
         self._leaves_ranges_unsaid = False
         is_documented = promises_key_order(self._store)
         self._listing = BucketListing(self._url, self._pages, self._exists, is_documented=is_documented)
@@ -60,7 +63,7 @@ class ObstoreStorage:
         size = path.stat().st_size
         if size <= _PART_BYTES:
             data = path.read_bytes()
-            self._call(key, lambda: obstore.put(self._store, check_key(key), data, use_multipart=False))
+            self._call(key, lambda: obstore.put(self._uploading, check_key(key), data, use_multipart=False))
             return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
         with path.open("rb", buffering=0) as file:
             return self._put_parts(key, size, lambda part_bytes: iter(partial(file.read, part_bytes), b""))
@@ -75,7 +78,7 @@ class ObstoreStorage:
         size = sum(len(part) for part in parts)
         if size <= _PART_BYTES:
             data = b"".join(parts)
-            self._call(key, lambda: obstore.put(self._store, check_key(key), data, use_multipart=False))
+            self._call(key, lambda: obstore.put(self._uploading, check_key(key), data, use_multipart=False))
             return Transfer(size, xxhash.xxh3_128_hexdigest(data))
         return self._put_parts(key, size, lambda part_bytes: split(parts, part_bytes))
 
@@ -115,6 +118,8 @@ class ObstoreStorage:
             return self._get_unsaid_range(key, start, into)
         try:
             data = self._call(key, lambda: obstore.get_range(self._store, check_key(key), start=start, length=len(into)))
+        except PermissionError:
+            raise
         except (OSError, StorageError) as exc:
             if "non-partial response" in str(exc):
                 self._leaves_ranges_unsaid = True
@@ -124,6 +129,8 @@ class ObstoreStorage:
                 raise
             return self.get_range(key, start, into[:left])  # some servers refuse a range that extends beyond the end
         view = memoryview(data)
+        if len(view) > len(into):
+            raise StorageError(f"{self._url}/{key}: {len(view)} bytes came instead of {len(into)}")
         into[: len(view)] = view
         return len(view)
 
@@ -155,12 +162,21 @@ class ObstoreStorage:
     def folders(self, prefix: str) -> Iterator[str]:
         """Yield the names of the prefixes directly below `prefix`, a request per thousand."""
         below = _below(prefix)
-        found = self._call(prefix, lambda: obstore.list_with_delimiter(self._store, below))
+        for _ in range(2):  # as a listing
+            found = self._call(prefix, lambda: obstore.list_with_delimiter(self._store, below))
+            if found["common_prefixes"]:
+                break
         yield from (path.rpartition("/")[2] for path in found["common_prefixes"])
 
     def size(self, key: str) -> int:
-        """Return an object's size in bytes."""
-        return self._call(key, lambda: obstore.head(self._store, check_key(key))["size"])
+        """Return an object's size in bytes; where a HEAD fails, the response to a GET says why."""
+        check_key(key)
+        try:
+            return obstore.head(self._store, key)["size"]
+        except (obstore.exceptions.BaseError, OSError) as exc:
+            if not is_unexplained(exc):
+                raise self._translated(key, exc) from None
+        return self._call(key, lambda: obstore.get(self._store, key).meta["size"])
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, a thousand per request."""
@@ -183,7 +199,7 @@ class ObstoreStorage:
 
     def reopened(self) -> "ObstoreStorage":
         """Return this storage with a new connection."""
-        return ObstoreStorage(self._url, self._options)
+        return ObstoreStorage(self._url, self._options, self._deadline_s)
 
     def local_path(self, key: str) -> Path | None:
         """Return None: a bucket is read through its service."""
@@ -193,7 +209,11 @@ class ObstoreStorage:
     def _pages(self, prefix: str, after: str | None) -> Iterator[tuple[ObjectInfo, ...]]:
         below = _below(prefix)
         pages = self._call(prefix, lambda: obstore.list(self._store, below, offset=after, chunk_size=LISTED_AT_ONCE))
+        ends: set[str] = set()
         while page := self._call(prefix, lambda: next(pages, None)):
+            if (end := page[-1]["path"]) in ends:
+                raise StorageError(f"the server of {self._url} lists one page below {prefix} again and again")
+            ends.add(end)
             yield tuple(ObjectInfo(info["path"], info["size"], info["last_modified"].timestamp()) for info in page)
 
     def _exists(self, key: str) -> bool:
@@ -207,21 +227,28 @@ class ObstoreStorage:
         part_bytes = max(_PART_BYTES, -(-size // _MAX_PARTS))
         digest = RunningDigest()
         parts = digest.passed(cut(part_bytes))
-        self._call(
-            key,
-            lambda: obstore.put(self._store, check_key(key), parts, chunk_size=part_bytes, max_concurrency=_CONCURRENT_PARTS),
-        )
+        check_key(key)
+        try:
+            obstore.put(self._uploading, key, parts, chunk_size=part_bytes, max_concurrency=_CONCURRENT_PARTS)
+        except (obstore.exceptions.BaseError, OSError) as exc:
+            is_lost, translated = has_no_upload(exc), self._translated(key, exc)
+            if is_lost and translated is not exc:
+                translated = StorageError(f"{translated}; the upload of {key} is stored again, though it may be complete")
+            raise translated from None
         return digest.transfer()
 
     def _call(self, key: str, request: Callable[[], T]) -> T:
         try:
             return request()
         except (obstore.exceptions.BaseError, OSError) as exc:
-            if isinstance(exc, OSError) and exc.errno is not None:
-                raise  # of the local file; obstore's own have no number
-            translated = translate(exc, f"{self._url}/{key}")
-            exc.args = (first_reason(exc),)  # the server's whole response may quote the request with its session token
-            raise translated from None  # its text has the reason
+            raise self._translated(key, exc) from None  # its text has the reason
+
+    def _translated(self, key: str, error: Exception) -> Exception:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error  # of the local file; obstore's own have no number
+        translated = translate(error, f"{self._url}/{key}")
+        error.args = (first_reason(error),)  # the server's whole response may quote the request with its session token
+        return translated
 
 
 def _below(prefix: str) -> str | None:

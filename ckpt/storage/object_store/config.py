@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 # For single requests, so that one lost part does not send a whole file again; whole operations are retried around this.
-_REQUEST_RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
+_REQUEST_RETRIES: Any = {"max_retries": 3}
+_LONGEST_RETRIES_S = 30.0
 # A download is one request: only a stalled one may be cut off, else a large object on a slow line could never be read.
-_CLIENT_OPTIONS = {"timeout": "1d", "read_timeout": "120s", "connect_timeout": "10s"}
+_CLIENT_OPTIONS = {"timeout": "1d", "connect_timeout": "10s"}
+_LONGEST_WAIT_S = 120.0
+# The wait for the response to an upload begins before its first byte is sent, and the line may be shared by hundreds of others.
+_UPLOAD_WAIT_S = 600.0
 # object_store knows several names for one setting and rejects two of them together.
 _ALIASES = {
     "access_key_id": "aws_access_key_id",
@@ -50,8 +54,13 @@ _OF_THE_CLIENT = {
 }
 
 
-def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
-    """Open the bucket at `url`; costs no request.
+def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) -> "tuple[ObjectStore, ObjectStore]":
+    """Open the bucket at `url`, and open it again for uploads, whose responses are waited for longer; costs no request.
+
+    Args:
+        url: The bucket's URL.
+        options: See `ObstoreStorage`.
+        deadline_s: The longest wait for a byte of a response; 120 s at most.
 
     Raises:
         ValueError: If the url or an option is invalid.
@@ -69,17 +78,23 @@ def open_object_store(url: str, options: Mapping[str, str]) -> "ObjectStore":
     if any(str(value).startswith("http://") for value in config.values()):
         client["allow_http"] = "true"
     open_url: Any = obstore.store.from_url  # it has one overload per service, and the url selects the service
-    try:
+
+    retries = {"retry_timeout": timedelta(seconds=min(deadline_s / 4, _LONGEST_RETRIES_S)), **_REQUEST_RETRIES}
+
+    def open_waiting(longest_s: float) -> "ObjectStore":
         store: ObjectStore = open_url(
             re.sub("^gcs://", "gs://", url),
             config=config,
-            client_options=client,
-            retry_config=_REQUEST_RETRIES,
+            client_options={"read_timeout": f"{longest_s:.0f}s", **client},
+            retry_config=retries,
             credential_provider=provider,
         )
+        return store
+
+    try:
+        return open_waiting(max(1.0, min(deadline_s, _LONGEST_WAIT_S))), open_waiting(_UPLOAD_WAIT_S)
     except obstore.exceptions.BaseError as exc:
         raise ValueError(f"{url} cannot be opened: {first_reason(exc)}") from exc
-    return store
 
 
 def promises_key_order(store: "ObjectStore") -> bool:

@@ -13,6 +13,9 @@ from prefect_torch.ckpt.text import show_age
 _PASSING = {408, 409, 425, 429}  # HTTP statuses of a temporary condition, not of the request
 _METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials
 _STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
+_NAMES = re.compile(r"https?://\S+|location \S+|path: \"[^\"]*\"|for key .*?: ")  # of objects: they may contain any words
+_NO_UPLOAD = re.compile(r"NoSuchUpload|InvalidBlockList|InvalidPart\b")
+_REFUSED = re.compile(r"<Code>AccessDenied<|code: AccessDenied\b")  # also of one object of many
 _SKEWED = "<Code>RequestTimeTooSkewed<"
 _TIME = re.compile(r"<(?P<whose>Request|Server)Time>(?P<time>[^<]*)<")
 _ANSWER = re.compile(r"<(?P<name>Code|Message)>(?P<text>[^<]*)<")
@@ -24,26 +27,60 @@ def translate(error: Exception, where: str) -> Exception:
     if "NoSuchBucket" in text or "ContainerNotFound" in text:
         return FileNotFoundError(f"the bucket of {where} does not exist: create it, or fix the storage's URL")
     if isinstance(error, (obstore.exceptions.NotFoundError, FileNotFoundError)):
-        return FileNotFoundError(f"{where} does not exist")
+        return _translate_missing(error, where, reason)
+    return _translate_refused(error, where, reason) or _translate_status(error, where, reason)
+
+
+def _translate_missing(error: Exception, where: str, reason: str) -> Exception:
+    if is_unexplained(error):
+        return StorageError(f"{where}: something before the object store answers that nothing is there ({reason})")
+    return FileNotFoundError(f"{where} does not exist")
+
+
+def _translate_refused(error: Exception, where: str, reason: str) -> Exception | None:
+    text = str(error)
+    if "object with invalid path" in text:
+        return OSError(f"{where}: {reason}; no listing goes beyond such a key: delete or rename that object")
+    if "redirect without LOCATION" in text:
+        return OSError(f"{where} is in another region: set aws_region, or AWS_REGION ({reason})")
     if _SKEWED in text:
         return ClockSkewError(
             f"this machine's clock differs from that of {where} by {_show_skew(text)}, so every request is refused: set it"
         )
     if classify(error) == "credentials":
-        return CredentialsExpiredError(f"the credentials for {where} have expired: {reason}")
+        return CredentialsExpiredError(f"the credentials for {where} have expired, or are unknown there: {reason}")
     if _METADATA_HOST in text:
         return PermissionError(
             f"no credentials were found for {where}: give a block, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; "
             "for a public bucket aws_skip_signature"
         )
-    return _translate_status(error, where, reason)
+    return None
+
+
+def is_unexplained(error: Exception) -> bool:
+    """Return whether a request failed with a status alone, without the code by which an object store names the reason.
+
+    The response to a HEAD has none. In others, a gateway or a proxy has answered in the object store's place.
+    """
+    return 400 <= _status(error) < 500 and _ANSWER.search(str(error)) is None  # noqa: PLR2004 - HTTP's client errors
+
+
+def has_no_upload(error: Exception) -> bool:
+    """Return whether a server does not know a multipart upload: it may be complete, and the response to that was lost."""
+    text = str(error)
+    return (_status(error) in (404, 405) or _NO_UPLOAD.search(text) is not None) and "NoSuchBucket" not in text
+
+
+def _status(error: Exception) -> int:
+    """Return the HTTP status, or 0."""
+    found = _STATUS.search(_NAMES.sub("", str(error)))
+    return int(found["status"]) if found else 0
 
 
 def _translate_status(error: Exception, where: str, reason: str) -> Exception:
-    status = _STATUS.search(str(error))
-    code = int(status["status"]) if status else 0
+    code = _status(error)
     refused = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
-    if isinstance(error, refused) or code in (401, 403):
+    if isinstance(error, refused) or code in (401, 403) or _REFUSED.search(str(error)):
         return PermissionError(f"access to {where} is refused: check the credentials and their policy ({reason})")
     if code == 507 or "StorageFull" in str(error):  # noqa: PLR2004 - "Insufficient Storage", and MinIO's code
         return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {reason}", where)

@@ -86,7 +86,7 @@ class BucketListing:
         """
         begins_after = after if self._order.is_known else None
         last = begins_after
-        for page in self._pages(prefix, begins_after):
+        for page in self._whole(prefix, begins_after):
             if last is not None and begins_after is None:
                 self._check_pages(prefix)
             keys = [info.key for info in page]
@@ -102,6 +102,25 @@ class BucketListing:
             if is_known and splits is not None and len(page) >= LISTED_AT_ONCE:
                 yield from self._list_parts(prefix, [last, *(it for it in splits() if self._order.is_behind(it, last))], after)
                 return
+
+    def _whole(self, prefix: str, after: str | None) -> Iterator[Sequence[ObjectInfo]]:
+        """Yield the pages below `prefix`, also those behind a response that was no listing though its status was 200.
+
+        object_store takes any XML for a listing, such as a service's error or a gateway's page: for an empty one, or for the
+        end after a full page. Both are confirmed by one more request.
+        """
+        page: Sequence[ObjectInfo] = ()
+        for page in self._pages(prefix, after):
+            yield page
+        if not page:
+            for page in self._pages(prefix, after):
+                yield page
+        while len(page) >= LISTED_AT_ONCE and self._order.is_known:
+            end, page = page[-1].key, ()
+            for page in self._pages(prefix, end):
+                if not self._order.is_behind(page[0].key, end):  # one known server goes on by another order
+                    return
+                yield page
 
     def _list_parts(self, prefix: str, begins: Sequence[str], after: str | None) -> Iterator[ObjectInfo]:
         """Yield the objects behind the first of `begins`, and again from the beginning if the order proves to be another.
@@ -121,7 +140,7 @@ class BucketListing:
         """Return the objects behind `begin` up to `end`, as long as the order is known."""
         found: list[ObjectInfo] = []
         last = begin
-        for page in self._pages(prefix, begin):
+        for page in self._whole(prefix, begin):
             self._check_pages(prefix)
             self._order.see(last, [info.key for info in page])
             if not self._order.is_known:

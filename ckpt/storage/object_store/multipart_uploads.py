@@ -1,7 +1,7 @@
 """Abandoned multipart uploads to S3: their parts take space that no listing of objects shows."""
 
 import logging
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -24,7 +24,9 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int
     aborted = 0
     try:
         for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=store.config.get("bucket"), Prefix=below):
-            newest = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]) - timedelta(seconds=older_than_s)
+            date = page["ResponseMetadata"]["HTTPHeaders"].get("date")  # RFC 9110, 6.6.1: a server without a clock sends none
+            now = datetime.now(timezone.utc) if date is None else parsedate_to_datetime(date)
+            newest = now - timedelta(seconds=older_than_s)
             for upload in page.get("Uploads", []):
                 if upload["Initiated"] <= newest:
                     client.abort_multipart_upload(Bucket=page["Bucket"], Key=upload["Key"], UploadId=upload["UploadId"])

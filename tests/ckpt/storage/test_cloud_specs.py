@@ -31,11 +31,12 @@ def keeping_objects():
             objects.update({self.path: body} if self.command == "PUT" else {})
             answer = b"" if self.command == "PUT" else objects.get(self.path)
             self.send_response(404 if answer is None else 200)
+            answer = b"<Error><Code>NoSuchKey</Code></Error>" if answer is None else answer
             self.send_header("ETag", '"1"')
             self.send_header("Last-Modified", "Sat, 01 Aug 2026 00:00:00 GMT")
-            self.send_header("Content-Length", str(len(answer or b"")))
+            self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
-            self.wfile.write(answer or b"")
+            self.wfile.write(answer)
 
         do_PUT = do_GET = answer  # noqa: N815 - http.server's names
 

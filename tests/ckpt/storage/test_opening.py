@@ -41,6 +41,9 @@ def test_a_file_url_loses_nothing_of_its_path(url, path):
     [
         ("file://data/x", "write file:///directory"),  # "data" would be a host
         ("s3:/bucket/x", "lost a slash"),
+        ("s3:bucket/x", "lost a slash"),
+        (" s3://bucket/x", "neither a path nor a URL"),
+        ("simplecache::s3://bucket/x", "neither a path nor a URL"),
         (Path("s3://bucket/x"), "lost a slash"),
         ("s3://bucket/x?versionId=1", "write %3F"),
         ("s3://bucket/x#y", "write %3F or %23"),

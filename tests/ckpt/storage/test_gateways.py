@@ -1,0 +1,268 @@
+"""Answers that are not the storage's, responses that are lost, and connections that fall silent."""
+
+import contextlib
+import socket
+import threading
+from dataclasses import replace
+from itertools import count
+
+import pytest
+from http_proxy import Response, proxied
+from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage import fsspec_files
+from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
+from prefect_torch.ckpt.storage.object_store import config as object_store_config
+from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
+from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.probe import PROBE_RETRY_POLICY
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, classify
+from ranks import Attempt, folder
+from servers import S3Server
+
+NOTHING = Response(404, b"default backend - 404", {"Content-Type": "text/plain"})
+REFUSED = Response(403, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>")
+BAD_LISTINGS = [b"<Error><Code>InternalError</Code></Error>", b"<html><body>maintenance</body></html>"]
+LARGE = bytes(20 * 2**20)
+
+
+@pytest.fixture
+def proxy(moto):
+    with proxied(moto.endpoint) as started:
+        yield started
+
+
+@pytest.fixture
+def storage(moto, proxy):
+    return ObstoreStorage(f"s3://{moto.new_bucket()}/some", {**moto.options(), "aws_endpoint_url": proxy.endpoint})
+
+
+@pytest.fixture
+def once(monkeypatch):
+    monkeypatch.setattr(object_store_config, "_REQUEST_RETRIES", {"max_retries": 0})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda storage: storage.get_bytes("run/x"),
+        lambda storage: storage.size("run/x"),
+        lambda storage: storage.digest("run/x"),
+        lambda storage: storage.get_range("run/x", 0, memoryview(bytearray(3))),
+        lambda storage: storage.put_bytes("run/y", b"1"),
+    ],
+    ids=["get_bytes", "size", "digest", "get_range", "put_bytes"],
+)
+def test_a_gateways_404_is_no_missing_object(storage, proxy, call):
+    storage.put_bytes("run/x", b"123")
+    proxy.change = lambda *_: NOTHING
+    with pytest.raises(StorageError, match="something before the object store answers that nothing is there") as caught:
+        call(storage)
+    assert classify(caught.value) == "transient"
+
+
+def test_an_object_that_is_missing_is_told_by_every_verb(storage):
+    for call in (storage.get_bytes, storage.size, storage.digest):
+        with pytest.raises(FileNotFoundError, match="run/x does not exist"):
+            call("run/x")
+
+
+def test_a_gateways_404_for_a_while_costs_no_checkpoint(moto, proxy, tmp_path):
+    options = {**moto.options(), "aws_endpoint_url": proxy.endpoint}
+    store = CheckpointStore.open(StorageSpec(f"s3://{moto.new_bucket()}", options, RetryPolicy(60, 0.01, 0.1)), "run")
+    session = Attempt(store).session()
+    for score in range(3):
+        session.report({"score": score}, folder(tmp_path / "c", model=str(score)))
+    ids = [it.id for it in store.list()]
+    answered = count()
+
+    def change(method, path, response):
+        is_read = method == "HEAD" or (method == "GET" and "list-type" not in path)
+        return NOTHING if is_read and next(answered) < 6 else response
+
+    proxy.change = change
+    again = CheckpointStore.open(store.storage, "run")
+    assert choose_checkpoint(again, lineage=1, verify="digest").id == ids[-1]
+    assert [it.id for it in again.list()] == ids
+    assert next(answered) > 6
+
+
+@pytest.mark.parametrize("body", BAD_LISTINGS)
+def test_a_200_that_is_no_listing_is_not_believed_to_be_an_empty_one(storage, proxy, body):
+    storage.put_bytes("run/x/a", b"123")
+    for call in (lambda: [info.key for info in storage.list("run/")], lambda: list(storage.folders("run/"))):
+        bad = iter([Response(200, body)])
+        proxy.change = lambda _method, _path, response, bad=bad: next(bad, response)
+        assert call() in (["run/x/a"], ["x"])
+        assert next(bad, None) is None
+
+
+@pytest.mark.parametrize("body", BAD_LISTINGS)
+def test_a_200_that_is_no_listing_is_not_believed_to_be_the_end_of_one(storage, proxy, body):
+    keys = [f"run/{number:04d}" for number in range(1003)]
+    for key in keys:
+        storage.put_bytes(key, b"")
+    pages = count()
+
+    def change(_method, path, response):
+        return Response(200, body) if "list-type" in path and next(pages) == 1 else response
+
+    proxy.change = change
+    assert [info.key for info in storage.list("run/")] == keys
+    assert next(pages) > 2
+
+
+def test_a_server_that_gives_one_page_for_ever_is_an_error(storage, proxy):
+    entry = "<Contents><Key>some/run/{:04d}</Key><Size>0</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+    rest = "<IsTruncated>true</IsTruncated><NextContinuationToken>again</NextContinuationToken>"
+    page = f"<ListBucketResult>{''.join(map(entry.format, range(1000)))}{rest}</ListBucketResult>"
+    proxy.change = lambda *_: Response(200, page.encode())
+    with pytest.raises(StorageError, match=r"lists one page below run/ again and again"):
+        list(storage.list("run/"))
+    assert len(proxy.requests) < 5
+
+
+@pytest.mark.parametrize("kind", ["moto", "rclone", "s3rver", "seaweedfs"])
+def test_an_upload_whose_last_response_is_lost_is_stored_again(kind, request, tmp_path):
+    server: S3Server = request.getfixturevalue(kind)
+    (tmp_path / "large").write_bytes(LARGE)
+    with proxied(server.endpoint) as proxy:
+        options = {**server.options(), "aws_endpoint_url": proxy.endpoint}
+        spec = StorageSpec(f"s3://{server.new_bucket()}", options, RetryPolicy(60, 0.01, 0.1))
+        storage, completions = open_storage(spec), count()
+
+        def change(method, path, response):
+            is_completion = method == "POST" and "uploadId=" in path
+            return None if is_completion and next(completions) == 0 else response
+
+        proxy.change = change
+        stored = storage.put_file("run/x", tmp_path / "large")
+        assert next(completions) > 0
+        assert storage.digest("run/x") == stored
+
+
+def test_credentials_that_have_expired_are_named_for_requests_without_a_body(storage, proxy, once):
+    storage.put_bytes("run/x", b"123")
+    proxy.change = lambda *_: Response(400, b"<Error><Code>ExpiredToken</Code><Message>The token has expired</Message></Error>")
+    for call in (storage.size, storage.digest, lambda key: storage.get_range(key, 0, memoryview(bytearray(3)))):
+        with pytest.raises(CredentialsExpiredError, match="have expired"):
+            call("run/x")
+
+
+@pytest.mark.parametrize("code", ["InvalidTokenId", "InvalidAccessKeyId", "InvalidToken"])
+def test_credentials_that_a_server_does_not_know_any_more_are_read_anew(storage, proxy, once, code):
+    proxy.change = lambda *_: Response(403, f"<Error><Code>{code}</Code></Error>".encode())
+    with pytest.raises(CredentialsExpiredError, match=code) as caught:
+        storage.get_bytes("run/x")
+    assert classify(caught.value) == "credentials"
+
+
+@pytest.mark.parametrize("key", ["run/status-404/x", "run/expiredtoken/x", "run/token-has-expired/AccessDenied"])
+def test_words_in_a_key_are_not_those_of_an_error(storage, proxy, once, key):
+    proxy.change = lambda *_: Response(503, b"<Error><Code>SlowDown</Code></Error>")
+    with pytest.raises(StorageError, match="SlowDown") as caught:
+        storage.get_bytes(key)
+    assert classify(caught.value) == "transient"
+
+
+def test_a_right_to_delete_that_is_missing_for_one_object_is_told_at_once(storage, proxy):
+    storage.put_bytes("run/x", b"1")
+    answer = (
+        b'<?xml version="1.0"?><DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Error><Key>some/run/x</Key>'
+        b"<Code>AccessDenied</Code><Message>Access Denied</Message></Error></DeleteResult>"
+    )
+    proxy.change = lambda *_: Response(200, answer)
+    with pytest.raises(PermissionError, match="AccessDenied"):
+        storage.delete(["run/x"])
+
+
+def test_an_upload_may_take_as_long_as_the_line_needs_and_other_requests_may_not(moto):
+    storage = open_storage(StorageSpec(f"s3://{moto.new_bucket()}", moto.options()))._storage
+    waits = [store.client_options["read_timeout"] for store in (storage._store, storage._uploading)]
+    assert waits == ["120s", "600s"]
+
+
+def test_a_server_that_accepts_and_never_answers_is_given_up_in_the_time_that_a_person_waits(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        opened = []
+        threading.Thread(target=lambda: opened.extend(silent.accept() for _ in range(9)), daemon=True).start()
+        options = S3Server(f"http://127.0.0.1:{silent.getsockname()[1]}").options()
+        policy = replace(PROBE_RETRY_POLICY, deadline_s=1.0, first_wait_s=0.01, longest_wait_s=0.01)
+        storage = open_storage(StorageSpec("s3://bucket", options, policy))
+        with pytest.raises(StorageError, match=r"failed \d+ times in [0-4] s"):
+            storage.get_bytes("run/x")
+
+
+def test_an_object_whose_key_no_path_can_have_is_named(moto, storage):
+    bucket = storage.url.split("/")[2]
+    moto.client().put_object(Bucket=bucket, Key="some/run//notes.txt", Body=b"x")
+    with pytest.raises(OSError, match=r"notes\.txt.*delete or rename that object") as caught:
+        list(storage.list("run/"))
+    assert classify(caught.value) == "final"
+
+
+class SilentRelay:
+    """Passes a TCP connection on to a server on loopback until it is told to be silent."""
+
+    def __init__(self, port):
+        self._server_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.may_pass = threading.Event()
+        self.may_pass.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._server_port))
+                for source, target in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _pass_on(self, source, target):
+        with contextlib.suppress(OSError), source, target:
+            while data := source.recv(1 << 16):
+                self.may_pass.wait(60)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        self.may_pass.set()
+        self._listener.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda storage: storage.get_bytes("run/x"),
+        lambda storage: list(storage.list("")),
+        lambda storage: storage.put_bytes("y", LARGE),
+    ],
+    ids=["get_bytes", "list", "put_bytes"],
+)
+def test_a_server_behind_a_connection_that_fell_silent_is_given_up(sshd, tmp_path, monkeypatch, call):
+    monkeypatch.setattr(fsspec_files, "_LONGEST_SILENCE_S", 1.0)
+    with contextlib.closing(SilentRelay(sshd.port)) as relay:
+        storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}/store", {**sshd.options(), "port": relay.port})
+        storage.put_bytes("run/x", b"1")
+        relay.may_pass.clear()
+        with pytest.raises(StorageError) as caught:
+            call(storage)
+        assert classify(caught.value) == "transient"
+        relay.may_pass.set()
+        assert storage.get_bytes("run/x") == b"1"
+
+
+@pytest.mark.parametrize("password_server", ["ftp"], indirect=True)
+def test_what_another_client_has_replaced_or_removed_is_seen(password_server):
+    place, password = password_server
+    one, other = (FsspecStorage(f"ftp://me@{place}", {"password": password}) for _ in range(2))
+    one.put_bytes("run/x", b"12345")
+    assert other.size("run/x") == 5
+    one.put_bytes("run/x", b"123456789")
+    assert other.size("run/x") == other.digest("run/x").bytes == 9
+    one.delete(["run/x"])
+    with pytest.raises(FileNotFoundError):
+        other.size("run/x")
