@@ -108,7 +108,33 @@ def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:
         run.memory.forget(manifest.id)
     data = [layout.data(manifest.id, entry.path) for entry in manifest.files]
     attached = [layout.evaluation(manifest.id, name) for name in evaluations]
-    run.storage.delete([*([] if is_read(run.storage, data) else data), *attached, layout.metadata(manifest.id)])
+    gone = [] if is_read(run.storage, data) else _without_targets(run, data)
+    run.storage.delete([*gone, *attached, layout.metadata(manifest.id)])
+
+
+def _without_targets(run: Run, data: Collection[str]) -> list[str]:
+    """Return what to delete of a checkpoint's data: of a directory that is a link, the link, whose target may be another's."""
+    links = {folder: _link_to(run, folder) for folder in {key.rpartition("/")[0] for key in data}}
+    return sorted({links[key.rpartition("/")[0]] or key for key in data})
+
+
+def _link_to(run: Run, folder: str) -> str | None:
+    """Return the first link on the way to a directory of a checkpoint; None if there is none, or it leads out of the storage.
+
+    The storage refuses the latter, and names its target.
+    """
+    key = run.layout.checkpoints.removesuffix("/")
+    place = run.storage.local_path(key)
+    if place is None:
+        return None
+    for name in folder.removeprefix(run.layout.checkpoints).split("/"):
+        key, place = f"{key}/{name}", place / name
+        if place.is_symlink():
+            with suppress(PermissionError):
+                run.storage.local_path(key)
+                return key
+            return None
+    return None
 
 
 def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quarantined_days: float | None = None) -> list[str]:
@@ -155,7 +181,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     # Requested by key: a listing may have missed a manifest, and a deletion is final.
     garbage = [it for it in sorted(data) if is_garbage(it) and not run.exists(it) and not is_read(run.storage, data[it])]
     for checkpoint_id in garbage:
-        run.storage.delete(data[checkpoint_id])
+        run.storage.delete(_without_targets(run, data[checkpoint_id]))
         _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
     if keep_quarantined_days is not None:
         expired_s = now_s - keep_quarantined_days * _DAY_S
@@ -201,7 +227,7 @@ def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Col
             mark.renew()
             if checkpoint_id in run.pinned() or run.exists(checkpoint_id):
                 continue
-            run.storage.delete(data[checkpoint_id])
+            run.storage.delete(_without_targets(run, data[checkpoint_id]))
         deleted.append(checkpoint_id)
         _logger.info("removed the data of checkpoint %s of run %r: its time in quarantine is over", checkpoint_id, run.name)
     return deleted

@@ -1,6 +1,7 @@
 import itertools
 import logging
 import os
+import shutil
 import time
 
 import pytest
@@ -353,6 +354,24 @@ def test_a_prune_deletes_nothing_that_a_link_in_a_checkpoint_leads_to(store, tmp
     assert [path.name for path in sub.parent.iterdir()] == ["sub"]
     assert (tmp_path / "scratch/model").read_text() == "same"
     assert store.prune(RetentionPolicy(1)).keep.keys() == {second.id}
+
+
+@pytest.mark.parametrize("place", ["", "sub"])
+def test_a_prune_removes_a_link_to_another_runs_checkpoint_and_keeps_its_files(store, tmp_path, place):
+    other = CheckpointStore.open(tmp_path / "store", "other")
+    for it in (store, other):
+        session = Attempt(it).session()
+        for number in range(2):
+            (tmp_path / "c/sub").mkdir(parents=True, exist_ok=True)
+            session.report({}, folder(tmp_path / "c", **{"a": str(number), "sub/model": it.run}))
+    (first, second), theirs = store.list(), other.latest()
+    link = stored(store, first, place) if place else stored(store, first, "a").parent
+    shutil.rmtree(link)
+    link.symlink_to(stored(other, theirs, place) if place else stored(other, theirs, "a").parent)
+    assert store.prune(RetentionPolicy(1)).drop == (first,)
+    other.verify(theirs)
+    assert not any(store.storage.list(store.layout.data(first.id)))
+    assert [path.name for path in (tmp_path / "store/run/checkpoints").iterdir()] == [second.id]
 
 
 def test_nothing_newer_than_a_limit_is_pruned(store, tmp_path):
