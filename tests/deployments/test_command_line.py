@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections import Counter
 from dataclasses import asdict, replace
@@ -497,19 +498,23 @@ def test_a_pull_into_a_full_directory_wants_force(local, command, tmp_path):
 
 
 def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):
-    store = train(local)
-    model = Path(local, "run/checkpoints", store.latest().id, "model")
-    model.unlink()
-    os.mkfifo(model)
-    writer = os.open(model, os.O_RDWR)  # it writes nothing: the pull waits for ever
+    program = """
+    import time
+    from prefect_torch.ckpt.storage.local import LocalStorage
+    from prefect_torch.deployments.command_line.program import main
+    get_file = LocalStorage.get_file
+    LocalStorage.get_file = lambda *args: time.sleep(60) if args[1].endswith("/model") else get_file(*args)
+    main()
+    """
+    train(local)
     target = tmp_path / "target"
-    process = subprocess.Popen([SCRIPT, "pull", local, "run", str(target)], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", textwrap.dedent(program), "pull", local, "run", str(target)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not (target.exists() and list(target.glob(".prefect-torch-pull-*/same"))):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    os.close(writer)
     assert (process.returncode, err) == (130, "prefect-torch: interrupted; nothing was pulled\n")
     assert list(target.iterdir()) == []
 

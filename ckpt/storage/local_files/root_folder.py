@@ -17,6 +17,7 @@ from typing import Literal, final
 _PLACE = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
 _LISTED = os.O_RDONLY | os.O_DIRECTORY
 _MANY_DELETES = 100  # more deletes do not hit one put; where no directory can be created, as in /proc, the loop must end
+_NO_FILE = {errno.ENXIO, errno.ENODEV, errno.ELOOP}  # a socket, a device without a driver, a link
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY}  # the last: a mount point
 
 
@@ -85,16 +86,27 @@ class Way:
             raise
 
     def open(self, name: str, mode: Literal["rb", "xb"]) -> io.FileIO:
-        """Open the file `name`, which is no link; "xb" creates it. A pipe of that name that nobody writes to is empty."""
-        descriptor = self.create(name) if mode == "xb" else self._open(name, os.O_RDONLY | os.O_NONBLOCK)
+        """Open the file `name`; "xb" creates it.
+
+        Raises:
+            FileNotFoundError: If it is no regular file: a pipe, a socket, a device, a directory or a link.
+
+        """
+        if mode == "xb":
+            return io.FileIO(self.create(name), "w")
         try:
-            if mode == "rb" and stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-                os.set_blocking(descriptor, True)
-            return io.FileIO(descriptor, mode.replace("x", "w"))
+            descriptor = self._open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block this process
         except OSError as exc:
-            os.close(descriptor)
-            exc.filename = str(self.path(name))
+            if exc.errno in _NO_FILE:
+                raise self._no_file(name) from exc
             raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise self._no_file(name)
+        return io.FileIO(descriptor, "r")
+
+    def _no_file(self, name: str) -> FileNotFoundError:
+        return FileNotFoundError(errno.ENOENT, "There is no regular file", str(self.path(name)))
 
     def create(self, name: str) -> int:
         """Create the file `name`, and return a descriptor for writing it, which the caller closes."""
@@ -220,9 +232,17 @@ class RootFolder:
         root = Path(os.path.realpath(self.path))
         if not target.is_relative_to(root):
             raise PermissionError(f"{link} leads out of the storage {self.path} to {target}: give that as the storage")
-        if target.is_symlink():  # a link to itself resolves to a link
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
+        if _leads_to_itself(link):
+            raise FileNotFoundError(errno.ENOENT, "A link that leads to itself leads nowhere", str(link))
         return target.relative_to(root).parts
+
+
+def _leads_to_itself(link: Path) -> bool:
+    try:
+        link.stat()
+    except OSError as exc:
+        return exc.errno == errno.ELOOP
+    return False
 
 
 def sync_folder(descriptor: int) -> None:

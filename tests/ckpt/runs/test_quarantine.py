@@ -123,6 +123,26 @@ def test_a_run_whose_only_checkpoint_is_in_quarantine_says_how_it_comes_back(sto
     assert choose_checkpoint(store, lineage=1, verify="digest") == damaged
 
 
+@pytest.mark.parametrize("what", ["pipe", "link to itself", "folder that is a link to itself"])
+def test_what_is_no_regular_file_in_the_place_of_a_checkpoints_is_damage(store, tmp_path, what):
+    whole, damaged = fill(store, tmp_path, 1, 2)
+    file = store.storage.local_path(store.layout.data(damaged.id, "model"))
+    file.unlink()
+    if what == "pipe":
+        os.mkfifo(file)
+    elif what == "link to itself":
+        file.symlink_to(file)
+    else:
+        file.parent.rmdir()
+        file.parent.symlink_to(file.parent)
+    with pytest.raises(CheckpointCorruptError, match=rf"{damaged.id}/model is missing"):
+        store.verify(damaged)
+    with pytest.raises(CheckpointCorruptError, match=rf"{damaged.id}/model is missing"):
+        store.checkpoint(damaged).to_directory(tmp_path / "out")
+    assert choose_checkpoint(store, lineage=1, verify="digest") == whole
+    assert fill(store, tmp_path, 3)[-1].metrics == {"score": 3}
+
+
 @pytest.mark.parametrize("place", ["inside", "outside"])
 def test_files_that_somebody_has_moved_and_linked_are_not_missing(store, tmp_path, place):
     session = Attempt(store).session()

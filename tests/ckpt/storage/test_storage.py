@@ -4,12 +4,14 @@ import contextlib
 import errno
 import io
 import os
+import socket
 import stat
 import subprocess
 import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -225,11 +227,21 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         storage.delete(["alias/x", "alias/y"])
         assert list(storage.list("")) == []
 
-    def test_a_link_to_itself_is_an_error(self, storage, tmp_path):
+    def test_a_link_to_itself_leads_nowhere(self, storage, tmp_path):
         storage.put_bytes("x", b"1")
         (tmp_path / "store/loop").symlink_to("loop")
-        with pytest.raises(OSError, match="symbolic links"):
-            storage.get_bytes("loop/x")
+        for key in ("loop", "loop/x"):
+            for read in (storage.get_bytes, storage.size, storage.digest):
+                with pytest.raises(FileNotFoundError, match="loop"):
+                    read(key)
+        (tmp_path / "store/below").symlink_to("below/itself")
+        with pytest.raises(FileNotFoundError, match="store/below"):
+            storage.get_bytes("below")
+        assert list(storage.list("loop/")) == list(storage.folders("loop/")) == []
+        with pytest.raises(FileNotFoundError, match="store/loop"):
+            storage.put_bytes("loop/x", b"1")
+        storage.put_bytes("loop", b"1")
+        assert storage.get_bytes("loop") == b"1"
 
     def test_a_folder_that_becomes_a_link_during_a_put_leads_nowhere(self, storage, outside, tmp_path, monkeypatch):
         replace, swapped = os.replace, []
@@ -806,6 +818,39 @@ def test_a_lookup_that_fails_leaves_no_descriptor(tmp_path):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_pipe_in_the_place_of_an_object_blocks_nobody(tmp_path):
-    os.mkfifo(tmp_path / "latest.json")
-    assert LocalStorage(tmp_path).get_bytes("latest.json") == b""
+def make_pipe(path):
+    os.mkfifo(path)
+    yield os.open(path, os.O_RDWR)  # somebody holds it open and writes nothing
+
+
+def make_socket(path):
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listening:
+        listening.bind(str(path))
+    yield None
+
+
+def make_link_to_device(path):
+    path.symlink_to("device")
+    try:
+        os.mknod(path.parent / "device", 0o600 | stat.S_IFCHR, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    yield None
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("make", [make_pipe, make_socket, make_link_to_device])
+def test_what_is_no_regular_file_is_no_object_and_blocks_nobody(tmp_path, make):
+    storage = LocalStorage(tmp_path)
+    get_range = partial(storage.get_range, start=0, into=memoryview(bytearray(1)))
+    for writer in make(tmp_path / "x"):
+        for read in (storage.get_bytes, storage.size, storage.digest, get_range):
+            with pytest.raises(FileNotFoundError, match=r"/(x|device)"):
+                read("x")
+        with pytest.raises(FileNotFoundError, match=r"/(x|device)"):
+            storage.get_file("x", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        storage.put_bytes("x", b"1")
+        assert storage.get_bytes("x") == b"1"
+        if writer is not None:
+            os.close(writer)
