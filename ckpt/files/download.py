@@ -11,7 +11,7 @@ from pathlib import Path
 from prefect_torch.ckpt.errors import CheckpointError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.verification import VerifyLevel, check_entry, missing, verify
+from prefect_torch.ckpt.runs.verification import VerifyLevel, check_entry, check_local_size, missing, verify
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.folder_readers import reading
 from prefect_torch.ckpt.storage.keys import check_key, temporary_name
@@ -135,6 +135,7 @@ def download_file(run: Run, manifest: Manifest, entry: FileEntry, path: Path) ->
 
     def read(storage: Storage) -> None:
         try:
+            check_local_size(run, manifest, entry, storage)
             moved = storage.get_file(run.layout.data(manifest.id, entry.path), path)
         except FileNotFoundError as exc:
             if not path.parent.is_dir():  # somebody has cleaned the temporary directory: nothing of the checkpoint is missing

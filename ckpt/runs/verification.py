@@ -56,6 +56,19 @@ def check_entry(run: Run, manifest: Manifest, entry: FileEntry, got: Transfer) -
         )
 
 
+def check_local_size(run: Run, manifest: Manifest, entry: FileEntry, storage: Storage) -> None:
+    """Compare a file's size with the committed one before it is copied; do nothing for a bucket, which needs a request for it.
+
+    Raises:
+        CheckpointCorruptError: If it differs.
+        FileNotFoundError: If there is no such file.
+
+    """
+    key = run.layout.data(manifest.id, entry.path)
+    if storage.local_path(key) is not None:
+        _check_size(run, manifest, entry, storage.size(key))
+
+
 def missing(run: Run, manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
     """Return the error for a file that is missing although its checkpoint exists.
 
@@ -78,8 +91,12 @@ def _verify_sizes(run: Run, manifest: Manifest, storage: Storage) -> None:
         size = sizes.get(entry.path)
         if size is None:  # a listing leaves out what a link in the checkpoint leads to, which a read follows
             size = _size(run, manifest, entry, storage)
-        if size != entry.bytes:
-            raise CheckpointCorruptError(f"{run.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}")
+        _check_size(run, manifest, entry, size)
+
+
+def _check_size(run: Run, manifest: Manifest, entry: FileEntry, size: int) -> None:
+    if size != entry.bytes:
+        raise CheckpointCorruptError(f"{run.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}")
 
 
 def _size(run: Run, manifest: Manifest, entry: FileEntry, storage: Storage) -> int:

@@ -49,17 +49,27 @@ def digest_stream(source: BinaryIO) -> Transfer:
     return _digest(source, lambda _: None)
 
 
-def copy_and_digest(source: BinaryIO, target: BinaryIO) -> Transfer:
-    """Copy `source` to its end into `target`, read once, and return the size and digest."""
-    return _digest(source, lambda data: write_all(target, data))
+def copy_and_digest(source: BinaryIO, target: BinaryIO, most_bytes: int | None = None) -> Transfer:
+    """Copy `source` into `target`, read once, and return the size and digest.
+
+    Args:
+        source: The file to read.
+        target: The file to write.
+        most_bytes: Where to stop; None for the end of `source`.
+
+    """
+    return _digest(source, lambda data: write_all(target, data), most_bytes)
 
 
-def _digest(source: BinaryIO, take: Callable[[memoryview], None]) -> Transfer:
+def _digest(source: BinaryIO, take: Callable[[memoryview], None], most_bytes: int | None = None) -> Transfer:
     digest = RunningDigest()
     buffer = memoryview(bytearray(CHUNK_BYTES))
-    while count := source.readinto(buffer):  # type: ignore[attr-defined]  # every raw and buffered reader has it
+    left = most_bytes
+    while count := source.readinto(buffer[:left]):  # type: ignore[attr-defined]  # every raw and buffered reader has it
         digest.update(buffer[:count])
         take(buffer[:count])
+        if left is not None:
+            left -= count
     return digest.transfer()
 
 

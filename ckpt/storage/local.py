@@ -79,9 +79,9 @@ class LocalStorage:
         self._write(key, write)
 
     def get_file(self, key: str, path: Path) -> Transfer:
-        """Copy the object to `path`."""
+        """Copy the object to `path`, of one that grows meanwhile what it had before: nothing must fill the disk."""
         with self._open(key) as source, path.open("wb", buffering=0) as target:
-            return copy_and_digest(source, target)
+            return copy_and_digest(source, target, os.fstat(source.fileno()).st_size)
 
     def digest(self, key: str) -> Transfer:
         """Return the size and digest of the object."""

@@ -71,6 +71,14 @@ def test_a_local_checkpoint_that_changed_is_never_handed_out(local, tmp_path):
         pass
 
 
+def test_a_file_of_another_size_is_not_copied(local, tmp_path):
+    checkpoint = commit(local, tmp_path, model="x")
+    os.truncate(Path(checkpoint.path) / "model", 2**26)
+    with pytest.raises(CheckpointCorruptError, match=r"model has 67108864 bytes instead of 1"):
+        checkpoint.to_directory(tmp_path / "out")
+    assert list((tmp_path / "out").rglob("*")) == []
+
+
 def test_a_remote_checkpoint_is_downloaded_and_deleted_after_the_reader(remote, tmp_path, cache):
     checkpoint = commit(remote, tmp_path, model="x")
     with checkpoint.as_directory() as directory:

@@ -22,6 +22,8 @@ import pytest
 from fsspec.implementations import memory
 from obstore.store import LocalStore
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError
+from prefect_torch.ckpt.storage import digest
+from prefect_torch.ckpt.storage.digest import write_all
 from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.object_store import backend as object_store
@@ -816,6 +818,22 @@ def test_a_lookup_that_fails_leaves_no_descriptor(tmp_path):
         with pytest.raises(OSError, match="name too long"):
             storage.size(f"run/manifests/{'x' * 300}")
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_copy_of_an_object_that_grows_meanwhile_ends(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    storage.put_bytes("x", b"1" * 2**20)
+    grown = []
+
+    def write_and_grow(target, data):
+        with (tmp_path / "x").open("ab") as file:
+            file.write(data)
+        grown.append(write_all(target, data))
+        assert len(grown) < 9
+
+    monkeypatch.setattr(digest, "write_all", write_and_grow)
+    assert storage.get_file("x", tmp_path / "out").bytes == (tmp_path / "out").stat().st_size == 2**20
+    assert len(grown) == 1
 
 
 def make_pipe(path):
