@@ -1,21 +1,31 @@
 """Very many stored records read at once: their values are checked column by column, not one by one."""
 
 import gc
+import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.storage.protocol import Storage
+
+_logger = logging.getLogger(__name__)
 
 
 def bytes_if_there(storage: Storage, key: str) -> bytes | None:
-    """Return an object's bytes; None if it is gone, as one that was merged with others is."""
+    """Return an object's bytes; None if it is gone, as one that was merged with others is.
+
+    One that is too large for a record is empty, with a warning.
+    """
     try:
         return storage.get_bytes(key)
     except FileNotFoundError:
         return None
+    except MalformedRecordError as exc:
+        _logger.warning("left out: %s", exc)
+        return b""
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A directory of the local filesystem as a storage that survives a power cut."""
 
+import errno
 import io
 import os
 import stat
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.storage.digest import copy_and_digest, digest_stream, write_all
 from prefect_torch.ckpt.storage.local_files.copies import copy_file, require_whole, write_and_digest
 from prefect_torch.ckpt.storage.local_files.free_space import FreeSpace
@@ -18,6 +20,7 @@ from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
 from .keys import check_key, is_temporary, temporary_name
 
+MOST_RECORD_BYTES = 2**30  # a manifest of a million files, whose paths may be long
 _MANY_DELETES = 100  # more deletes do not hit one put; where no file can be created, as in /proc, the loop must end
 
 
@@ -70,7 +73,14 @@ class LocalStorage:
         return self._write(key, lambda target: write_and_digest(parts, target))
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        """Store a small object; a reader sees the old one or the new one, whole."""
+        """Store a small object; a reader sees the old one or the new one, whole.
+
+        Raises:
+            OSError: EFBIG for one of more than 1 GiB, which `get_bytes` would refuse.
+
+        """
+        if len(data) > MOST_RECORD_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self._path(key)))
 
         def write(target: io.FileIO) -> Transfer:
             write_all(target, data)
@@ -89,8 +99,16 @@ class LocalStorage:
             return digest_stream(source)
 
     def get_bytes(self, key: str) -> bytes:
-        """Return a small object."""
+        """Return a small object.
+
+        Raises:
+            MalformedRecordError: If it has more than 1 GiB: nothing that is small, and it would fill the memory.
+
+        """
         with self._open(key) as source:
+            size = os.fstat(source.fileno()).st_size
+            if size > MOST_RECORD_BYTES:
+                raise MalformedRecordError(f"{self._path(key)} has {size} bytes, and a record {MOST_RECORD_BYTES} at most")
             return source.readall()
 
     def get_range(self, key: str, start: int, into: memoryview) -> int:

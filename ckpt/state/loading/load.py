@@ -119,8 +119,11 @@ def read_index(reader: StateReader) -> StateIndex:
         )
 
     def read(storage: Storage) -> StateIndex:
+        key = f"{reader.folder}{INDEX_FILE}"
         try:
-            data = storage.get_bytes(f"{reader.folder}{INDEX_FILE}")
+            if storage.local_path(key) is not None and (size := storage.size(key)) != known.bytes:
+                raise CheckpointCorruptError(f"{where} has {size} bytes instead of {known.bytes}")
+            data = storage.get_bytes(key)
         except FileNotFoundError as exc:
             raise CheckpointNotFoundError(f"{where} is missing") from exc
         if known.digest and xxhash.xxh3_128_hexdigest(data) != known.digest:

@@ -2,16 +2,21 @@
 
 import copy
 import json
+import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts, newest_attempt, read_outcomes
 from prefect_torch.ckpt.runs.history import lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.records import seal
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage import local
+from prefect_torch.ckpt.storage.local import MOST_RECORD_BYTES
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 
@@ -151,6 +156,30 @@ def test_junk_in_any_place_ends_nothing(store, place, capsys, caplog):
             if key in before:
                 store.storage.put_bytes(key, before[key])
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", [place for place, key in PLACES.items() if "{}" not in key])
+def test_what_is_too_large_for_a_record_is_not_read(tmp_path, place, capsys):
+    shutil.copytree(STORED, tmp_path / "store")
+    file = tmp_path / "store" / PLACES[place]
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    os.truncate(file, MOST_RECORD_BYTES + 1)
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    look(store)
+    look_from_a_terminal(store)
+    assert "Traceback" not in capsys.readouterr().err
+    with pytest.raises(MalformedRecordError, match=f"{file} has 1073741825 bytes, and a record 1073741824 at most"):
+        store.storage.get_bytes(PLACES[place])
+
+
+def test_a_record_that_would_be_too_large_to_read_is_not_stored(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "MOST_RECORD_BYTES", 10)
+    store = CheckpointStore.open(tmp_path, "run")
+    store.storage.put_bytes("run/x", bytes(10))
+    with pytest.raises(OSError, match=r"File too large: .*run/x"):
+        store.storage.put_bytes("run/x", bytes(11))
+    assert store.storage.get_bytes("run/x") == bytes(10)
 
 
 def test_the_manifest_of_another_checkpoint_is_no_manifest(store, caplog):

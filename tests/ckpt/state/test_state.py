@@ -35,7 +35,7 @@ from prefect_torch.ckpt.state.image import StagingBuffer
 from prefect_torch.ckpt.state.index import DTYPE_BYTES
 from prefect_torch.ckpt.state.parameters import _reshard
 from prefect_torch.ckpt.state.tensors import is_dtensor
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local import MOST_RECORD_BYTES, LocalStorage
 from ranks import Attempt, folder, read_files
 from states import check_equal, make_state, make_training, take_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -425,6 +425,17 @@ def test_damage_is_found_by_a_load(store, file, how):
         damage(one, how, other)
     with pytest.raises((CheckpointCorruptError, CheckpointNotFoundError)):
         load(store.checkpoint(store.list()[0]), {"w": torch.zeros(1000, 500), "text": ""})
+
+
+def test_an_index_of_another_size_is_not_read(store):
+    report_states(store, lambda epoch, rank: {"text": f"{epoch}"})
+    newest = store.latest()
+    index = store.storage.local_path(store.layout.data(newest.id, ".state.json"))
+    os.truncate(index, MOST_RECORD_BYTES + 1)
+    with pytest.raises(CheckpointCorruptError, match=r"\.state\.json has 1073741825 bytes instead of \d+"):
+        load(store.checkpoint(newest), {"text": ""})
+    with pytest.raises(CheckpointCorruptError, match=r"\.state\.json has 1073741825 bytes, and a record 1073741824 at most"):
+        Checkpoint.from_directory(index.parent).load_state({"text": ""})
 
 
 def test_torch_reads_what_we_store(store, tmp_path):
