@@ -17,6 +17,7 @@ from prefect_torch.ckpt.errors import CheckpointNotFoundError, MalformedRecordEr
 from prefect_torch.ckpt.runs.records import check_depth, parse
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_temporary
+from prefect_torch.ckpt.storage.local import MOST_RECORD_BYTES
 from prefect_torch.ckpt.storage.scratch import make_scratch, remove_scratch
 
 USER_METADATA_FILE = ".metadata.json"
@@ -51,6 +52,10 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     file = directory / USER_METADATA_FILE
     if not file.exists():
         return {}
+    if not file.is_file():  # a pipe would be waited for
+        raise ValueError(f"{file} is no file; remove it")
+    if (size := file.stat().st_size) > MOST_RECORD_BYTES:
+        raise ValueError(f"{file} has {size} bytes, and metadata {MOST_RECORD_BYTES} at most; write it with set_metadata()")
     try:
         metadata = parse(file.read_bytes(), str(file), "metadata")
         check_depth(metadata, "metadata")

@@ -5,7 +5,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from prefect_torch.ckpt.files.folder import adopt_files, group_files, scan_files
+from prefect_torch.ckpt.files.folder import adopt_files, group_files, read_metadata, scan_files
+from prefect_torch.ckpt.storage.local import MOST_RECORD_BYTES
 
 
 def test_files_are_found_at_any_depth_and_metadata_is_not_one(tmp_path):
@@ -64,6 +65,20 @@ def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="neither a file nor a directory"):
         scan_files(tmp_path)
+
+
+@pytest.mark.timeout(30)
+def test_metadata_that_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / ".metadata.json")
+    with pytest.raises(ValueError, match=r"\.metadata\.json is no file; remove it"):
+        read_metadata(tmp_path)
+
+
+def test_metadata_that_is_too_large_is_refused(tmp_path):
+    (tmp_path / ".metadata.json").touch()
+    os.truncate(tmp_path / ".metadata.json", MOST_RECORD_BYTES + 1)
+    with pytest.raises(ValueError, match=r"\.metadata\.json has 1073741825 bytes, and metadata 1073741824 at most"):
+        read_metadata(tmp_path)
 
 
 def test_a_link_to_what_is_no_file_is_refused(tmp_path):
