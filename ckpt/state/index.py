@@ -4,8 +4,11 @@ import json
 import math
 import re
 import reprlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from secrets import randbits
 from typing import Annotated, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError
@@ -20,6 +23,7 @@ DCP_METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own
 _WHAT = "the index of a state"
 _WHAT_OF_RANK = "a rank's part of the index of a state"
 _OWN = re.compile(r"@rank(?P<rank>[0-9]+)$")
+_MOST_STEPS = 500  # of a path; a state that is nested deeper exhausts Python's stack before it is stored
 _RANK_FILE = re.compile(r"__[0-9]+_[01]\.distcp")
 DTYPE_BYTES = {
     **dict.fromkeys(("float64", "int64", "complex64", "uint64"), 8),
@@ -65,6 +69,8 @@ def _check_dtype(dtype: str) -> None:
 def _check_path(path: Sequence[Step]) -> None:
     if not path:
         raise ValueError("an empty path")
+    if len(path) > _MOST_STEPS:
+        raise ValueError(f"a path of {len(path)} steps, and {_MOST_STEPS} are the most")
     for step in path:
         if isinstance(step, list) and (len(step) != 1 or step[0] < 0):
             raise ValueError(f"{reprlib.repr(step)} is no index of a list")
@@ -223,7 +229,11 @@ class StateIndex:
     def _check(self, file_bytes: Mapping[str, int]) -> None:
         if not self.world_size or not self.block_bytes:
             raise ValueError("a world_size or block_bytes of 0")
+        self._check_names()
         for name, tensor in self.tensors.items():
+            _check_shape(name, tensor.dtype, tensor.shape)
+            if self.block_bytes % tensor.item_bytes:
+                raise ValueError(f"blocks of {self.block_bytes} bytes cut the elements of {name!r}")
             for chunk in tensor.chunks:
                 _check_box(name, tensor, chunk)
                 size = math.prod(chunk.sizes) * tensor.item_bytes
@@ -232,9 +242,35 @@ class StateIndex:
                     raise ValueError(f"{name!r} has {len(chunk.digests)} digests for {size} bytes")
             if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise ValueError(f"the chunks of {name!r} do not make up its shape {list(tensor.shape)}")
-            _check_apart(name, tensor.chunks)
+            _check_apart(name, tensor)
         for name, value in self.values.items():
             _check_inside(name, value.file, value.start, value.bytes, file_bytes)
+            if not value.bytes:
+                raise ValueError(f"{name!r} has no bytes")
+            if value.tensor is not None:
+                _check_shape(name, *value.tensor)
+
+    def _check_names(self) -> None:
+        if twice := self.tensors.keys() & self.values.keys():
+            raise ValueError(f"{reprlib.repr(min(twice))} is a tensor and a value")
+        known: dict[tuple[object, ...], str] = {}
+        for name, path in self.paths():
+            rank = rank_of(name)
+            if rank is not None and rank >= self.world_size:
+                raise ValueError(f"{reprlib.repr(name)} is of a rank that {self.world_size} ranks do not have")
+            place = (rank, *(tuple(step) if isinstance(step, list) else step for step in path))
+            if (other := known.setdefault(place, name)) != name:
+                raise ValueError(f"{reprlib.repr(name)} has the path of {reprlib.repr(other)}")
+        for name in self.arrays:
+            value = self.values.get(name)
+            if name not in self.tensors and (value is None or value.tensor is None):
+                raise ValueError(f"{reprlib.repr(name)} is to be an array, and is no tensor")
+
+
+def _check_shape(name: str, dtype: str, shape: Sequence[int]) -> None:
+    """Raise for a shape that torch cannot count: it multiplies what is not empty, too."""
+    if math.prod(max(size, 1) for size in shape) * DTYPE_BYTES[dtype] >= 2**63:
+        raise ValueError(f"{name!r} has the shape {reprlib.repr(list(shape))}, which no tensor has")
 
 
 def _check_inside(name: str, file: str, start: int, size: int, file_bytes: Mapping[str, int]) -> None:
@@ -252,19 +288,19 @@ def _check_box(name: str, tensor: TensorEntry, chunk: Chunk) -> None:
         raise ValueError(f"a chunk of {name!r} reaches beyond its shape {list(tensor.shape)}")
 
 
-def _check_apart(name: str, chunks: Sequence[Chunk]) -> None:
-    """Raise if chunks overlap; they are sorted by their first row, so each is compared only with those not yet ended."""
-    begun: list[Chunk] = []
-    for chunk in sorted((chunk for chunk in chunks if math.prod(chunk.sizes)), key=lambda chunk: chunk.offsets):
-        first = chunk.offsets[0] if chunk.offsets else 0
-        begun = [other for other in begun if not other.offsets or other.offsets[0] + other.sizes[0] > first]
-        if any(_overlap(chunk, other) for other in begun):
-            raise ValueError(f"two chunks of {name!r} overlap")
-        begun.append(chunk)
+def _check_apart(name: str, tensor: TensorEntry) -> None:
+    """Raise if chunks overlap that lie inside a tensor and have its size together; linear in their number.
 
+    They do not if and only if their corners, with alternating signs, cancel out to the tensor's own. With a random number for
+    each coordinate, that is one comparison of sums (the lemma of Schwartz and Zippel).
+    """
+    if len(tensor.chunks) < 2:  # noqa: PLR2004 - one alone is the tensor
+        return
+    numbers: dict[tuple[int, int], int] = defaultdict(partial(randbits, 61))
 
-def _overlap(one: Chunk, other: Chunk) -> bool:
-    return all(
-        a < b + b_size and b < a + a_size
-        for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    )
+    def corners(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        ends = enumerate(zip(offsets, sizes, strict=True))
+        return math.prod(numbers[dimension, start + size] - numbers[dimension, start] for dimension, (start, size) in ends)
+
+    if sum(corners(chunk.offsets, chunk.sizes) for chunk in tensor.chunks) != corners([0] * len(tensor.shape), tensor.shape):
+        raise ValueError(f"two chunks of {name!r} overlap")

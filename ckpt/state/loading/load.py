@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import xxhash
-from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StateMismatchError
 from prefect_torch.ckpt.files.download import NodeCopy, found_files, in_place
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
@@ -67,8 +67,11 @@ def _load(
     shared: SharedReads | None = None,
 ) -> None:
     index = read_index(reader) if shared is None else shared.read_file(INDEX_FILE, read_index)
-    plan = LoadPlan(index, reader, *rank_and_size, redistribute)
-    plan_restore(plan, index, state)
+    try:
+        plan = LoadPlan(index, reader, *rank_and_size, redistribute)
+        plan_restore(plan, index, state)
+    except RecursionError as exc:
+        raise StateMismatchError(f"{reader.where} or the state to load into is nested too deeply to be loaded") from exc
     (reader if shared is None else shared).read(plan.blocks)
     for finish in (*plan.finish, *plan.last):
         finish()

@@ -1,9 +1,14 @@
 """An index is believed only when every entry of it can be true."""
 
 import copy
+import itertools
 import json
+import math
+import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointCorruptError, UnsupportedFormatError
 from prefect_torch.ckpt.state.index import StateIndex, is_own_file
 
@@ -83,6 +88,19 @@ BAD = {
     "a huge tensor": changed("tensors", "w", "shape", [2**62, 2**62]),
     "a value beyond its file": changed("values", "v", "bytes", 101),
     "a value in no file": changed("values", "v", "file", "x"),
+    "a value of no bytes": changed("values", "v", "bytes", 0),
+    "a path that is too deep": changed("values", "v", "path", ["x"] * 501),
+    "a rank of very many digits": changed("values", {f"v@rank{'9' * 5000}": BODY["values"]["v"]}),
+    "a rank that there is not": changed("values", {"v@rank2": BODY["values"]["v"]}),
+    "an empty tensor that cannot be": changed(
+        "tensors", "w", {**BODY["tensors"]["w"], "shape": [0, 2**62, 2**62], "chunks": []}
+    ),
+    "a small tensor that cannot be": changed("values", "v", "tensor", ["int64", [0, 2**62, 2**62]]),
+    "blocks that cut an element": changed("block_bytes", 42),
+    "an array that is a text": {**BODY, "arrays": {"v": "array"}},
+    "an array that is not there": {**BODY, "arrays": {"x": "array"}},
+    "two names of one path": changed("values", "v", "path", ["w"]),
+    "one name of two things": changed("values", {"w": BODY["values"]["v"]}),
     "no tensors": {key: value for key, value in BODY.items() if key != "tensors"},
     "tensors that are a list": changed("tensors", []),
 }
@@ -92,6 +110,47 @@ BAD = {
 def test_an_index_that_cannot_be_true_is_corrupt(what):
     with pytest.raises(CheckpointCorruptError, match="here is not the index of a state"):
         decode(BAD[what])
+
+
+def decoding_s(num_chunks, *, overlap=False):
+    """Return the seconds of this process for an index of a tensor with one row, each element in a chunk of its own."""
+    chunks = [{**CHUNK, "offsets": [0, column], "sizes": [1, 1]} for column in range(num_chunks)]
+    if overlap:
+        chunks[5]["offsets"] = [0, 6]
+    body = {**BODY, "tensors": {"w": {"path": ["w"], "dtype": "float32", "shape": [1, num_chunks], "chunks": chunks}}}
+    begun_s = time.process_time()
+    decode(body)
+    return time.process_time() - begun_s
+
+
+def test_very_many_chunks_of_one_row_cost_linear_time():
+    assert decoding_s(8000) < 24 * min(decoding_s(1000) for _ in range(3))
+    with pytest.raises(CheckpointCorruptError, match="two chunks of 'w' overlap"):
+        decoding_s(8000, overlap=True)
+
+
+@given(st.data())
+def test_chunks_overlap_as_their_elements_do(data):
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=3))
+    boxes, left = [], math.prod(shape)
+    while left:
+        offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
+        sizes = [data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True)]
+        if math.prod(sizes) <= left:
+            boxes.append((offsets, sizes))
+            left -= math.prod(sizes)
+    elements = [
+        element
+        for box in boxes
+        for element in itertools.product(*(range(low, low + size) for low, size in zip(*box, strict=True)))
+    ]
+    chunks = [{**CHUNK, "offsets": offsets, "sizes": sizes} for offsets, sizes in boxes]
+    body = {**BODY, "tensors": {"w": {"path": ["w"], "dtype": "float32", "shape": shape, "chunks": chunks}}}
+    if len(set(elements)) == len(elements):
+        decode(body)
+    else:
+        with pytest.raises(CheckpointCorruptError, match="two chunks of 'w' overlap"):
+            decode(body)
 
 
 def test_an_index_of_a_newer_format_asks_for_an_upgrade():

@@ -427,6 +427,17 @@ def test_damage_is_found_by_a_load(store, file, how):
         load(store.checkpoint(store.list()[0]), {"w": torch.zeros(1000, 500), "text": ""})
 
 
+def test_a_state_that_is_nested_too_deeply_to_be_loaded_is_refused(store):
+    def nested(leaf, levels=420):
+        for _ in range(levels):
+            leaf = {"a": leaf}
+        return {"x": leaf}
+
+    report_states(store, lambda epoch, rank: nested(torch.ones(3)))
+    with pytest.raises(StateMismatchError, match="nested too deeply to be loaded"):
+        load(store.checkpoint(store.latest()), nested(torch.zeros(3)))
+
+
 def test_an_index_of_another_size_is_not_read(store):
     report_states(store, lambda epoch, rank: {"text": f"{epoch}"})
     newest = store.latest()
