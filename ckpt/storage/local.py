@@ -308,4 +308,7 @@ def _walk_below(folder: int, name: str, prefix: str, after: str | None) -> Itera
         below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except FileNotFoundError:  # deleted after the scan
         return
+    except OSError as exc:
+        exc.filename = prefix  # the call knew the last name only
+        raise
     yield from _walk(below, prefix, after)

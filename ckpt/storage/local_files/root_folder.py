@@ -121,7 +121,11 @@ class Way:
 
     def replace(self, source: str, target: str) -> None:
         """Rename a file of the last directory."""
-        os.replace(source, target, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        try:
+            os.replace(source, target, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        except OSError as exc:
+            exc.filename, exc.filename2 = str(self.path(source)), str(self.path(target))  # the call knew the last names only
+            raise
 
     def unlink(self, name: str) -> None:
         """Remove a file or a link."""
@@ -133,7 +137,11 @@ class Way:
 
     def listed(self) -> int:
         """Return a descriptor of the last directory for listing or syncing, which the caller closes."""
-        return os.open(".", _LISTED, dir_fd=self.folder)
+        try:
+            return os.open(".", _LISTED, dir_fd=self.folder)
+        except OSError as exc:
+            exc.filename = str(self._root.joinpath(*self._names))  # the call knew no name
+            raise
 
     def sync(self) -> None:
         """Make the names in the last directory durable."""

@@ -820,6 +820,28 @@ def test_a_lookup_that_fails_leaves_no_descriptor(tmp_path):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+@pytest.mark.parametrize(("refused", "named"), [(".", "store/run/manifests'"), ("id", "'run/manifests/id/'")])
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch, refused, named):
+    storage, opened = LocalStorage(tmp_path / "store"), os.open
+    storage.put_bytes("run/manifests/id/x", b"1")
+
+    def refuse(path, flags, *args, **folder):
+        if path == refused:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return opened(path, flags, *args, **folder)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PermissionError, match=named):
+        list(storage.list("run/manifests/"))
+
+
+def test_a_folder_in_the_place_of_an_object_is_named_by_a_put(tmp_path):
+    storage = LocalStorage(tmp_path / "store")
+    storage.put_bytes("run/x/y", b"1")
+    with pytest.raises(IsADirectoryError, match=r"store/run/\.tmp-.* -> .*store/run/x'"):
+        storage.put_bytes("run/x", b"1")
+
+
 def test_a_copy_of_an_object_that_grows_meanwhile_ends(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
     storage.put_bytes("x", b"1" * 2**20)
