@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch.ckpt import Checkpoint, CheckpointStore
+from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointStore
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, sort_by_score
@@ -114,12 +114,18 @@ class Result:
 
         Raises:
             FileNotFoundError: If there is no such run.
+            CheckpointCorruptError: If none of its attempts can be read.
             UnsupportedFormatError: If a newer version made its newest attempt.
 
         """
         store = CheckpointStore.open(storage, run)
         standing = read_standing(store)
         if standing is None:
+            if store.keys(store.layout.attempts) or store.listed():
+                raise CheckpointCorruptError(
+                    f"run {run!r} in {store.storage.url} has no claim of an attempt that can be read; "
+                    "CheckpointStore.list() returns its checkpoints"
+                )
             raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}")
         attempt, outcome = standing.attempt, standing.outcome
         listed, manifests = store.list_readable()

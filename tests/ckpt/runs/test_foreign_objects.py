@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts, newest_attempt, read_outcomes
 from prefect_torch.ckpt.runs.history import lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.runs.pruning import collect_garbage
@@ -266,6 +266,19 @@ def test_a_path_that_leads_elsewhere_is_no_path_of_a_file(store, path):
     store.storage.put_bytes(key, seal(body))
     assert [it.id for it in store.list()] == [SECOND, THIRD]
     assert FIRST not in {it.id for it in store.prune(RetentionPolicy(1)).drop}
+
+
+@pytest.mark.parametrize("are_gone", [False, True])
+def test_a_run_whose_claims_cannot_be_read_is_not_said_to_be_missing(store, are_gone):
+    for key in store.keys(store.layout.attempts):
+        if are_gone:
+            store.storage.delete([key])
+        else:
+            store.storage.put_bytes(key, b"?")
+    with pytest.raises(CheckpointCorruptError, match=r"run 'run' in memory:.* has no claim of an attempt that can be read"):
+        Result.from_storage(store.storage, "run")
+    with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
+        Result.from_storage(store.storage, "other")
 
 
 def test_claims_that_no_number_can_follow_are_refused_by_name(store):
