@@ -1,6 +1,7 @@
 """The checkpoints of one run, and the runs of a storage."""
 
 import builtins
+import reprlib
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -70,7 +71,14 @@ class CheckpointStore(Run):
         return sort_by_score(self.list(), attribute, order)[:k]
 
     def checkpoint(self, manifest: Manifest) -> "Checkpoint":
-        """Return a handle to read the checkpoint with."""
+        """Return a handle to read the checkpoint with.
+
+        Raises:
+            TypeError: If `manifest` is none: `get` returns that of an id.
+
+        """
+        if not isinstance(manifest, Manifest):
+            raise TypeError(f"{reprlib.repr(manifest)} is no manifest: store.checkpoint(store.get(id)) takes an id")
         return Checkpoint.committed(self, manifest)
 
     def verify(self, manifest: Manifest, level: VerifyLevel = "digest") -> None:

@@ -65,6 +65,12 @@ def test_at_any_value_of_the_hint_the_committed_ones_are_listed_newest_first(sto
         assert [listed.id for listed in store.newest_first()] == ids[::-1], hint
 
 
+def test_an_id_in_the_place_of_a_manifest_is_refused_at_once(store, tmp_path):
+    (manifest,) = fill(store, tmp_path, 1)
+    with pytest.raises(TypeError, match=rf"'{manifest.id}' is no manifest: store\.checkpoint\(store\.get\(id\)\) takes an id"):
+        store.checkpoint(manifest.id)
+
+
 def test_latest_ignores_data_without_a_manifest(store, tmp_path):
     manifests = fill(store, tmp_path, 1)
     store.storage.put_bytes(store.layout.data("000001-00000009-00000000", "model"), b"half")
