@@ -319,7 +319,11 @@ class Run:
         return f"{self.storage.url.rstrip('/')}/{key}"
 
     def _hint(self) -> str | None:
-        hint = (self.get_json(self.layout.latest) or {}).get("id")
+        try:
+            hint = (self.get_json(self.layout.latest) or {}).get("id")
+        except PermissionError as exc:  # a link that leads out of the storage, or another user's file
+            _logger.warning("left out: %s", exc)
+            return None
         return hint if isinstance(hint, str) and is_id(hint) else None
 
     def _readable(self, indexed: Mapping[str, Manifest], listed: ListedCheckpoint) -> Manifest | None:

@@ -1,4 +1,5 @@
 import itertools
+import json
 import logging
 import os
 import shutil
@@ -69,6 +70,21 @@ def test_an_id_in_the_place_of_a_manifest_is_refused_at_once(store, tmp_path):
     (manifest,) = fill(store, tmp_path, 1)
     with pytest.raises(TypeError, match=rf"'{manifest.id}' is no manifest: store\.checkpoint\(store\.get\(id\)\) takes an id"):
         store.checkpoint(manifest.id)
+
+
+@pytest.mark.parametrize("place", ["outside", "latest.json"])
+def test_a_hint_that_is_a_link_is_left_out_and_replaced(store, tmp_path, place):
+    first, _ = fill(store, tmp_path, 1, 2)
+    hint = store.storage.local_path(store.layout.latest)
+    (tmp_path / "outside").write_text(json.dumps({"id": first.id}))
+    hint.unlink(missing_ok=True)
+    hint.symlink_to(tmp_path / place if place == "outside" else place)
+    assert store.latest().step == 1
+    assert choose_checkpoint(store, lineage=1, verify="digest").step == 1
+    store.hint_latest(first.id)
+    assert (tmp_path / "outside").read_text() == json.dumps({"id": first.id})
+    assert not hint.is_symlink()
+    assert store.latest().step == 1
 
 
 def test_latest_ignores_data_without_a_manifest(store, tmp_path):
