@@ -93,7 +93,22 @@ MUTANTS = [
         ("pinned=pinned, in_use=kept", "pinned=frozenset(), in_use=kept"),
         ("in_use=kept, up_to=up_to", "in_use=kept, up_to=None"),
         ("if dry_run or not decided.drop:", "if not decided.drop:"),
-        ("*([] if is_read(run.storage, data) else data), *attached", "*([] if is_read(run.storage, data) else data)"),
+        ("[*gone, *attached, ", "[*gone, "),
+    ),
+    *mutants_of(
+        "ckpt/runs/pruning.py",
+        "tests/ckpt/test_checkpoint_store.py -k link",
+        ('links[key.rpartition("/")[0]] or key', "key"),
+        ("            return None\n    return None", "            return key\n    return None"),
+    ),
+    *mutants_of(
+        "ckpt/state/index.py",
+        "tests/ckpt/state/test_index.py",
+        ("!= corners(", "< corners("),
+        ("if not value.bytes:", "if False:"),
+        ("if self.block_bytes % tensor.item_bytes:", "if False:"),
+        ("math.prod(max(size, 1) for size in shape)", "math.prod(shape)"),
+        ("rank >= self.world_size", "rank > self.world_size"),
     ),
     *mutants_of(
         "ckpt/runs/pruning.py",
