@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .arrays import array_kind, tensor_of
 from .index import ArrayKind, rank_name, rank_of
+from .key_order import KeyOrder
 from .parameters import ParameterNames, clean_name, is_by_parameter, joined_names, renamed_optimizer_state, unwrap
 from .plan import Step, TensorShard, path_name
 from .rank_local import RankLocal
@@ -40,8 +41,24 @@ class Leaf:
     array: ArrayKind | None = None
 
 
-def flatten(state: Mapping[str, Any], rank: int) -> tuple[list[Leaf], dict[str, Sequence[object]]]:
-    """Return every leaf of `state`, and the parts of its modules and optimizers, unless these are marked as this rank's own.
+@dataclass(slots=True)
+class Flattened:
+    """All that a state consists of.
+
+    Attributes:
+        leaves: Its tensors and plain values.
+        parts: The parts of its modules and optimizers, unless these are marked as this rank's own.
+        orders: The order of the keys in its dicts.
+
+    """
+
+    leaves: list[Leaf] = field(default_factory=list)
+    parts: dict[str, Sequence[object]] = field(default_factory=dict)
+    orders: list[KeyOrder] = field(default_factory=list)
+
+
+def flatten(state: Mapping[str, Any], rank: int) -> Flattened:
+    """Return every leaf of `state`, with the parts of its modules and optimizers and the order of its dicts.
 
     Leaves are named as torch.distributed.checkpoint names them. Copies nothing.
 
@@ -58,10 +75,11 @@ def flatten(state: Mapping[str, Any], rank: int) -> tuple[list[Leaf], dict[str, 
             walk.visit(value, _At(str(_checked_key(key, ())), (key,)))
     except RecursionError as exc:
         raise ValueError("the state holds itself, or is nested too deeply to be stored") from exc
-    if len({leaf.name for leaf in walk.leaves}) < len(walk.leaves):
-        twice = next(name for name, count in Counter(leaf.name for leaf in walk.leaves).items() if count > 1)
+    leaves = walk.found.leaves
+    if len({leaf.name for leaf in leaves}) < len(leaves):
+        twice = next(name for name, count in Counter(leaf.name for leaf in leaves).items() if count > 1)
         raise ValueError(f"two things in the state are named {twice!r}: rename one")
-    return walk.leaves, walk.parts
+    return walk.found
 
 
 def check_is_dict(state: object) -> None:
@@ -106,8 +124,7 @@ class _Walk:
     """Collects the leaves of a state."""
 
     def __init__(self, names: ParameterNames, rank: int) -> None:
-        self.leaves: list[Leaf] = []
-        self.parts: dict[str, Sequence[object]] = {}
+        self.found = Flattened()
         self._names = names
         self._rank = rank
 
@@ -135,6 +152,8 @@ class _Walk:
                 self.visit(item, at.below(index, [index]))
 
     def _visit_items(self, value: Mapping[Any, Any], at: _At) -> None:
+        if len(value) > 1:
+            self.found.orders.append(KeyOrder(at.path, tuple(value)))
         for key, item in value.items():
             self.visit(item, at.below(_checked_key(key, at.path), key))
 
@@ -153,15 +172,18 @@ class _Walk:
                 kind = type(value).__name__
                 raise ValueError(f"{of_module.name!r} in the module's state_dict() is a {kind}, neither a tensor nor plain")
         if not at.rank_local:
-            self.parts[at.name] = parts
+            self.found.parts[at.name] = parts
 
     def _visit_optimizer(self, optimizer: torch.optim.Optimizer, at: _At) -> None:
         found = self._names.in_modules(optimizer)
         if not at.rank_local:
-            self.parts[at.name] = found
-        state = optimizer.state_dict()
-        named = renamed_optimizer_state(state, joined_names(found)) if is_by_parameter(state) else state
-        self.visit(named, replace(at, of_model=True))
+            self.found.parts[at.name] = found
+        state, of_model, known = optimizer.state_dict(), replace(at, of_model=True), len(self.found.orders)
+        if is_by_parameter(state):
+            self.visit(renamed_optimizer_state(state, joined_names(found)), of_model)
+            del self.found.orders[known:]  # it is loaded by the names of its parameters, in any order
+        else:
+            self.visit(state, of_model)
 
     def _take(self, value: Any, at: _At, *, by_first: bool = False) -> None:
         if "@rank" in at.name and rank_of(at.name) is not None:
@@ -172,7 +194,7 @@ class _Walk:
             value = storable(name, value)
         elif type(value) not in _PLAIN and (array := array_kind(value)) is not None:
             value = tensor_of(value, name)
-        self.leaves.append(Leaf(name, at.path, value, at.of_model, by_first, array))
+        self.found.leaves.append(Leaf(name, at.path, value, at.of_model, by_first, array))
 
 
 def _has_plain_keys(value: Mapping[Any, Any]) -> bool:

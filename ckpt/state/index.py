@@ -6,7 +6,7 @@ import re
 import reprlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from secrets import randbits
 from typing import Annotated, Any, Literal, TypeAlias
@@ -16,6 +16,7 @@ from prefect_torch.ckpt.runs.record_fields import Count
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, fields_of, parse
 from prefect_torch.ckpt.storage.keys import check_key
 
+from .key_order import KeyOrder, needed_orders
 from .plan import Step
 
 INDEX_FILE = ".state.json"
@@ -159,6 +160,7 @@ class StateIndex:
         tensors: The tensors by name.
         values: The values by name; a name of which only one rank has a value ends with "@rank<r>".
         arrays: What of NumPy the tensors with these names were.
+        orders: The order of the keys in dicts where `paths` yields them in another.
 
     """
 
@@ -167,6 +169,7 @@ class StateIndex:
     tensors: Mapping[str, TensorEntry]
     values: Mapping[str, ValueEntry]
     arrays: Mapping[str, ArrayKind] = field(default_factory=dict)
+    orders: tuple[KeyOrder, ...] = ()
 
     def paths(self) -> Iterator[tuple[str, tuple[Step, ...]]]:
         """Yield the name and the path of every tensor and value."""
@@ -183,6 +186,8 @@ class StateIndex:
         body["values"] = {name: fields_of(entry) for name, entry in self.values.items()}
         if self.arrays:
             body["arrays"] = self.arrays
+        if self.orders:
+            body["orders"] = [fields_of(order) for order in self.orders]
         return body
 
     def encode(self) -> bytes:
@@ -195,7 +200,11 @@ class StateIndex:
         tensors: dict[str, dict[str, Any]] = {}
         values: dict[str, ValueEntry] = {}
         arrays: dict[str, ArrayKind] = {}
-        for part in filter(None, parts):
+        orders: dict[int, list[KeyOrder]] = {}
+        for rank, part in enumerate(parts):
+            if part is None:
+                continue
+            orders[rank] = [decode(KeyOrder, fields, f"rank {rank}", _WHAT_OF_RANK) for fields in part.get("orders", [])]
             arrays.update(part.get("arrays", {}))
             for name, fields in part["tensors"].items():
                 tensors.setdefault(name, {**fields, "chunks": []})["chunks"] += fields["chunks"]
@@ -203,7 +212,10 @@ class StateIndex:
                 values[name] = decode(ValueEntry, fields, name, _WHAT_OF_RANK)
         known = {name: decode(TensorEntry, fields, name, _WHAT_OF_RANK) for name, fields in tensors.items()}
         block_bytes = next(part["block_bytes"] for part in parts if part is not None)
-        return cls(len(parts), block_bytes, known, values, {name: arrays[name] for name in (*known, *values) if name in arrays})
+        merged = cls(
+            *(len(parts), block_bytes, known, values), {name: arrays[name] for name in (*known, *values) if name in arrays}
+        )
+        return replace(merged, orders=needed_orders((path for _, path in merged.paths()), orders))
 
     @classmethod
     def decode(cls, data: bytes, where: str, file_bytes: Mapping[str, int]) -> "StateIndex":

@@ -17,6 +17,7 @@ from prefect_torch.ckpt.text import show_some
 from .flatten import Describer, Leaf, flatten, is_small, is_unowned
 from .image import StagingBuffer
 from .index import ArrayKind, Chunk, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of, tensors_file, values_file
+from .key_order import KeyOrder
 from .plan import TensorShard, WriteItem
 from .planner import StateDecision, StateDescription
 from .values import Value, capture_values, digest_tensors
@@ -40,6 +41,7 @@ class StateSnapshot:
         digests: The digests of the tensors that may differ on other ranks.
         parts: The parts of each module and each optimizer, by its name.
         arrays: What of NumPy the leaves with these names are.
+        orders: The order of the keys in its dicts.
 
     """
 
@@ -50,6 +52,7 @@ class StateSnapshot:
     digests: dict[str, str]
     parts: dict[str, Sequence[object]]
     arrays: Mapping[str, ArrayKind]
+    orders: Sequence[KeyOrder]
 
     def describe(self) -> StateDescription:
         """Return the description for rank 0, with the structure only where it changed; it must be sent."""
@@ -81,7 +84,7 @@ class StateSnapshot:
         arrays: dict[str, ArrayKind] = {
             rank_name(name, rank) if name in own else name: kind for name, kind in self.arrays.items()
         }
-        return StagedState(rank, shards, writes, buffer, kept, arrays)
+        return StagedState(rank, shards, writes, buffer, kept, arrays, self.orders)
 
 
 class StateSaver:
@@ -114,12 +117,12 @@ class StateSaver:
             ValueError: If a part of it cannot be stored, naming the part.
 
         """
-        leaves, parts = flatten(state, self.rank)
-        arrays: dict[str, ArrayKind] = {leaf.name: leaf.array for leaf in leaves if leaf.array is not None}
-        snapshot = StateSnapshot(self, [], [], [], {}, parts, arrays)
+        found = flatten(state, self.rank)
+        arrays: dict[str, ArrayKind] = {leaf.name: leaf.array for leaf in found.leaves if leaf.array is not None}
+        snapshot = StateSnapshot(self, [], [], [], {}, found.parts, arrays, found.orders)
         plain: list[Leaf] = []
         compared: list[Leaf] = []
-        for leaf in leaves:
+        for leaf in found.leaves:
             unowned = not isinstance(leaf.value, torch.Tensor) or is_unowned(leaf)
             if unowned and (not isinstance(leaf.value, torch.Tensor) or is_small(leaf.value)):
                 plain.append(leaf)
@@ -197,6 +200,7 @@ class StagedState:
         buffer: The bytes of its file of tensors, in the order of `writes`.
         values: The values that it stores, by the name to store each under.
         arrays: What of NumPy those with these names are.
+        orders: The order of the keys in the dicts of this rank's state.
 
     """
 
@@ -206,6 +210,7 @@ class StagedState:
     buffer: StagingBuffer
     values: dict[str, Value]
     arrays: Mapping[str, ArrayKind]
+    orders: Sequence[KeyOrder]
 
     def store(self, put: Put) -> tuple[list[FileEntry], StateIndex]:
         """Store this rank's files and return them, with their entries for the index."""
@@ -223,7 +228,7 @@ class StagedState:
             digests = pool.submit(self._digest_blocks)
             moved = list(pool.map(put, files, files.values()))
             entries = self._tensor_entries(digests.result()), self._value_entries(encoded)
-            index = StateIndex(1, BLOCK_BYTES, *entries, self.arrays)
+            index = StateIndex(1, BLOCK_BYTES, *entries, self.arrays, tuple(self.orders))
             registered.result()
         return [FileEntry(path, sent.bytes, sent.digest, self.rank) for path, sent in zip(files, moved, strict=True)], index
 

@@ -69,7 +69,7 @@ def _load(
     index = read_index(reader) if shared is None else shared.read_file(INDEX_FILE, read_index)
     try:
         plan = LoadPlan(index, reader, *rank_and_size, redistribute)
-        plan_restore(plan, index, state)
+        plan_restore(plan, state)
     except RecursionError as exc:
         raise StateMismatchError(f"{reader.where} or the state to load into is nested too deeply to be loaded") from exc
     (reader if shared is None else shared).read(plan.blocks)

@@ -7,6 +7,7 @@ import torch
 from prefect_torch.ckpt.errors import RankLocalStateError, StateMismatchError
 from prefect_torch.ckpt.state.arrays import as_array
 from prefect_torch.ckpt.state.index import StateIndex, TensorEntry, ValueEntry, rank_of
+from prefect_torch.ckpt.state.key_order import hashable, key_of, ordered
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.tensors import local_part
 from prefect_torch.ckpt.state.values import read_value
@@ -34,15 +35,25 @@ class Node:
         self.children: dict[Any, Node] = {}
 
     @classmethod
-    def tree(cls, index: StateIndex) -> "Node":
-        """Return the root of all stored tensors and values."""
+    def tree(cls, index: StateIndex, rank: int | None) -> "Node":
+        """Return the root of all stored tensors and values, with the children of each node in the order that `rank` had."""
         root = cls()
         for name, path in index.paths():
             node = root
             for step in path:
                 node = node.children.setdefault(hashable(step), cls())
             node.names[rank_of(name)] = name
+        for order in index.orders:  # that of all ranks is before those of single ones
+            if order.rank in (None, rank) and (of_dict := root._at(order.path)) is not None:
+                children = of_dict.children
+                of_dict.children = {key: children[key] for key in ordered(children, key_of(order.keys))}
         return root
+
+    def _at(self, path: Sequence[Step]) -> "Node | None":
+        node: Node | None = self
+        for key in key_of(path):
+            node = None if node is None else node.children.get(key)
+        return node
 
 
 class LoadPlan:
@@ -77,6 +88,10 @@ class LoadPlan:
         self._world_size = world_size
         self._redistribute = redistribute
         self._of_ranks: list[str] = []
+
+    def tree(self) -> Node:
+        """Return the root of all that is stored."""
+        return Node.tree(self._index, self._rank if self._index.world_size == self._world_size else None)
 
     def check(self) -> None:
         """Raise if the load cannot be done as planned.
@@ -209,16 +224,6 @@ def tensors_in(value: Any, path: Path) -> dict[Path, torch.Tensor]:
         for index, item in enumerate(value):
             found.update(tensors_in(item, (*path, [index])))
     return found
-
-
-def key_of(path: Path) -> Path:
-    """Return `path` in a hashable form."""
-    return tuple(hashable(step) for step in path)
-
-
-def hashable(step: Step) -> Any:
-    """Return a step of a path as a node's key for its child."""
-    return (step[0],) if isinstance(step, list) else step
 
 
 def step_of(key: Any) -> Step:

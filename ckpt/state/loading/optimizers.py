@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from prefect_torch.ckpt.state.index import TensorEntry
+from prefect_torch.ckpt.state.key_order import key_of
 from prefect_torch.ckpt.state.plan import path_name
 
-from .load_plan import Get, LoadPlan, Node, Path, key_of, step_of, tensors_in
+from .load_plan import Get, LoadPlan, Node, Path, step_of, tensors_in
 from .targets import undo_casts
 
 

@@ -6,19 +6,20 @@ from typing import Any
 import torch
 from prefect_torch.ckpt.state.arrays import array_kind, memory_of_array
 from prefect_torch.ckpt.state.flatten import check_is_dict, is_plain, is_stateful
-from prefect_torch.ckpt.state.index import StateIndex, TensorEntry
+from prefect_torch.ckpt.state.index import TensorEntry
+from prefect_torch.ckpt.state.key_order import hashable
 from prefect_torch.ckpt.state.parameters import ParameterNames, clean_name, is_by_parameter, unwrap
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.random_state import ProcessGenerators
 from prefect_torch.ckpt.state.rank_local import RankLocal
 from prefect_torch.ckpt.state.tensors import local_part
 
-from .load_plan import Get, LoadPlan, Node, Path, hashable, tensors_in
+from .load_plan import Get, LoadPlan, Node, Path, tensors_in
 from .optimizers import restore_optimizer
 from .targets import does_more_than_copy, fill_tensor, filled
 
 
-def plan_restore(plan: LoadPlan, index: StateIndex, state: MutableMapping[str, Any]) -> None:
+def plan_restore(plan: LoadPlan, state: MutableMapping[str, Any]) -> None:
     """Plan the load of a stored state into `state`.
 
     Raises:
@@ -29,7 +30,7 @@ def plan_restore(plan: LoadPlan, index: StateIndex, state: MutableMapping[str, A
     """
     check_is_dict(state)
     restore = _Restore(plan, ParameterNames(state))
-    root = Node.tree(index)
+    root = plan.tree()
     for key in state:
         restore.item(state, key, root, ())
     plan.check()
@@ -89,7 +90,9 @@ class _Restore:
             return
         for key in target:
             self.item(target, key, node, path)
-        for key in node.children.keys() - target.keys():  # such as averages that a fresh process has not created yet
+        for key in [
+            key for key in node.children if key not in target
+        ]:  # such as averages that a fresh process has not created yet
             if plan.has_any(node.children[key]):
                 plan.finish.append(_assigns(target, key, plan.build(node.children[key], (*path, key), {})))
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointCorruptError, UnsupportedFormatError
 from prefect_torch.ckpt.state.index import StateIndex, is_own_file
+from prefect_torch.ckpt.state.loading.load_plan import Node
 
 FILES = {"__0_0.distcp": 1000, "__0_1.distcp": 100}
 CHUNK = {"file": "__0_0.distcp", "archive": [0, 300], "start": 64, "digests": ["00"]}
@@ -168,3 +169,18 @@ def test_fields_that_a_later_version_adds_to_an_index_are_ignored():
 def test_a_state_uses_names_that_no_other_file_has():
     assert all(is_own_file(path) for path in (".metadata", ".state.json", "__0_0.distcp", "__123_1.distcp"))
     assert not any(is_own_file(path) for path in ("model.pt", "sub/.metadata", "__0_2.distcp", "__0.distcp"))
+
+
+def test_an_order_of_what_is_not_there_changes_nothing_and_one_that_is_needless_is_not_stored():
+    entry = BODY["values"]["v"]
+    values = {name: {**entry, "path": ["d", name]} for name in "xy"}
+    part = {"format": 1, "world_size": 1, "block_bytes": 4096, "tensors": {}, "values": values}
+    orders = [
+        {"path": ["d"], "keys": ["x", "z", "y"], "rank": None},
+        {"path": ["e", [], [-1]], "keys": [[], "x"], "rank": None},
+    ]
+    assert StateIndex.merged([{**part, "orders": orders}]).encode() == StateIndex.merged([part]).encode()
+    odd = decode({**BODY, "values": values, "orders": orders})
+    assert list(Node.tree(odd, 0).children["d"].children) == ["x", "y"]
+    turned = StateIndex.merged([None, {**part, "orders": [{"path": ["d"], "keys": ["y", "x"]}]}])
+    assert list(Node.tree(turned, None).children["d"].children) == ["y", "x"]

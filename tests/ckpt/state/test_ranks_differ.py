@@ -294,3 +294,53 @@ def test_a_large_state_dict_is_told_once_to_be_given_as_its_object(
     warned = [record.getMessage() for record in caplog.records if "tensors of no module" in record.getMessage()]
     assert len(warned) == num_warnings
     assert all("model.weight" in text and 'state={"model": model' in text for text in warned)
+
+
+class Averages:
+    """Averages of tensors, which are matched by their order alone."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def state_dict(self):
+        return {"decay": 0.9, "averages": self.tensors, 7: "x"}
+
+    def load_state_dict(self, state):
+        self.order = [*state]
+        for mine, stored in zip(self.tensors.values(), state["averages"].values(), strict=True):
+            mine.copy_(stored)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_items_of_a_dict_come_back_in_the_order_that_they_had_on_their_rank(store, num_ranks):
+    def make(rank, value):
+        large, small = torch.full((40_000,), 1.0 * value), torch.full((40_000,), (2.0 + rank) * value)
+        tensors = {
+            "z": torch.full((3,), 3.0 * value).repeat(20_000),
+            "b": large,
+            "a": small,
+            "c": torch.full((60_000,), 4.0 * value),
+        }
+        return {"averages": Averages({key: tensors[key] for key in (sorted(tensors) if rank == 1 else tensors)})}
+
+    assert report(store, lambda rank: make(rank, 1), num_ranks) == [None] * num_ranks
+    for rank in range(num_ranks):
+        state, other = make(rank, 0), make(rank, 1)
+        state["averages"].tensors = {key: torch.zeros_like(value) for key, value in state["averages"].tensors.items()}
+        load(store, state, rank, num_ranks)
+        check_equal(state, other)
+        assert state["averages"].order == ["decay", "averages", 7]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_order_of_a_dict_is_that_of_the_report_for_every_kind_of_item(store, num_ranks):
+    def make(rank):
+        own = {"first": rank, f"of{rank}": rank, "large": torch.zeros(300, 300), "last": 1}
+        return {"z": torch.ones(3), "n": 1, "a": torch.zeros(300, 300), "m": {**own}, "list": [{"b": rank, "a": 1}], "o": 2}
+
+    assert report(store, lambda rank: {"it": make(rank)}, num_ranks) == [None] * num_ranks
+    for rank in range(num_ranks):
+        state = load(store, {"it": {}}, rank, num_ranks)["it"]
+        check_equal(state, make(rank))
+        for part, other in ((state, make(rank)), (state["m"], make(rank)["m"]), (state["list"][0], make(rank)["list"][0])):
+            assert [*part] == [*other]

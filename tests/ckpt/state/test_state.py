@@ -177,7 +177,7 @@ def test_what_ddp_and_compile_wrap_has_the_name_of_what_they_wrap(store):
     plain_model = make_training(1)[0]
     wrapped = torch.nn.Sequential()
     wrapped.add_module("_orig_mod", plain_model)
-    names = [{leaf.name for leaf in flatten({"m": module}, 0)[0]} for module in (wrapped, plain_model)]
+    names = [{leaf.name for leaf in flatten({"m": module}, 0).leaves} for module in (wrapped, plain_model)]
     assert names[0] == names[1]
     Attempt(store).run(lambda session, _: session.report({}, state={"m": wrapped}))
     other = make_training(2)[0]
