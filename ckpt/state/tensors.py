@@ -30,13 +30,13 @@ def storable(name: str, value: torch.Tensor) -> torch.Tensor:
 def _check_unusual(name: str, value: torch.Tensor) -> None:
     if (what := _why_unstorable(value)) is not None:
         raise ValueError(f"the tensor {name!r} is {what}, which cannot be stored: make it a dense tensor")
-    if _has_own_operations(value) and not is_dtensor(value):
+    if has_own_operations(value) and not is_dtensor(value):
         raise ValueError(f"the tensor {name!r} is a {type(value).__name__}, which wraps others: store those, by a state_dict")
     if value.dtype not in DTYPE_NAMES:
         raise ValueError(f"the tensor {name!r} is {value.dtype}, which cannot be stored: view it as uint8")
 
 
-def _has_own_operations(value: torch.Tensor) -> bool:
+def has_own_operations(value: torch.Tensor) -> bool:
     """Return whether a tensor's class replaces torch's operations: such a class usually wraps tensors and has no other data."""
     return next(kind for kind in type(value).__mro__ if "__torch_dispatch__" in vars(kind)) is not torch.Tensor
 

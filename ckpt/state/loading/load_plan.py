@@ -204,10 +204,12 @@ class LoadPlan:
             return self.value(name)
         entry = self._index.tensors[name]
         dtype = getattr(torch, entry.dtype)
-        if like is not None and tuple(like.shape) == entry.shape:
-            tensor = like if like.dtype == dtype else torch.empty_like(like, dtype=dtype)
-        else:
+        if like is None or tuple(like.shape) != entry.shape:
             tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
+        elif why_unwritable(like) is not None:
+            tensor = torch.empty(entry.shape, dtype=dtype, device="cpu" if like.is_meta else like.device)
+        else:
+            tensor = like if like.dtype == dtype else torch.empty_like(like, dtype=dtype)
         self.fill(tensor, entry)
         return lambda: tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from prefect_torch.ckpt.errors import StateMismatchError
 from prefect_torch.ckpt.state.arrays import array_kind, tensor_of
-from prefect_torch.ckpt.state.tensors import local_part
+from prefect_torch.ckpt.state.tensors import has_own_operations, is_dtensor, local_part
 
 
 def filled(target: Any, value: Any) -> Any:
@@ -48,11 +48,28 @@ def why_unwritable(target: torch.Tensor) -> str | None:
     """Return the reason why no data can be read into `target`; None if they can."""
     if target.is_meta:
         return "on the meta device"
+    if target.layout is not torch.strided or target.is_nested:
+        return "nested" if target.is_nested else f"no dense one ({target.layout})"
+    if has_own_operations(target) and not is_dtensor(target):
+        return f"a {type(target).__name__}, which wraps others"
     if target.is_conj() or target.is_neg():
         return "a view that conjugates or negates"
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
         return "expanded, so that its elements share memory"
-    return None
+    return "a view whose elements share memory" if _overlaps(target) else None
+
+
+def _overlaps(target: torch.Tensor) -> bool:
+    """Return whether two elements of `target` have the same memory; costs its own size only where strides do not tell."""
+    reach, certain = 0, True
+    for stride, size in sorted(zip(target.stride(), target.shape, strict=True)):
+        certain = certain and (size <= 1 or stride > reach)
+        reach += stride * (size - 1)
+    if certain or target.numel() == 0:
+        return False
+    used = torch.zeros(reach + 1, dtype=torch.bool, device="cpu")
+    used.as_strided(target.shape, target.stride()).fill_(True)
+    return int(used.sum()) < target.numel()
 
 
 def does_more_than_copy(module: torch.nn.Module) -> bool:

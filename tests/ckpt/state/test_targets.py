@@ -14,6 +14,7 @@ from ranks import Attempt
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 
 @pytest.fixture
@@ -273,3 +274,65 @@ def test_a_conjugated_view_on_one_rank_is_another_tensor_than_what_it_shows_on_a
         state = {"t": torch.zeros_like(tensor)}
         checkpoint.load_state(state, rank=rank, world_size=2)
         assert torch.equal(state["t"], expected)
+
+
+class Holder:
+    """An object that takes the tensor that it is given."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def state_dict(self):
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"]
+
+
+def views():
+    """Return tensors of 300 times 300 elements into which no data can be read, with what an error calls them."""
+    return {
+        "conj": (torch.zeros(300, 300, dtype=torch.complex64).conj(), "a view that conjugates or negates"),
+        "neg": (torch.zeros(300, 300, dtype=torch.complex64).conj().imag, "a view that conjugates or negates"),
+        "meta": (torch.zeros(300, 300, device="meta"), "on the meta device"),
+        "expanded": (torch.zeros(300, 1).expand(300, 300), "expanded"),
+        "unfolded": (torch.zeros(600).unfold(0, 300, 1)[:300], "a view whose elements share memory"),
+        "sparse": (torch.zeros(300, 300).to_sparse(), r"no dense one \(torch.sparse_coo\)"),
+        "wrapping": (TwoTensor(torch.zeros(300, 300), torch.zeros(300, 300)), "a TwoTensor, which wraps others"),
+    }
+
+
+@pytest.mark.parametrize("kind", views())
+def test_an_object_whose_tensor_cannot_be_read_into_gets_a_new_one(store, kind):
+    view, _ = views()[kind]
+    expected = torch.arange(90_000.0).view(300, 300).to(view.dtype) + (2j if view.is_complex() else 0)
+    checkpoint = stored(store, {"it": Holder(expected)})
+    holder = Holder(view)
+    checkpoint.load_state({"it": holder})
+    assert torch.equal(holder.tensor, expected)
+    assert holder.tensor.is_cpu
+
+
+@pytest.mark.parametrize("kind", views())
+def test_a_tensor_that_cannot_be_read_into_is_refused_by_what_it_is(store, kind):
+    view, told = views()[kind]
+    checkpoint = stored(store, {"it": torch.ones(300, 300, dtype=view.dtype)})
+    with pytest.raises(StateMismatchError, match=f"'it' is to be loaded into a tensor that is {told}"):
+        checkpoint.load_state({"it": view})
+
+
+def test_an_optimizers_momentum_that_is_a_conjugated_view_is_loaded_as_it_was(store):
+    parameter = torch.nn.Parameter(torch.ones(100, 100, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.full((100, 100), 1 + 2j)
+    optimizer.step()
+    checkpoint = stored(store, {"optimizer": optimizer})
+    optimizer.state[parameter]["momentum_buffer"] = torch.zeros(100, 100, dtype=torch.complex64).conj()
+    checkpoint.load_state({"optimizer": optimizer})
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], parameter.grad)
+
+
+def test_a_tensor_with_interleaved_elements_of_its_own_is_loaded_in_place(store):
+    view = torch.zeros(8).as_strided((2, 3), (3, 2))  # at 0, 2, 4 and 3, 5, 7
+    stored(store, {"it": torch.arange(6.0).view(2, 3)}).load_state({"it": view})
+    assert torch.equal(view, torch.arange(6.0).view(2, 3))
