@@ -134,10 +134,15 @@ class LoadPlan:
 
     def has_any(self, node: Node) -> bool:
         """Return whether any value at `node` is for this rank: others may have had more in a container than it had."""
-        if node.names:
-            own = self._rank in node.names if self._index.world_size == self._world_size else self._redistribute is not None
-            return None in node.names or own
-        return any(self.has_any(child) for child in node.children.values())
+        if node.names and self._index.world_size != self._world_size:
+            return None in node.names or self._redistribute is not None
+        return self._rank in node.names or None in node.names or any(map(self.has_any, node.children.values()))
+
+    def is_one_value(self, node: Node) -> bool:
+        """Return whether this rank has a tensor or value at `node` itself, which may be a container on other ranks."""
+        if not node.names or self._rank in node.names or self._index.world_size != self._world_size:
+            return bool(node.names)
+        return None in node.names or not any(map(self.has_any, node.children.values()))
 
     def is_of_others(self, node: Node) -> bool:
         """Return whether only other ranks had the values at `node`, where every rank receives its own values."""
@@ -149,7 +154,7 @@ class LoadPlan:
 
     def build(self, node: Node, path: Path, like: Mapping[Path, torch.Tensor]) -> Get:
         """Plan to read all data at `node` into new memory, with the shapes of `like` at the same paths."""
-        if not node.names:
+        if not self.is_one_value(node):
             children = {step: child for step, child in node.children.items() if not self.is_of_others(child)}
             parts = {step: self.build(child, (*path, step_of(step)), like) for step, child in children.items()}
             if parts and all(isinstance(step, tuple) for step in parts):

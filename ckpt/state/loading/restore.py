@@ -73,7 +73,7 @@ class _Restore:
             get = plan.build(node, path, tensors_in(target.state_dict(), path))
             finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
             finish.append(lambda: target.load_state_dict(get()))
-        elif node.names or is_plain(target):
+        elif plan.is_one_value(node) or is_plain(target):
             return plan.build(node, path, {})
         else:
             self._restore_container(target, node, path)
@@ -82,8 +82,9 @@ class _Restore:
     def _restore_container(self, target: Any, node: Node, path: Path) -> None:
         plan = self._plan
         if isinstance(target, list):
-            if len(target) != len(node.children):
-                plan.problems.append(f"{path_name(path)!r} has {len(node.children)} items in the checkpoint, not {len(target)}")
+            count = sum(not plan.is_of_others(child) for child in node.children.values())
+            if len(target) != count:
+                plan.problems.append(f"{path_name(path)!r} has {count} items in the checkpoint, not {len(target)}")
                 return
             for index in range(len(target)):
                 self.item(target, index, node, path, [index])

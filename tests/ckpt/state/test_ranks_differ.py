@@ -1,5 +1,7 @@
 """States whose ranks differ in what they hold, and tensors that cannot be stored or loaded into."""
 
+import copy
+
 import pytest
 import torch
 from prefect_torch.ckpt import CheckpointStore, RankLocal, RankLocalStateError, ReportMismatchError, StateMismatchError
@@ -344,3 +346,29 @@ def test_the_order_of_a_dict_is_that_of_the_report_for_every_kind_of_item(store,
         check_equal(state, make(rank))
         for part, other in ((state, make(rank)), (state["m"], make(rank)["m"]), (state["list"][0], make(rank)["list"][0])):
             assert [*part] == [*other]
+
+
+OWN = {
+    "lists of other lengths": [[torch.ones(2)] * 2, [torch.ones(2)] * 3],
+    "lists of dicts": [[{"a": 0}, {"a": 1}, {"a": 2}], [{"a": 3}]],
+    "an empty list": [[], [torch.ones(1)]],
+    "a list, and an empty one": [[torch.ones(1)], []],
+    "an empty dict": [{}, {"a": torch.ones(1)}],
+    "nothing": [None, {"a": torch.ones(1)}],
+    "a large tensor, and nothing": [[torch.ones(300, 300)], None],
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("what", OWN)
+def test_containers_that_differ_between_ranks_are_loaded_into_the_form_that_each_reported(store, what, inside):
+    def make(rank):
+        return {"own": RankLocal([OWN[what][rank]] if inside else OWN[what][rank])}
+
+    assert report(store, make) == [None, None]
+    for rank in range(2):
+        state = copy.deepcopy(make(rank))
+        check_equal(load(store, state, rank), make(rank))
+        loader = Loader({})
+        load(store, {"own": loader}, rank)
+        check_equal(loader.state, make(rank)["own"])
