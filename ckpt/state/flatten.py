@@ -10,7 +10,16 @@ import torch
 from .arrays import array_kind, tensor_of
 from .index import ArrayKind, rank_name, rank_of
 from .key_order import KeyOrder
-from .parameters import ParameterNames, clean_name, is_by_parameter, joined_names, renamed_optimizer_state, unwrap
+from .parameters import (
+    ParameterNames,
+    check_has_no_flat,
+    check_not_flat,
+    clean_name,
+    is_by_parameter,
+    joined_names,
+    renamed_optimizer_state,
+    unwrap,
+)
 from .plan import Step, TensorShard, path_name
 from .rank_local import RankLocal
 from .tensors import DTYPE_NAMES, is_dtensor, local_part, storable
@@ -158,6 +167,8 @@ class _Walk:
             self.visit(item, at.below(_checked_key(key, at.path), key))
 
     def _visit_module(self, module: torch.nn.Module, at: _At) -> None:
+        if not at.rank_local:
+            check_not_flat(module, at.name)
         buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
         parts: list[str] = []
         for key, value in module.state_dict().items():
@@ -177,6 +188,7 @@ class _Walk:
     def _visit_optimizer(self, optimizer: torch.optim.Optimizer, at: _At) -> None:
         found = self._names.in_modules(optimizer)
         if not at.rank_local:
+            check_has_no_flat(optimizer, at.name)
             self.found.parts[at.name] = found
         state, of_model, known = optimizer.state_dict(), replace(at, of_model=True), len(self.found.orders)
         if is_by_parameter(state):

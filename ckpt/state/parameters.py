@@ -51,6 +51,39 @@ def _reshard(module: torch.nn.Module) -> None:
         part.reshard()
 
 
+def check_not_flat(module: torch.nn.Module, name: str) -> None:
+    """Raise if FullyShardedDataParallel shards a part of `module`: each rank has other data under the same names.
+
+    Raises:
+        ValueError: If it does.
+
+    """
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    wrapped: list[Any] = [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
+    if any(part.sharding_strategy.name != "NO_SHARD" for part in wrapped):
+        raise ValueError(_flat(name, "is sharded by FullyShardedDataParallel"))
+
+
+def check_has_no_flat(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise if `optimizer` has parts of the flat parameters of FullyShardedDataParallel, other ones on each rank.
+
+    Raises:
+        ValueError: If it does.
+
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        whole: torch.Size | None = getattr(parameter, "_unpadded_unsharded_size", None)
+        if whole is not None and whole.numel() > parameter.numel():
+            raise ValueError(_flat(name, "has parts of the flat parameters of FullyShardedDataParallel"))
+
+
+def _flat(name: str, what: str) -> str:
+    return (
+        f"{name!r} in the state {what}, whose tensors do not say which part of the whole each rank has: shard by FSDP2 "
+        "(fully_shard), or report a directory that torch.distributed.checkpoint wrote"
+    )
+
+
 def is_by_parameter(optimizer_state: Mapping[str, Any]) -> bool:
     """Return whether an optimizer's state has the form of torch's own; that of a wrapper may not."""
     return {"state", "param_groups"} <= optimizer_state.keys()

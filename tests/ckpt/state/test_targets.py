@@ -9,9 +9,11 @@ import torch.distributed as dist
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError
 from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.state.flatten import flatten
 from prefect_torch.ckpt.state.loading import read
 from ranks import Attempt
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
@@ -336,3 +338,33 @@ def test_a_tensor_with_interleaved_elements_of_its_own_is_loaded_in_place(store)
     view = torch.zeros(8).as_strided((2, 3), (3, 2))  # at 0, 2, 4 and 3, 5, 7
     stored(store, {"it": torch.arange(6.0).view(2, 3)}).load_state({"it": view})
     assert torch.equal(view, torch.arange(6.0).view(2, 3))
+
+
+@pytest.fixture
+def two_ranks():
+    """A process group of two ranks, of which this process is the first and the other does nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*`NO_SHARD`")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_what_fsdp1_shards_is_refused_unless_it_is_whole_on_each_rank(store, two_ranks, use_orig_params):
+    def make(strategy):
+        options = {"sharding_strategy": ShardingStrategy[strategy], "device_id": torch.device("cpu")}
+        wrapped = FullyShardedDataParallel(torch.nn.Linear(2, 2), use_orig_params=use_orig_params, **options)
+        model = torch.nn.Sequential(wrapped)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = make("FULL_SHARD")
+    with pytest.raises(
+        ValueError, match=r"'it' in the state is sharded by FullyShardedDataParallel.*FSDP2 \(fully_shard\), or"
+    ):
+        Attempt(store).session().report({}, state={"it": model})
+    if not use_orig_params:
+        with pytest.raises(ValueError, match="'it' in the state has parts of the flat parameters"):
+            Attempt(store).session().report({}, state={"it": optimizer})
+    model, optimizer = make("NO_SHARD")
+    stored(store, {"optimizer": optimizer})
+    flatten({"own": RankLocal(make("FULL_SHARD")[1]), "model": model}, 0)
