@@ -368,3 +368,10 @@ def test_what_fsdp1_shards_is_refused_unless_it_is_whole_on_each_rank(store, two
     model, optimizer = make("NO_SHARD")
     stored(store, {"optimizer": optimizer})
     flatten({"own": RankLocal(make("FULL_SHARD")[1]), "model": model}, 0)
+
+
+@pytest.mark.parametrize("value", [b"", [b"", b"x", b""], {1: b"", 2: (b"", {"k": b"\xff"})}])
+def test_empty_bytes_are_stored_as_other_bytes_are(store, value):
+    state = {"it": None}
+    stored(store, lambda _: {"it": value}, ranks=2).load_state(state)
+    assert state["it"] == value
