@@ -54,7 +54,14 @@ def capture_values(leaves: Sequence[Leaf]) -> list[Value]:
     """
     remote = [place for place, leaf in enumerate(leaves) if isinstance(leaf.value, torch.Tensor) and not leaf.value.is_cpu]
     kept = dict(zip(remote, brought_to_host([leaves[place].value for place in remote]), strict=True))
-    return [_capture_value(leaf, kept.get(place)) for place, leaf in enumerate(leaves)]
+    return [_captured(leaf, kept.get(place)) for place, leaf in enumerate(leaves)]
+
+
+def _captured(leaf: Leaf, kept: torch.Tensor | None) -> Value:
+    try:
+        return _capture_value(leaf, kept)
+    except RecursionError as exc:
+        raise ValueError(f"{leaf.name!r} in the state holds itself, or is nested too deeply to be stored") from exc
 
 
 def _capture_value(leaf: Leaf, kept: torch.Tensor | None) -> Value:
@@ -62,7 +69,7 @@ def _capture_value(leaf: Leaf, kept: torch.Tensor | None) -> Value:
     if isinstance(value, torch.Tensor):
         return _hold_tensor(leaf, value.detach().to("cpu", copy=True).contiguous() if kept is None else kept)
     if _is_marshalled(value):
-        marshalled = marshal.dumps(value, 2)  # without references: equal values are equal bytes
+        marshalled = _marshalled(value)
         return Value(leaf.name, leaf.path, _digest(marshalled), lambda: _saved(marshal.loads(marshalled)))  # noqa: S302 - our own bytes
     saved = _checked(leaf)
     return Value(leaf.name, leaf.path, _digest(saved), lambda: saved)
@@ -113,6 +120,13 @@ def _is_marshalled(value: Any) -> bool:
     return kind is dict and all(_is_marshalled(key) and _is_marshalled(item) for key, item in value.items())
 
 
+def _marshalled(value: Any) -> bytes:
+    try:
+        return marshal.dumps(value, 2)  # without references: equal values are equal bytes
+    except ValueError as exc:  # of thousands of levels
+        raise RecursionError(str(exc)) from exc
+
+
 def _checked(leaf: Leaf) -> bytes:
     try:
         try:
@@ -121,6 +135,8 @@ def _checked(leaf: Leaf) -> bytes:
         except pickle.UnpicklingError:
             saved = _saved(leaf.value, _EmptyBytes)
             read_value(saved)
+    except RecursionError:
+        raise
     except Exception as exc:
         found = _UNREADABLE.search(str(exc))
         reason = str(exc).partition("\n")[0] if found is None else found[1]
@@ -141,13 +157,13 @@ def _saved(value: Any, how: Any = pickle) -> bytes:
 class _EmptyBytes:
     """A pickle module that writes `b""` as other bytes are; pickle's own calls `bytes()`, which torch.load does not allow."""
 
-    class Pickler(pickle._Pickler):  # type: ignore[name-defined]  # noqa: SLF001 - Python's, the only one that can be changed
+    class Pickler(pickle._Pickler):  # noqa: SLF001 - Python's, the only one that can be changed
         """Python's own, which takes ten times as long as the usual one."""
 
         def _save_bytes(self, value: bytes) -> None:
-            self.save_reduce(codecs.encode, (value.decode("latin-1"), "latin-1"), obj=value)
+            self.save_reduce(codecs.encode, (value.decode("latin-1"), "latin-1"), obj=value)  # type: ignore[attr-defined]  # not in its stub
 
-        dispatch: ClassVar[dict[Any, Any]] = {**pickle._Pickler.dispatch, bytes: _save_bytes}  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+        dispatch: ClassVar[dict[Any, Any]] = {**pickle._Pickler.dispatch, bytes: _save_bytes}  # noqa: SLF001 - as above
 
 
 def _digest(data: bytes) -> str:

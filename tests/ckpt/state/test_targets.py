@@ -228,22 +228,29 @@ def test_sets_that_are_equal_are_one_value_however_they_were_filled(store):
     assert state["seen"] == set(numbers)
 
 
+CIRCLES = ("a circle through a tuple", "a circle of ints and tuples")
+
+
 def odd_tensors():
     ones, circle = torch.ones(3), []
     circle.append(circle)
+    through_tuple = ([],)
+    through_tuple[0].append(through_tuple)
     return {
         "masked": (torch.masked.masked_tensor(ones, ones.bool()), "is a MaskedTensor, which wraps others"),
         "nested": (torch.nested.nested_tensor([ones, ones[:2]]), "is nested, which cannot be stored"),
         "lazy": (torch.nn.LazyLinear(3), r"'it\.weight' is not initialized \(lazy\)"),
         "frozen": (frozenset({1}), "Unsupported global: GLOBAL frozenset"),
         "a circle": (circle, "the state holds itself, or is nested too deeply"),
+        "a circle through a tuple": (through_tuple, "'it' in the state holds itself, or is nested too deeply to be stored"),
+        "a circle of ints and tuples": ({1: through_tuple}, "'it' in the state holds itself, or is nested too deeply"),
         "without a name": ({"": 1}, "must be a string or an int, and not empty"),
     }
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of")
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-@pytest.mark.parametrize("what", ["masked", "nested", "lazy", "frozen", "a circle", "without a name"])
+@pytest.mark.parametrize("what", ["masked", "nested", "lazy", "frozen", "a circle", *CIRCLES, "without a name"])
 def test_what_could_not_be_read_back_is_refused_by_name(store, what):
     value, message = odd_tensors()[what]
     with pytest.raises(ValueError, match=message):
