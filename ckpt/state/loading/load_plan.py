@@ -222,7 +222,7 @@ class LoadPlan:
 def tensors_in(value: Any, path: Path) -> dict[Path, torch.Tensor]:
     """Return the tensors in `value`, which is at `path`, by their paths; `LoadPlan.build` reads into tensors like them."""
     if isinstance(value, torch.Tensor):
-        return {key_of(path): value.detach()}
+        return {} if torch.nn.parameter.is_lazy(value) else {key_of(path): value.detach()}
     found: dict[Path, torch.Tensor] = {}
     if isinstance(value, Mapping):
         for key, item in value.items():

@@ -125,6 +125,11 @@ class _Restore:
             self._restore_tensor(memory, node, path)
 
     def _restore_module(self, module: torch.nn.Module, node: Node, path: Path) -> None:
+        if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
+            self._plan.problems.append(
+                f"{path_name(path)!r} has parameters that are not initialized (lazy): run a batch through it before the load"
+            )
+            return
         state = module.state_dict()
         own = {tensor.untyped_storage().data_ptr() for tensor in _local((*module.parameters(), *module.buffers()))}
         names = {clean_name(key): key for key in state}

@@ -46,6 +46,8 @@ def fill_tensor(target: torch.Tensor, value: Any, name: str) -> None:
 
 def why_unwritable(target: torch.Tensor) -> str | None:
     """Return the reason why no data can be read into `target`; None if they can."""
+    if torch.nn.parameter.is_lazy(target):
+        return "not initialized (lazy)"
     if target.is_meta:
         return "on the meta device"
     if target.layout is not torch.strided or target.is_nested:

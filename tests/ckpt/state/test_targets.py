@@ -382,3 +382,31 @@ def test_empty_bytes_are_stored_as_other_bytes_are(store, value):
     state = {"it": None}
     stored(store, lambda _: {"it": value}, ranks=2).load_state(state)
     assert state["it"] == value
+
+
+class Wrapping:
+    """An object whose state is that of its module."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def state_dict(self):
+        return self.module.state_dict()
+
+    def load_state_dict(self, state):
+        self.module.load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("size", [4, 300])
+def test_a_lazy_module_is_told_to_run_a_batch_before_it_is_loaded(store, size):
+    checkpoint = stored(store, {"it": torch.nn.Linear(size, size)})
+    with pytest.raises(
+        StateMismatchError, match=r"'it' has parameters that are not initialized \(lazy\): run a batch through it"
+    ):
+        checkpoint.load_state({"it": torch.nn.LazyLinear(size)})
+    with pytest.raises(StateMismatchError, match=r"'it.weight' is to be loaded into a tensor that is not initialized \(lazy\)"):
+        checkpoint.load_state({"it": dict(torch.nn.LazyLinear(size).named_parameters())})
+    wrapped = Wrapping(torch.nn.LazyLinear(size))
+    checkpoint.load_state({"it": wrapped})
+    assert wrapped.module.weight.shape == (size, size)
