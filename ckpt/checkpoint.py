@@ -217,7 +217,7 @@ class Checkpoint:
             world_size: The number of ranks; None means that of the training, or 1 outside of one.
 
         Raises:
-            ValueError: If `state` is no dict.
+            ValueError: If `state` is no dict, or there is no such rank.
             StateMismatchError: If `state` has a name that the checkpoint lacks, or holds in another shape or dtype.
             RankLocalStateError: If ranks of another number had values of their own, without `rank_local`.
             CheckpointCorruptError: If the stored data differ from the committed ones.
@@ -228,6 +228,10 @@ class Checkpoint:
 
         own_rank, own_world_size = rank_and_world_size()
         loading = (own_rank if rank is None else rank, own_world_size if world_size is None else world_size)
+        if not 0 <= loading[0] < loading[1]:
+            raise ValueError(
+                f"rank {loading[0]} is none of {loading[1]} ranks, which are numbered from 0: give rank and world_size"
+            )
         load_state(self._source(), state, loading, rank_local, self.node_copy)
 
     def to_safetensors(self, path: str | PathLike[str], *, key: str = "model") -> str:

@@ -372,3 +372,10 @@ def test_containers_that_differ_between_ranks_are_loaded_into_the_form_that_each
         loader = Loader({})
         load(store, {"own": loader}, rank)
         check_equal(loader.state, make(rank)["own"])
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (5, 2), (0, 0)])
+def test_a_load_of_a_rank_that_is_none_is_refused(store, rank, world_size):
+    assert report(store, lambda _: {"it": 1}) == [None, None]
+    with pytest.raises(ValueError, match=f"rank {rank} is none of {world_size} ranks"):
+        load(store, {"it": 0}, rank, world_size)
