@@ -28,7 +28,7 @@ def storable(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _check_unusual(name: str, value: torch.Tensor) -> None:
-    if (what := _why_unstorable(value)) is not None:
+    if (what := why_unstorable(value)) is not None:
         raise ValueError(f"the tensor {name!r} is {what}, which cannot be stored: make it a dense tensor")
     if has_own_operations(value) and not is_dtensor(value):
         raise ValueError(f"the tensor {name!r} is a {type(value).__name__}, which wraps others: store those, by a state_dict")
@@ -41,7 +41,8 @@ def has_own_operations(value: torch.Tensor) -> bool:
     return next(kind for kind in type(value).__mro__ if "__torch_dispatch__" in vars(kind)) is not torch.Tensor
 
 
-def _why_unstorable(value: torch.Tensor) -> str | None:
+def why_unstorable(value: torch.Tensor) -> str | None:
+    """Return what a tensor is whose memory does not hold all its elements; None for usual ones."""
     if torch.nn.parameter.is_lazy(value):
         return "not initialized (lazy)"
     if value.is_quantized:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from prefect_torch.ckpt.errors import StateMismatchError
 from prefect_torch.ckpt.state.arrays import array_kind, tensor_of
-from prefect_torch.ckpt.state.tensors import has_own_operations, is_dtensor, local_part
+from prefect_torch.ckpt.state.tensors import has_own_operations, is_dtensor, local_part, why_unstorable
 
 
 def filled(target: Any, value: Any) -> Any:
@@ -46,12 +46,8 @@ def fill_tensor(target: torch.Tensor, value: Any, name: str) -> None:
 
 def why_unwritable(target: torch.Tensor) -> str | None:
     """Return the reason why no data can be read into `target`; None if they can."""
-    if torch.nn.parameter.is_lazy(target):
-        return "not initialized (lazy)"
-    if target.is_meta:
-        return "on the meta device"
-    if target.layout is not torch.strided or target.is_nested:
-        return "nested" if target.is_nested else f"no dense one ({target.layout})"
+    if (what := why_unstorable(target)) is not None:
+        return what
     if has_own_operations(target) and not is_dtensor(target):
         return f"a {type(target).__name__}, which wraps others"
     if target.is_conj() or target.is_neg():

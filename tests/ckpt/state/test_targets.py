@@ -303,10 +303,10 @@ def views():
     return {
         "conj": (torch.zeros(300, 300, dtype=torch.complex64).conj(), "a view that conjugates or negates"),
         "neg": (torch.zeros(300, 300, dtype=torch.complex64).conj().imag, "a view that conjugates or negates"),
-        "meta": (torch.zeros(300, 300, device="meta"), "on the meta device"),
+        "meta": (torch.zeros(300, 300, device="meta"), r"without data \(meta\)"),
         "expanded": (torch.zeros(300, 1).expand(300, 300), "expanded"),
         "unfolded": (torch.zeros(600).unfold(0, 300, 1)[:300], "a view whose elements share memory"),
-        "sparse": (torch.zeros(300, 300).to_sparse(), r"no dense one \(torch.sparse_coo\)"),
+        "sparse": (torch.zeros(300, 300).to_sparse(), "torch.sparse_coo"),
         "wrapping": (TwoTensor(torch.zeros(300, 300), torch.zeros(300, 300)), "a TwoTensor, which wraps others"),
     }
 
