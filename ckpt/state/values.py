@@ -80,6 +80,13 @@ def read_value(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def why_unreadable(exc: Exception) -> str:
+    """Return the reason in an exception of `read_value`, without torch's advice to read what is unsafe."""
+    found = _UNREADABLE.search(str(exc))
+    reason = str(exc).partition("\n")[0] if found is None else found[1]
+    return f"{type(exc).__name__}: {reason}"
+
+
 def digest_tensors(leaves: Sequence[Leaf]) -> dict[str, str]:
     """Return a digest of each leaf's tensor by the leaf's name: of its dtype, shape and bytes.
 
@@ -138,12 +145,10 @@ def _checked(leaf: Leaf) -> bytes:
     except RecursionError:
         raise
     except Exception as exc:
-        found = _UNREADABLE.search(str(exc))
-        reason = str(exc).partition("\n")[0] if found is None else found[1]
         raise ValueError(
             f"{leaf.name!r} in the state is a {type(leaf.value).__name__} that torch.load(weights_only=True) cannot read: give "
             "tensors, Python's own numbers and strings, containers of them, or an object with state_dict() "
-            f"({type(exc).__name__}: {reason})"
+            f"({why_unreadable(exc)})"
         ) from exc
     return saved
 

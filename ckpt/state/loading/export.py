@@ -10,12 +10,11 @@ from pathlib import Path
 
 from prefect_torch.ckpt.state.image import memory_of
 from prefect_torch.ckpt.state.index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
-from prefect_torch.ckpt.state.values import read_value
 from prefect_torch.ckpt.storage.keys import temporary_name
 from prefect_torch.ckpt.text import show_some
 
 from .load import read_index
-from .read import Block, StateReader, Take, value_block
+from .read import Block, StateReader, Take, stored_value, value_block
 from .safetensors import DTYPES, Tensor, lay_out, write_at
 
 _logger = logging.getLogger(__name__)
@@ -50,7 +49,11 @@ def export_tensors(reader: StateReader, key: str, path: Path) -> None:
                 [
                     block
                     for it, stored in exports.items()
-                    for block in _blocks(stored, index.block_bytes, descriptor, starts[it.name])
+                    for block in (
+                        [_value_block(it.name, stored, descriptor, starts[it.name], reader.where)]
+                        if isinstance(stored, ValueEntry)
+                        else _blocks(stored, index.block_bytes, descriptor, starts[it.name])
+                    )
                 ]
             )
             os.fsync(descriptor)
@@ -103,11 +106,17 @@ def _check(tensors: Sequence[Tensor], where: str) -> None:
         raise ValueError(f"safetensors cannot hold everything {where}: {show_some(unknown)}")
 
 
-def _blocks(stored: TensorEntry | ValueEntry, block_bytes: int, descriptor: int, start: int) -> Iterator[Block]:
+def _value_block(name: str, stored: ValueEntry, descriptor: int, start: int, where: str) -> Block:
+    """Return the read of a small tensor, which is written to `start` of a file."""
+
+    def write(data: memoryview) -> None:
+        write_at(descriptor, memory_of(stored_value(name, stored, bytes(data), where).contiguous()), start)
+
+    return value_block(stored, write)
+
+
+def _blocks(stored: TensorEntry, block_bytes: int, descriptor: int, start: int) -> Iterator[Block]:
     """Yield the reads of a tensor whose data begin at `start` of a file; each block is written as soon as it is verified."""
-    if isinstance(stored, ValueEntry):
-        yield value_block(stored, lambda data: write_at(descriptor, memory_of(read_value(bytes(data)).contiguous()), start))
-        return
     for chunk in stored.chunks:
         runs = Runs.of(chunk, stored.shape, stored.item_bytes)
         size = math.prod(chunk.sizes) * stored.item_bytes

@@ -72,7 +72,11 @@ def _load(
         plan_restore(plan, state)
     except RecursionError as exc:
         raise StateMismatchError(f"{reader.where} or the state to load into is nested too deeply to be loaded") from exc
-    (reader if shared is None else shared).read(plan.blocks)
+    source = reader if shared is None else shared
+    source.read(plan.values)
+    for unpack in plan.unpack:
+        unpack()
+    source.read(plan.blocks)
     for finish in (*plan.finish, *plan.last):
         finish()
     prepare_for_loaded(index, *rank_and_size)

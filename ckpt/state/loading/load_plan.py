@@ -10,9 +10,8 @@ from prefect_torch.ckpt.state.index import StateIndex, TensorEntry, ValueEntry, 
 from prefect_torch.ckpt.state.key_order import hashable, key_of, ordered
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.tensors import local_part
-from prefect_torch.ckpt.state.values import read_value
 
-from .read import Block, StateReader, tensor_blocks, value_block
+from .read import Block, StateReader, stored_value, tensor_blocks, value_block
 from .targets import why_unwritable
 
 Path: TypeAlias = tuple[Step, ...]
@@ -68,7 +67,9 @@ class LoadPlan:
             number of ranks had values of their own; None refuses.
 
     Attributes:
-        blocks: The blocks to read.
+        values: The blocks of values, which are read before any tensor changes.
+        unpack: What makes values of them, and refuses those that this process cannot read.
+        blocks: The blocks of tensors to read then.
         finish: The actions once they are read, in order.
         last: The actions after these: they set random generators, from which the others may draw.
         problems: The differences between what is stored and the state to load into.
@@ -78,6 +79,8 @@ class LoadPlan:
     def __init__(
         self, index: StateIndex, reader: StateReader, rank: int, world_size: int, redistribute: Redistribute | None = None
     ) -> None:
+        self.values: list[Block] = []
+        self.unpack: list[Callable[[], None]] = []
         self.blocks: list[Block] = []
         self.finish: list[Callable[[], None]] = []
         self.last: list[Callable[[], None]] = []
@@ -171,14 +174,17 @@ class LoadPlan:
 
     def value(self, name: str) -> Get:
         """Plan to read a stored value."""
-        data: list[bytes] = []
+        found: list[Any] = []
         entry, is_of_all = self._index.values[name], rank_of(name) is None
-        self.blocks.append(value_block(entry, lambda read: data.append(bytes(read)), is_replicated=is_of_all))
-        return lambda: read_value(data[0])
+        self.values.append(value_block(entry, lambda read: found.append(bytes(read)), is_replicated=is_of_all))
+        self.unpack.append(lambda: found.append(stored_value(name, entry, found.pop(), self._reader.where)))
+        return lambda: found[0]
 
     def values_now(self, names: Sequence[str]) -> list[Any]:
         """Return stored values, read immediately."""
-        return [read_value(data) for data in self._reader.read_values([self._index.values[name] for name in names])]
+        entries = [self._index.values[name] for name in names]
+        found = zip(names, entries, self._reader.read_values(entries), strict=True)
+        return [stored_value(name, entry, data, self._reader.where) for name, entry, data in found]
 
     def fill(self, target: torch.Tensor, entry: TensorEntry) -> None:
         """Plan to read a stored tensor into `target`; of a DTensor, this rank's part."""

@@ -6,15 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import xxhash
-from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StateMismatchError
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.state.device_copies import wait_for_current_streams
 from prefect_torch.ckpt.state.host_memory import HostMemory
 from prefect_torch.ckpt.state.image import memory_of
 from prefect_torch.ckpt.state.index import Chunk, TensorEntry, ValueEntry
+from prefect_torch.ckpt.state.values import read_value, why_unreadable
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
@@ -80,6 +82,8 @@ class StateReader:
             CheckpointNotFoundError: If a file is missing.
 
         """
+        if not blocks:
+            return
         spans = [*_spans(blocks)]
         slots = _Slots(spans)
         wait_for_current_streams(slots.devices)  # they may still write to the targets, or read what was in their memory before
@@ -132,6 +136,29 @@ class StateReader:
 def value_block(value: ValueEntry, take: Take, *, is_replicated: bool = False) -> Block:
     """Return the read of one value."""
     return Block(value.file, value.start, value.bytes, value.digest, take=take, is_replicated=is_replicated)
+
+
+def stored_value(name: str, entry: ValueEntry, data: bytes, where: str) -> Any:
+    """Return the value in `data`, which are those of `entry`.
+
+    Args:
+        name: Its name.
+        entry: Its entry in the index.
+        data: Its bytes, verified.
+        where: The location of the state's files.
+
+    Raises:
+        StateMismatchError: If torch.load(weights_only=True) does not read it in this process.
+
+    """
+    try:
+        return read_value(data)
+    except Exception as exc:  # noqa: BLE001 - whatever it is, the text is torch's
+        raise StateMismatchError(
+            f"{name!r} in {where}/{entry.file} is a value that torch.load(weights_only=True) does not read in this process "
+            f"({why_unreadable(exc)}): if the checkpoint is your own, allow the same types as the process that reported it, by "
+            "torch.serialization.add_safe_globals, or leave it out of the state to load into"
+        ) from None  # torch's message advises to read it unsafely
 
 
 def tensor_blocks(entry: TensorEntry, block_bytes: int, part: torch.Tensor, offsets: Sequence[int]) -> Iterator[Block]:

@@ -1,7 +1,9 @@
 """Odd things to store, targets that want more than bytes in their memory, and torch's modes."""
 
 import sys
+import traceback
 import tracemalloc
+from decimal import Decimal
 
 import pytest
 import torch
@@ -410,3 +412,21 @@ def test_a_lazy_module_is_told_to_run_a_batch_before_it_is_loaded(store, size):
     wrapped = Wrapping(torch.nn.LazyLinear(size))
     checkpoint.load_state({"it": wrapped})
     assert wrapped.module.weight.shape == (size, size)
+
+
+def test_a_value_of_a_type_that_this_process_does_not_allow_is_refused_before_anything_changes(store):
+    with torch.serialization.safe_globals([Decimal]):
+        state = {"large": torch.ones(300, 300), "small": torch.ones(3), "it": Decimal("1.5")}
+        checkpoint = stored(store, state)
+        own = {"large": torch.zeros(300, 300), "small": torch.zeros(3), "it": None}
+        checkpoint.load_state(own)
+        assert own["it"] == Decimal("1.5")
+    own = {"large": torch.zeros(300, 300), "small": torch.zeros(3), "it": None}
+    with pytest.raises(
+        StateMismatchError, match=r"'it' in .*/__0_1.distcp is a value .* GLOBAL decimal.Decimal\): if"
+    ) as caught:
+        checkpoint.load_state(own)
+    assert "weights_only=False" not in "".join(traceback.format_exception(caught.value))
+    assert "`weights_only`" not in "".join(traceback.format_exception(caught.value))
+    assert not own["large"].any()
+    assert not own["small"].any()
