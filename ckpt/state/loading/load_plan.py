@@ -120,16 +120,19 @@ class LoadPlan:
 
     def name_of(self, node: Node, path: Path) -> str | None:
         """Return the stored name of `node` for this rank; None where there is a problem, or ranks must be redistributed."""
-        if None in node.names:
-            return node.names[None]
+        if (name := self.own_name(node)) is not None:
+            return name
         as_many = self._index.world_size == self._world_size
-        if as_many and self._rank in node.names:
-            return node.names[self._rank]
         if as_many or not node.names:
             self.problems.append(f"{path_name(path)!r} is not in the checkpoint{' for this rank' if node.names else ''}")
         elif self._redistribute is None:
             self._of_ranks.append(path_name(path))
         return None
+
+    def own_name(self, node: Node) -> str | None:
+        """Return the stored name of `node` for this rank, None where it has none."""
+        own = node.names.get(self._rank) if self._index.world_size == self._world_size else None
+        return node.names.get(None, own)
 
     def entry_of(self, name: str) -> TensorEntry | ValueEntry:
         """Return the entry of a stored name."""
@@ -179,6 +182,10 @@ class LoadPlan:
         self.values.append(value_block(entry, lambda read: found.append(bytes(read)), is_replicated=is_of_all))
         self.unpack.append(lambda: found.append(stored_value(name, entry, found.pop(), self._reader.where)))
         return lambda: found[0]
+
+    def value_now(self, name: str) -> Any:
+        """Return what is stored under `name`, read immediately; None for a tensor."""
+        return self.values_now([name])[0] if name in self._index.values else None
 
     def values_now(self, names: Sequence[str]) -> list[Any]:
         """Return stored values, read immediately."""

@@ -1,6 +1,6 @@
 """The load of a state into live objects, in place: every difference is found before anything changes."""
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class _Restore:
             finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
             finish.append(lambda: target.load_state_dict(get()))
         elif plan.is_one_value(node) or is_plain(target):
+            if isinstance(target, (Mapping, list)):
+                self._check_has_names(target, node)
             return plan.build(node, path, {})
         else:
             self._restore_container(target, node, path)
@@ -96,6 +98,14 @@ class _Restore:
         ]:  # such as averages that a fresh process has not created yet
             if plan.has_any(node.children[key]):
                 plan.finish.append(_assigns(target, key, plan.build(node.children[key], (*path, key), {})))
+
+    def _check_has_names(self, target: Any, node: Node) -> None:
+        """Record a problem if the names in `target`, a container, are not in the one value that is stored there."""
+        name = self._plan.own_name(node)
+        if name is not None and not is_plain(target) and not _has_names(target, self._plan.value_now(name)):
+            self._plan.problems.append(
+                f"{name!r} is one value in the checkpoint, without what the {type(target).__name__} to load into holds"
+            )
 
     def _restore_tensor(self, target: torch.Tensor, node: Node, path: Path) -> None:
         plan = self._plan
@@ -153,6 +163,17 @@ def _local(tensors: Any) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         if (part := local_part(tensor)) is not None:
             yield part[1]
+
+
+def _has_names(target: Any, value: Any) -> bool:
+    """Return whether `value` has all items of `target`."""
+    if is_plain(target) or array_kind(target) == "scalar":
+        return True
+    if isinstance(target, Mapping):
+        return isinstance(value, Mapping) and all(key in value and _has_names(item, value[key]) for key, item in target.items())
+    if isinstance(target, list):
+        return isinstance(value, list) and len(value) == len(target) and all(map(_has_names, target, value))
+    return False
 
 
 def _assigns(target: MutableMapping[Any, Any], key: Any, get: Get) -> Callable[[], None]:

@@ -3,8 +3,10 @@
 import sys
 import traceback
 import tracemalloc
+from collections import OrderedDict
 from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -430,3 +432,36 @@ def test_a_value_of_a_type_that_this_process_does_not_allow_is_refused_before_an
     assert "`weights_only`" not in "".join(traceback.format_exception(caught.value))
     assert not own["large"].any()
     assert not own["small"].any()
+
+
+@pytest.mark.parametrize(
+    ("value", "target"),
+    [
+        (3, {"averages": torch.zeros(3)}),
+        (3, {"n": 1}),
+        (None, [torch.zeros(3)]),
+        ({}, {"n": 1}),
+        ({1: 2}, {"n": 1}),
+        ([], [{"n": 1}]),
+        ([1, 2], [{"n": 1}]),
+        ([1, 2], [torch.zeros(1), 1]),
+        ({1: 2, "n": 3}, {"n": torch.zeros(1)}),
+        (torch.zeros(300, 300), {"n": 1}),
+    ],
+)
+def test_names_that_one_value_in_the_checkpoint_does_not_have_are_refused(store, value, target):
+    checkpoint = stored(store, {"it": value})
+    with pytest.raises(
+        StateMismatchError, match=r"'it' is one value in the checkpoint, without what the (dict|list) to load into"
+    ):
+        checkpoint.load_state({"it": target})
+
+
+@pytest.mark.parametrize(
+    ("value", "target"),
+    [({1: 2, "n": 3, "m": [1]}, {"n": np.float32(1), "m": []}), (OrderedDict(n=3, m=4), {"n": 1}), ({1: 2}, {}), (3, [7])],
+)
+def test_one_value_that_has_all_names_of_a_container_replaces_its_items(store, value, target):
+    state = {"it": target}
+    stored(store, {"it": value}).load_state(state)
+    assert state["it"] == value
