@@ -1,6 +1,7 @@
 """The load of an optimizer: its state by the names of its parameters, and the options of its parameter groups."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +90,31 @@ def _check_groups(plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Seque
         if stored != mine:
             plan.problems.append(f"group {number} of {where!r} has other parameters: {_difference(stored, mine)}")
             return False
+        if unset := _unset_options(optimizer, {*groups[number,].children}):
+            plan.problems.append(
+                f"group {number} of {where!r} has no {', '.join(unset)} in the checkpoint: another kind of optimizer than "
+                f"{type(optimizer).__name__} stored it"
+            )
+            return False
     return True
+
+
+def _unset_options(optimizer: torch.optim.Optimizer, stored: Collection[Any]) -> list[str]:
+    """Return the options that a load of a group with the `stored` ones leaves without a value, if it is of another kind.
+
+    An option that a later version has added gets a default from `__setstate__`, or its optimizer copes without it; of another
+    kind of optimizer, the checkpoint also has options that this one does not know.
+    """
+    options: Collection[str] = getattr(optimizer, "defaults", {}).keys()  # a wrapper may have none
+    if {*stored} <= {*options, "params"}:
+        return []
+    fresh = object.__new__(type(optimizer))
+    fresh.__dict__.update(optimizer.__dict__)
+    try:
+        fresh.__setstate__({"state": defaultdict(dict), "param_groups": [{**dict.fromkeys(stored), "params": []}]})
+    except Exception:  # noqa: BLE001 - the user's class may want more than a group of options
+        return []
+    return sorted({*options} - fresh.param_groups[0].keys())
 
 
 def _difference(stored: Sequence[Any], mine: Sequence[Any]) -> str:

@@ -1,5 +1,7 @@
 """Odd things to store, targets that want more than bytes in their memory, and torch's modes."""
 
+import copy
+import itertools
 import sys
 import traceback
 import tracemalloc
@@ -16,6 +18,7 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.state.flatten import flatten
 from prefect_torch.ckpt.state.loading import read
 from ranks import Attempt
+from states import check_equal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
@@ -465,3 +468,58 @@ def test_one_value_that_has_all_names_of_a_container_replaces_its_items(store, v
     state = {"it": target}
     stored(store, {"it": value}).load_state(state)
     assert state["it"] == value
+
+
+def trained(kind, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3)
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize(
+    ("stored_by", "loaded_by", "unset"),
+    [
+        (torch.optim.AdamW, torch.optim.SGD, "dampening, momentum"),
+        (torch.optim.SGD, torch.optim.Adam, "betas, eps"),
+        (torch.optim.Adam, torch.optim.Adagrad, "initial_accumulator_value, lr_decay"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_the_options_that_it_lacks(store, stored_by, loaded_by, unset):
+    checkpoint = stored(store, trained(stored_by))
+    state = trained(loaded_by)
+    before = copy.deepcopy(state["optimizer"].state_dict())
+    with pytest.raises(StateMismatchError, match=rf"group 0 of 'optimizer' has no {unset} in the checkpoint: another kind of"):
+        checkpoint.load_state(state)
+    check_equal(state["optimizer"].state_dict(), before)
+    state["optimizer"].step()
+
+
+class Newer(torch.optim.SGD):
+    """An optimizer that has got another option since, which it does without."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.defaults["added"] = self.param_groups[0]["added"] = 1
+
+
+@pytest.mark.parametrize(("kind", "more"), [(torch.optim.SGD, {"initial_lr": 0.5}), (Newer, {})])
+def test_options_that_a_later_version_of_an_optimizer_adds_are_not_missed(store, kind, more):
+    old = trained(torch.optim.SGD)
+    options = old["optimizer"].param_groups[0]
+    for name in ("maximize", "foreach", "fused"):
+        del options[name]
+    options.update(more)
+    state = trained(kind)
+    stored(store, old).load_state(state)
+    assert state["optimizer"].param_groups[0].items() >= more.items()
+    state["optimizer"].step()
+
+
+def test_adam_and_adamw_load_each_other(store):
+    for kinds in itertools.permutations((torch.optim.Adam, torch.optim.AdamW)):
+        state = trained(kinds[1])
+        stored(store, trained(kinds[0])).load_state(state)
+        state["optimizer"].step()
