@@ -327,14 +327,15 @@ def test_all_digests_come_to_the_host_with_one_copy_and_all_small_tensors_with_a
 @on_simulated_gpu
 def test_a_load_waits_for_the_current_stream_and_is_there_for_every_other(tmp_path):
     store = CheckpointStore.open(tmp_path, "run")
-    checkpoint = stored(store, lambda _: make_training(1, gpu.DEVICE))
-    before = make_training(2, gpu.DEVICE)
+    large = torch.arange(2_000_000.0)  # several reads, or the calling thread does the only one
+    checkpoint = stored(store, lambda _: {**make_training(1, gpu.DEVICE), "large": gpu.on_device(large)})
+    before = {**make_training(2, gpu.DEVICE), "large": torch.zeros_like(large, device=gpu.DEVICE)}
     stream = gpu.Stream()
     stream.wait_stream(gpu.current_stream())
     with gpu.stream(stream):
         go_on(before["model"])
         checkpoint.load_state(before)
-    expected = make_training(1, "cpu")
+    expected = {**make_training(1, "cpu"), "large": large}
     for tensor, other in zip(before["model"].state_dict().values(), expected["model"].state_dict().values(), strict=True):
         assert torch.equal(gpu.values(tensor), other)  # with nothing more awaited
     stream.synchronize()
