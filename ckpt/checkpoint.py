@@ -279,6 +279,7 @@ class Checkpoint:
 
         Raises:
             ValueError: If JSON cannot represent it.
+            CheckpointNotFoundError: If the checkpoint was pruned.
 
         """
         try:
@@ -288,6 +289,7 @@ class Checkpoint:
         except (TypeError, ValueError, RecursionError) as exc:
             raise ValueError(f"metadata must be what JSON can hold: {exc}") from exc
         if self.store is not None:
+            self.store.check_exists(self.manifest.id)
             self.store.put_json(self.store.layout.metadata(self.manifest.id), plain)
         else:
             (Path(self.path) / USER_METADATA_FILE).write_text(encoded)

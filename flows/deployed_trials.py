@@ -11,7 +11,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelling, Crashed
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
@@ -101,12 +101,12 @@ class DeployedTrials:
         """Answer what trials ask, and return how trials have ended; see `TrialRuns`."""
         until_s = time.monotonic() + timeout_s
         while self._running:
-            num_asked = answer_questions(self._sweep, self._decides_on)
+            num_answered = answer_questions(self._sweep, self._decides_on)
             if ended := self._ended():
                 return ended
             if time.monotonic() >= until_s:
                 break
-            if not num_asked:
+            if not num_answered:
                 time.sleep(min(_PAUSE_S, timeout_s))
         return {}
 
@@ -125,8 +125,11 @@ class DeployedTrials:
         """Cancel the flow runs of all trials, which commit a last checkpoint; see `TrialRuns`."""
         self._give_up_s = time.monotonic() + self._training.failure.grace_s + _CANCEL_S
         with get_client(sync_client=True) as client:
-            for _, flow_run_id in self._running.values():
-                client.set_flow_run_state(flow_run_id, Cancelling(message=f"the sweep ends: {cause!r}"))
+            for trial, flow_run_id in self._running.values():
+                try:
+                    client.set_flow_run_state(flow_run_id, Cancelling(message=f"the sweep ends: {cause!r}"))
+                except (PrefectException, httpx.HTTPError) as exc:  # the other trials end nevertheless
+                    get_run_logger().error("trial %d could not be cancelled: %s", trial.number, exc)
 
     def _decides_on(self, name: str) -> Decides | None:
         run = f"{self._sweep.name}/{name}"

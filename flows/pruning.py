@@ -6,7 +6,7 @@ from typing import Annotated
 from prefect import flow, get_run_logger
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
-from prefect_torch.ckpt.runs.standing import PruneLimits, prune_limits, read_standing
+from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
@@ -63,12 +63,10 @@ def prune(
     names = list(list_runs(spec)) if runs is None else list(dict.fromkeys(runs))
     if not names:
         get_run_logger().warning("there are no runs in %s" if runs is None else "no run of %s was named", spec.url)
-    looked_at, refused = _look_at(spec, names)
+    policies, refused = _read_policies(spec, names, must_exist=runs is not None)
     pruned = {  # all that are named exist before the first is pruned
-        run: prune_checkpoints.submit(
-            *(spec, run, own if checkpoint is None else checkpoint.policy(), limits.in_use), up_to=limits.up_to, dry_run=dry_run
-        )
-        for run, own, limits in looked_at
+        run: prune_checkpoints.submit(spec, run, own if checkpoint is None else checkpoint.policy(), dry_run=dry_run)
+        for run, own in policies.items()
     }
     for future in pruned.values():
         future.wait()
@@ -79,19 +77,22 @@ def prune(
     return found
 
 
-def _look_at(
-    spec: StorageSpec, names: Sequence[str]
-) -> tuple[list[tuple[str, RetentionPolicy, PruneLimits]], list[CheckpointError]]:
-    """Return the runs that can be pruned, with their own policies, and the errors of the others, which are logged."""
-    found: list[tuple[str, RetentionPolicy, PruneLimits]] = []
+def _read_policies(
+    spec: StorageSpec, names: Sequence[str], *, must_exist: bool
+) -> tuple[dict[str, RetentionPolicy], list[CheckpointError]]:
+    """Return the policies of the runs that can be pruned, and the errors of the others, which are logged."""
+    found: dict[str, RetentionPolicy] = {}
     refused: list[CheckpointError] = []
     for name in names:
         store = CheckpointStore.open(spec, name)
         try:
             standing = read_standing(store)
-            if standing is None:
+            if standing is not None:
+                found[name] = standing.attempt.policy
+            elif must_exist:
                 raise FileNotFoundError(f"there is no run {name!r} in {spec.url}")
-            found.append((name, standing.attempt.policy, prune_limits(store, standing)))
+            else:
+                get_run_logger().warning("run %r is not pruned: no attempt has begun it", name)
         except CheckpointError as exc:
             get_run_logger().error("run %r is not pruned: %s", name, exc)
             refused.append(exc)

@@ -26,7 +26,8 @@ class Result:
     Attributes:
         metrics: Rank 0's last report, and the newest value of each metric logged since; empty without reports.
         checkpoint: The latest checkpoint; None without checkpoints.
-        best_checkpoints: The checkpoints in storage with their metrics, best first; at most `num_to_keep`.
+        best_checkpoints: The checkpoints in storage with their metrics, best first; those too that are kept for another reason,
+            such as the latest.
         history: Every report of rank 0, in order.
         path: The run's local path or URL.
         attempts: The number of the run's attempts.
@@ -135,7 +136,7 @@ class Result:
         return cls(
             metrics=newest_metrics(history),
             checkpoint=store.checkpoint(manifests[-1]) if manifests else None,
-            best_checkpoints=[(store.checkpoint(it), it.metrics) for it in best[: policy.num_to_keep]],
+            best_checkpoints=[(store.checkpoint(it), it.metrics) for it in best],
             history=history,
             path=store.path,
             attempts=attempt.number,

@@ -1,6 +1,7 @@
 """The result of a sweep, read from its storage: while it runs, when it has ended, and when it has failed."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,22 @@ class SweepResult:
 
         """
         return self.get_best_trial(self.metrics[0], self.modes[0])
+
+    def __len__(self) -> int:
+        """Return the number of trials."""
+        return len(self.trials)
+
+    def __iter__(self) -> Iterator[Trial]:
+        """Iterate over the trials, by number."""
+        return iter(self.trials)
+
+    def __getitem__(self, index: int) -> Trial:
+        """Return a trial by its place in `trials`."""
+        return self.trials[index]
+
+    def __bool__(self) -> bool:
+        """Return True, also without a trial."""
+        return True
 
     def get_best_trial(self, metric: str, mode: str) -> Trial:
         """Return the best trial by any metric.
@@ -199,7 +216,7 @@ class SweepResult:
 
 def _seen(trial: Trial, metric: str) -> SeenTrial:
     score = None if trial.state == "failed" else find_score(trial.metrics, metric)
-    value = None if score is None or math.isnan(score) else float(score)
+    value = None if score is None or not math.isfinite(score) else float(score)
     parameters = parameters_of(trial.config)
     return SeenTrial(trial.number, trial.run, trial.state, trial.reason, parameters, trial.metrics, value)
 

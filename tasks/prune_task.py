@@ -9,6 +9,7 @@ from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSp
 from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.tasks.options.storage import configured_storage
 
 from .run_logs import library_logs_in_run
@@ -37,7 +38,8 @@ def prune_checkpoints(
         policy: The retention policy; the newest and pinned checkpoints are kept in any case.
         in_use: Ids that are kept because a training restores from them.
         up_to: Checkpoints newer than this id are kept; None for no such limit.
-        attempt: The attempt that prunes, which must not once it is overtaken; None outside of a training.
+        attempt: The attempt that prunes, which must not once it is overtaken; None outside of a training: while the run is
+            trained, what its attempt restored and has not recorded yet is then kept in addition.
         dry_run: Only decide, and log the decision.
         memory: The manifests that earlier prunes have read.
         garbage: Whether to look for data that were never committed.
@@ -51,6 +53,10 @@ def prune_checkpoints(
     store = replace(CheckpointStore.open(configured_storage(storage), run), memory=memory)
     if attempt is not None:
         check_fence(store, attempt)
+    else:
+        limits = prune_limits(store, read_standing(store))
+        limits_up_to = [it for it in (up_to, limits.up_to) if it is not None]
+        in_use, up_to = (*in_use, *limits.in_use), min(limits_up_to, default=None)
     with library_logs_in_run():
         decided = store.prune(policy, in_use=in_use, up_to=up_to, dry_run=dry_run)
         if decided.drop and dry_run:

@@ -190,6 +190,11 @@ def newest_metrics(history: Sequence[MetricRecord]) -> Metrics:
     return metrics
 
 
+def newest_of_each(history: Sequence[MetricRecord]) -> Metrics:
+    """Return the newest value of each metric that any record has; None is no value."""
+    return {name: value for record in history for name, value in record.metrics.items() if value is not None}
+
+
 def lost_records(run: Run, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:
     """Return the reports of `listed` checkpoints that leaders before `attempt` did not store: killed, or without storage.
 

@@ -4,7 +4,7 @@ import re
 import secrets
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")  # as narrow as possible: a name that matches is no object
-_REFUSED = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|[\\\x00-\x1f\x7f]")
+_REFUSED = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|[\\\x00-\x1f]")
 
 
 def temporary_name() -> str:

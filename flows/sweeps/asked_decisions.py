@@ -124,7 +124,7 @@ class AskedDecisions:
 
 
 def answer_questions(sweep: Run, decides_on: Callable[[str], Decides | None]) -> int:
-    """Answer what the leaders of trials have asked, and return how many questions there were; costs a listing if none.
+    """Answer what the leaders of trials have asked, and return how many were answered; costs a listing if none was asked.
 
     Args:
         sweep: The sweep.
@@ -132,13 +132,15 @@ def answer_questions(sweep: Run, decides_on: Callable[[str], Decides | None]) ->
 
     """
     asked = {stem(key): key for key in sweep.keys(f"{sweep.name}/asked/")}
+    answered = 0
     for token, key in asked.items():
         decides = decides_on(token.rpartition("-")[0])
         question = None if decides is None else sweep.get_json(key)
         if decides is None or question is None or sweep.get_json(_answered(sweep, token)) is not None:
             continue  # taken back, or answered and not read yet
         sweep.put_json(_answered(sweep, token), _plain(_answer(from_json(question), decides)))
-    return len(asked)
+        answered += 1
+    return answered
 
 
 def _answer(question: object, decides: Decides) -> dict[str, Any]:

@@ -302,13 +302,13 @@ def operations_of(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 def score_of(trial: TrialRecord, metric: str, mode: str) -> float | None:
-    """Return the value of a metric as one of which a lower is better; None if the trial has failed or has no such number."""
+    """Return the value of a metric as one of which a lower is better; None if it is no finite number, or the trial failed."""
     return score_in(trial.metrics, trial.state, metric, mode)
 
 
 def score_in(metrics: Metrics, state: TrialState, metric: str, mode: str) -> float | None:
     """Return the value of a metric in a trial's metrics; see `score_of`."""
     value = find_score(metrics, metric)
-    if value is None or math.isnan(value) or state == "failed":
+    if value is None or not math.isfinite(value) or state == "failed":
         return None
     return float(value) if mode == "min" else -float(value)

@@ -17,7 +17,7 @@ class TrialEnd:
     Attributes:
         outcome: Whether its function returned ("completed"), it was stopped, or it failed for good.
         reason: The error, or None.
-        metrics: Its last metrics.
+        metrics: The newest value of each metric that it reported.
 
     """
 
@@ -35,8 +35,8 @@ def judge(end: TrialEnd, metrics: Sequence[str]) -> TrialEnd:
 
 
 def _instead(metrics: Metrics, metric: str) -> str:
-    """Return what the last report of a trial has instead of a number."""
+    """Return what the reports of a trial have instead of a number."""
     value = find_metric(metrics, metric)
     if value is not None:
         return f" as a number: it is {value!r}, of type {type(value).__name__}"
-    return f"; its last report has {', '.join(sorted(metrics)) or 'none at all'}"
+    return f"; its reports have {', '.join(sorted(metrics)) or 'none at all'}"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-from prefect_torch.ckpt.runs.history import newest_metrics, read_history
+from prefect_torch.ckpt.runs.history import newest_of_each, read_history
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
@@ -34,7 +34,7 @@ def read_end(run: Run, error: BaseException | None) -> TrialEnd | None:
         return None if error is None else TrialEnd("failed", _one_line(error))
     if outcome.ending == "completed":
         return end_of_returned(run, outcome.return_value)
-    metrics = newest_metrics(read_history(run))
+    metrics = newest_of_each(read_history(run))
     if outcome.ending == "stopped":  # the journal has the decision
         return TrialEnd("stopped", None, metrics)
     reason = (outcome.error or "").strip().partition("\n")[0] or outcome.ending
@@ -42,9 +42,9 @@ def read_end(run: Run, error: BaseException | None) -> TrialEnd | None:
 
 
 def end_of_returned(run: Run, value: object) -> TrialEnd:
-    """Return the end of a trial whose function has returned `value`: it may return its metrics instead of reporting them."""
-    metrics = newest_metrics(read_history(run))
-    return TrialEnd("completed", None, {**value, **metrics} if isinstance(value, dict) else metrics)
+    """Return the end of a trial whose function has returned `value`: a dict counts as its last report."""
+    metrics = newest_of_each(read_history(run))
+    return TrialEnd("completed", None, {**metrics, **value} if isinstance(value, dict) else metrics)
 
 
 def count_reports(run: Run) -> int:

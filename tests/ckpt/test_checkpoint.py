@@ -438,6 +438,9 @@ def test_a_pruned_checkpoint_is_not_found_by_run_and_id(remote, tmp_path):
     old = commit(remote, tmp_path, model="x")
     commit(remote, tmp_path, model="y")
     remote.prune(RetentionPolicy(1))
+    with pytest.raises(CheckpointNotFoundError):
+        old.set_metadata({"a": 1})
+    assert remote.get_json(remote.layout.metadata(old.id)) is None
     with pytest.raises(CheckpointNotFoundError, match=rf"run 'run' .*{old.id}"), old.as_directory():
         pass
 

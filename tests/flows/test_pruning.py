@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 from forked_programs import run_program
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
-from prefect_torch.ckpt import CheckpointStore, UnsupportedFormatError
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, UnsupportedFormatError
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.flows import CheckpointConfig, prune
+from prefect_torch.tasks import prune_checkpoints
 from ranks import Attempt, folder
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +89,32 @@ def test_what_alone_remembers_its_report_stays_while_a_training_lives(tmp_path):
     assert prune(str(tmp_path / "store")) == {"run": [first.id]}
     write_outcome(store, Outcome(claimed.number, "completed"))
     assert prune(str(tmp_path / "store")) == {"run": [second.id]}
+
+
+def test_a_run_that_was_begun_by_half_is_left_out_and_the_others_are_pruned(tmp_path):
+    store, _ = fill(str(tmp_path / "store"), "one", tmp_path, [1, 2])
+    other = CheckpointStore.open(store.spec, "other")
+    claimed = claim_attempt(other, Owner.current(), world_size=1)
+    other.storage.delete([other.layout.attempt(claimed.number, claimed.token)])  # killed between the two
+    first, _ = store.list()
+    assert prune(str(tmp_path / "store")) == {"one": [first.id]}
+
+
+def test_a_prune_by_hand_keeps_what_a_living_training_restored(tmp_path):
+    store, claimed = fill(str(tmp_path / "store"), "run", tmp_path, [1, 2], is_trained=True)
+    first, second = store.list()
+    record_resumed_from(store, claimed, store.checkpoint(first).path)
+    writer = HistoryWriter(store, 1)
+    writer.append(MetricRecord(1, 1, {}, second.id, "2026-11-21T00:00:00+00:00"))
+    writer.flush()
+
+    @flow
+    def by_hand():
+        return prune_checkpoints(store.spec, "run", RetentionPolicy(1)).drop
+
+    assert by_hand() == ()
+    write_outcome(store, Outcome(claimed.number, "completed"))
+    assert by_hand() == (first,)
 
 
 def test_a_run_that_does_not_exist_is_named(tmp_path):

@@ -62,7 +62,7 @@ def test_a_training_gives_back_its_result(run):
     assert (result.attempts, result.error, result.completed, result.resumed_from) == (1, None, True, None)
     assert result.path == f"{run.storage}/run"
     assert result.checkpoint.metrics["epoch"] == 4
-    assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [0, 1]
+    assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [0, 1, 4]  # the last one is the latest
     assert list(result.metrics_dataframe["epoch"]) == [0, 1, 2, 3, 4]
     store = CheckpointStore.open(run.storage, "run")
     assert [manifest.metrics["epoch"] for manifest in store.list()] == [0, 1, 4]  # the best two, and the latest

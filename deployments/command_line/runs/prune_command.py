@@ -88,7 +88,8 @@ def prune(
     to_delete = {manifest.id for manifest in decided.drop}
     # Checkpoints committed since the question stay: they were not part of it.
     to_keep = tuple(checkpoint_id for checkpoint_id in store.ids() if checkpoint_id not in to_delete)
-    deleted = store.prune(policy, in_use=to_keep, up_to=limits.up_to).drop
+    limits = prune_limits(store, read_standing(store))  # a training may have begun
+    deleted = store.prune(policy, in_use=(*to_keep, *limits.in_use), up_to=limits.up_to).drop
     if not as_json:
         freed_bytes = sum(manifest.total_bytes for manifest in deleted)
         say(f"deleted {show_count(len(deleted), 'checkpoint')}, {show_bytes(freed_bytes)}")

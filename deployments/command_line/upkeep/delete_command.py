@@ -69,12 +69,13 @@ def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
 def _delete_run(store: CheckpointStore) -> None:
     _check_unpinned(store, delete_checkpoints(store, store.list()))
     left = [info.key for info in store.storage.list(f"{store.run}/")]
-    # The claims last: by them the run is still listed, and the command can be repeated.
-    claims = [key for key in left if key.startswith(store.layout.attempts)]
+    # By its claims and its record the run is still found and listed, and the command can be repeated.
+    claims, run_info = [key for key in left if key.startswith(store.layout.attempts)], store.layout.run_info
     manifests = [key for key in left if key.startswith(store.layout.manifests)]
     store.storage.delete(manifests)
-    store.storage.delete(key for key in left if key not in claims)
+    store.storage.delete(key for key in left if key not in (*claims, run_info))
     store.storage.delete(claims)
+    store.storage.delete([run_info])
     store.storage.remove_interrupted(f"{store.run}/", 0.0)
 
 

@@ -153,7 +153,7 @@ class SweepView:
             record.reason,
             parameters_of(record.config),
             metrics,
-            None if score is None or math.isnan(score) else float(score),
+            None if score is None or not math.isfinite(score) else float(score),
             tuple(report.time for report in record.reports),
             curve,
         )

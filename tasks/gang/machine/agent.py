@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _at_least_one(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError("give 1 or more")
     return number
 
 

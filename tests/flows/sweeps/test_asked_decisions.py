@@ -63,6 +63,13 @@ def test_a_question_is_answered_once_and_leaves_nothing(sweep):
     assert sweep.keys("") == []
 
 
+def test_what_cannot_be_answered_is_no_reason_to_look_again_at_once(sweep):
+    expect_nothing = answer_questions(sweep, {}.get)
+    sweep.put_json(f"sweep/asked/{TRIAL}-0123456789abcdef", {"points": True})  # its trial was killed
+    assert (expect_nothing, answer_questions(sweep, {}.get)) == (0, 0)
+    assert (answer_questions(sweep, {TRIAL: Deciding()}.get), answer_questions(sweep, {TRIAL: Deciding()}.get)) == (1, 0)
+
+
 def test_a_trial_whose_sweep_does_not_answer_ends_at_its_checkpoint(sweep):
     waits, pauses = AskedDecisions(sweep, TRIAL, longest_wait_s=0.2), []
     assert not waits.decide(REQUEST).goes_on

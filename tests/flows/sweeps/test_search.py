@@ -274,7 +274,7 @@ def test_a_metric_that_never_appears_ends_the_search_after_three_trials():
         trial = search.next_trial()
         search.end(trial.number, TrialEnd("completed", None, {"loss": 1.0, "accuracy": 0.5}))
     assert {it.state for it in search.trials.values()} == {"failed"}
-    with pytest.raises(SweepFailedError, match=r"3 trials .* has the metric 'val_loss'; its last report has accuracy, loss"):
+    with pytest.raises(SweepFailedError, match=r"3 trials .* has the metric 'val_loss'; its reports have accuracy, loss"):
         search.next_trial()
 
 
@@ -289,7 +289,7 @@ def test_a_metric_that_is_text_is_told_from_one_that_never_appears():
 def test_with_a_scheduler_too_a_metric_that_never_appears_ends_the_search(scheduler):
     config = configured(metric="val_loss", scheduler=scheduler, max_t=3, max_concurrent=1)
     simulation = Simulation(config, SPACE, fall_to_distance, epochs=9)
-    with pytest.raises(SweepFailedError, match=r"3 trials .* has the metric 'val_loss'; its last report has loss"):
+    with pytest.raises(SweepFailedError, match=r"3 trials .* has the metric 'val_loss'; its reports have loss"):
         simulation.lead()
     assert simulation.total == 3 * 3
 
@@ -302,7 +302,7 @@ def test_a_time_that_never_appears_ends_the_search_instead_of_its_scheduler(sche
         if scheduler == "median":  # asks at every report
             assert search.decide(number, DecisionRequest(0, 1, 1, {"loss": 1.0}, "a")).goes_on
         search.end(trial.number, TrialEnd("completed", None, {"loss": 1.0}))
-    with pytest.raises(SweepFailedError, match=r"3 trials .* has the metric 'epoch'; its last report has loss"):
+    with pytest.raises(SweepFailedError, match=r"3 trials .* has the metric 'epoch'; its reports have loss"):
         search.next_trial()
 
 

@@ -34,3 +34,19 @@ def test_a_trial_that_failed_or_lacks_a_metric_is_not_among_the_best():
     assert found.get_best_trial("loss", "min").number == 1
     with pytest.raises(ValueError, match="no trial of sweep 's' has a metric 'accuracy' that is a number"):
         found.get_best_trial("accuracy", "max")
+
+
+def test_what_is_infinite_is_no_score_and_breaks_no_notebook():
+    losses = enumerate((float("-inf"), 3.0, float("inf"), float("nan"), 4.0))
+    trials = [
+        Trial(number, {"lr": 0.1 * number}, {"loss": loss}, "completed", None, f"s/{number}", "/s") for number, loss in losses
+    ]
+    for mode, best in (("min", 1), ("max", 4)):
+        found = SweepResult("s", "/s/s", trials, ["loss"], [mode])
+        assert found.best.number == best
+        assert "<img" in found._repr_html_()
+
+
+def test_it_is_iterated_over_by_trial():
+    found = result({"loss": 1.0}, {"loss": 2.0})
+    assert (len(found), [trial.number for trial in found], found[1].number, bool(result())) == (2, [0, 1], 1, True)

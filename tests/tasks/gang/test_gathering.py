@@ -37,7 +37,7 @@ def test_a_machine_without_a_free_gpu_is_no_machine():
 def test_an_agent_has_room_for_a_rank_at_least(capsys):
     with pytest.raises(SystemExit):
         agent.main(["127.0.0.1:1", "--slots", "0"])
-    assert "invalid" in capsys.readouterr().err
+    assert "give 1 or more" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_leaves_no_thread():

@@ -1,0 +1,27 @@
+"""The order in which a run is deleted: a command that is killed can be repeated."""
+
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.deployments.command_line.upkeep.delete_command import _delete_run
+from ranks import Attempt, folder
+
+
+class RecordedDeletions(MemoryStorage):
+    def __init__(self):
+        super().__init__()
+        self.deleted = []
+
+    def delete(self, keys):
+        keys = list(keys)
+        self.deleted += keys
+        super().delete(keys)
+
+
+def test_what_lists_a_run_goes_last(tmp_path):
+    storage = RecordedDeletions()
+    store = CheckpointStore.open(storage, "run")
+    Attempt(store).session().report({"loss": 1}, folder(tmp_path / "c", model="x"))
+    _delete_run(store)
+    assert list(storage.list("")) == []
+    claim, run_info = storage.deleted[-2:]
+    assert (claim.startswith(store.layout.attempts), run_info) == (True, store.layout.run_info)

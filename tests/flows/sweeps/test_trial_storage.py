@@ -1,0 +1,35 @@
+"""How the run of a trial has ended, by its storage."""
+
+import pytest
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.sweeps.trial_end import judge
+from prefect_torch.flows.sweeps.trial_storage import end_of_returned
+
+
+@pytest.fixture
+def run():
+    storage = MemoryStorage()
+    return Run(storage, Layout("run"), StorageSpec(storage.url))
+
+
+def reported(run, *reports):
+    writer = HistoryWriter(run, 1)
+    for step, metrics in enumerate(reports):
+        writer.append(MetricRecord(1, step, metrics, None, "2026-11-21T00:00:00+00:00"))
+    writer.flush()
+
+
+@pytest.mark.parametrize("last", [{"test_accuracy": 0.9}, {"loss": None, "test_accuracy": 0.9}])
+def test_a_metric_counts_that_an_earlier_report_had(run, last):
+    reported(run, {"loss": 3.0}, {"loss": 2.0}, last)
+    end = judge(end_of_returned(run, None), ["loss", "test_accuracy"])
+    assert (end.outcome, end.metrics) == ("completed", {"loss": 2.0, "test_accuracy": 0.9})
+
+
+def test_a_returned_dict_is_the_last_report(run):
+    reported(run, {"loss": 3.0, "epoch": 1})
+    assert end_of_returned(run, {"loss": 1.0}).metrics == {"loss": 1.0, "epoch": 1}
