@@ -162,11 +162,11 @@ class ObstoreStorage:
     def folders(self, prefix: str) -> Iterator[str]:
         """Yield the names of the prefixes directly below `prefix`, a request per thousand."""
         below = _below(prefix)
-        for _ in range(2):  # as a listing
-            found = self._call(prefix, lambda: obstore.list_with_delimiter(self._store, below))
-            if found["common_prefixes"]:
-                break
-        yield from (path.rpartition("/")[2] for path in found["common_prefixes"])
+        yield from self._folders(prefix, below) or self._folders(prefix, below)  # an empty response is confirmed, as of `list`
+
+    def _folders(self, prefix: str, below: str | None) -> Sequence[str]:
+        found = self._call(prefix, lambda: obstore.list_with_delimiter(self._store, below))
+        return [path.rpartition("/")[2] for path in found["common_prefixes"]]
 
     def size(self, key: str) -> int:
         """Return an object's size in bytes; where a HEAD fails, the response to a GET says why."""

@@ -109,18 +109,20 @@ class BucketListing:
         object_store takes any XML for a listing, such as a service's error or a gateway's page: for an empty one, or for the
         end after a full page. Both are confirmed by one more request.
         """
-        page: Sequence[ObjectInfo] = ()
-        for page in self._pages(prefix, after):
-            yield page
-        if not page:
+        end, is_full = None, False
+        for _ in range(2):
             for page in self._pages(prefix, after):
                 yield page
-        while len(page) >= LISTED_AT_ONCE and self._order.is_known:
-            end, page = page[-1].key, ()
-            for page in self._pages(prefix, end):
-                if not self._order.is_behind(page[0].key, end):  # one known server goes on by another order
+                end, is_full = page[-1].key, len(page) >= LISTED_AT_ONCE
+            if end is not None:
+                break
+        while end is not None and is_full and self._order.is_known:
+            before, is_full = end, False
+            for page in self._pages(prefix, before):
+                if not self._order.is_behind(page[0].key, before):  # one known server goes on by another order
                     return
                 yield page
+                end, is_full = page[-1].key, len(page) >= LISTED_AT_ONCE
 
     def _list_parts(self, prefix: str, begins: Sequence[str], after: str | None) -> Iterator[ObjectInfo]:
         """Yield the objects behind the first of `begins`, and again from the beginning if the order proves to be another.
