@@ -47,7 +47,7 @@ class RankCommits:
 
     Attributes:
         costs: What they cost the training.
-        committed_step: The step of the newest checkpoint that is durable; -1 before the first.
+        committed_step: The step of the run's newest checkpoint that is durable; -1 before the first.
 
     """
 
@@ -68,7 +68,7 @@ class RankCommits:
         self._attempt = attempt
         self._decided: list[str] = []  # the topics of the previous commit
         self._parent = None if restored is None else _name_from(run, restored)
-        self.committed_step = -1 if restored is None else restored.step
+        self.committed_step = restored.step if restored is not None and _belongs_to(run, restored) else -1
 
     def commit(self, staged: StagedReport) -> None:
         """Commit the checkpoint of a report, if it has one, and send the report to the leader.
@@ -114,8 +114,11 @@ class RankCommits:
 
 def _name_from(run: Run, checkpoint: Checkpoint) -> str | None:
     """Return the checkpoint's id, or its path where it belongs to another run."""
-    own = checkpoint.store is not None and checkpoint.store.path == run.path
-    return checkpoint.id if own else checkpoint.path
+    return checkpoint.id if _belongs_to(run, checkpoint) else checkpoint.path
+
+
+def _belongs_to(run: Run, checkpoint: Checkpoint) -> bool:
+    return checkpoint.store is not None and checkpoint.store.path == run.path
 
 
 @dataclass(frozen=True, slots=True)

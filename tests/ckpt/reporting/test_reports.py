@@ -16,6 +16,7 @@ from prefect_torch.ckpt import (
     CommitFailedError,
     PeerGoneError,
     ReportMismatchError,
+    TrainContext,
     get_checkpoint,
     get_context,
     report,
@@ -23,6 +24,7 @@ from prefect_torch.ckpt import (
 from prefect_torch.ckpt.errors import FencedError, StorageFullError
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.reporting.rank_report import StagedReport
+from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.storage.local import LocalStorage
 from ranks import Attempt, folder, read_files
@@ -52,6 +54,19 @@ def test_one_rank_may_bring_all_files(store, tmp_path, reporter):
         assert store.latest() is not None  # durable for every rank when its report has returned
 
     assert Attempt(store, 2).run(train) == [None, None]
+
+
+@pytest.mark.parametrize("step", [None, 0, 4])
+def test_a_training_that_another_run_has_begun_stores_its_first_checkpoint_at_any_step(store, tmp_path, step):
+    other = CheckpointStore.open(store.storage, "other")
+    Attempt(other).session().report({}, folder(tmp_path / "a", model="x"), step=4)
+    attempt = Attempt(store)
+    attempt.restored = other.checkpoint(other.latest())
+    context = TrainContext(0, 0, 0, 1, 1, store.run, attempt.number)
+    session = RankSession(context, store, attempt.key_value, attempt.restored, attempt.settings)
+    session.report({}, folder(tmp_path / "b", model="y"), step=step)
+    (manifest,) = store.list()
+    assert (manifest.step, manifest.parent) == (5 if step is None else step, attempt.restored.path)
 
 
 def test_steps_count_reports_from_zero_and_on_from_the_restored_checkpoint(store, tmp_path):
