@@ -67,20 +67,20 @@ class RunRecorder:
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
         self._flushing: Future[None] | None = None
         self._index = IndexWriter(store)
-        self._submit(partial(self._repair_index, listed), "the index of manifests")
+        self._write(partial(self._repair_index, listed), "the index of manifests")
 
     def record(self, event: Sent) -> None:
         """Record a report or a commit of rank 0, or decide on its request; returns immediately."""
         if isinstance(event, DecisionRequest):
             assert self.on_request is not None, f"ranks that must not ask sent {event}"
-            self._submit(partial(self.on_request, event), "a decision")
+            self._submit(partial(self.on_request, event), "a decision could not be made, so the training ends with this report")
             return
         self._observers.notify(event)
         if isinstance(event, CommitEvent):
             self.newest = event.id
-            self._submit(partial(self._store.hint_latest, event.id), "the hint to the latest checkpoint")
+            self._write(partial(self._store.hint_latest, event.id), "the hint to the latest checkpoint")
             if self._index.add(event.id):
-                self._submit(self._index.write, "the index of manifests")
+                self._write(self._index.write, "the index of manifests")
             self._retention.committed(event)
             if event.id in self._reported:
                 self._reported.remove(event.id)
@@ -89,7 +89,7 @@ class RunRecorder:
         else:
             self._history.append(event.record)
             if self.on_first_report is not None and not event.record.is_logged:
-                self._submit(self.on_first_report, "the node's copy of the restored checkpoint")
+                self._submit(self.on_first_report, "the node's copy of the restored checkpoint could not be removed")
                 self.on_first_report = None
             reported = event.record.checkpoint
             if reported is not None and self._unrecorded.pop(reported, None) is None:  # the commit follows, in the background
@@ -98,26 +98,32 @@ class RunRecorder:
     def poll(self) -> None:
         """Start the writes and prunes that are due; returns immediately."""
         if self._history.is_due() and (self._flushing is None or self._flushing.done()):
-            self._flushing = self._submit(self._history.flush, "the metric history")
+            self._flushing = self._write(self._history.flush, "the metric history")
         self._retention.prune_due(self._history.recorded)
 
     def close(self) -> None:
         """Return once everything is stored and pruned."""
         for event in self._unrecorded.values():  # rank 0 died between the commit and the event of its report
             self._history.append(MetricRecord(self._attempt, event.step, event.metrics, event.id, utc_now()))
-        self._submit(self._history.close, "the metric history")
+        self._write(self._history.close, "the metric history")
         self._writer.shutdown()
         self._retention.finish(self._history.recorded)
 
     def _repair_index(self, listed: list[ListedCheckpoint]) -> None:
         if self._index.repair(listed):  # again after what was submitted meanwhile, which must not wait for minutes
-            self._submit(partial(self._repair_index, listed), "the index of manifests")
+            self._write(partial(self._repair_index, listed), "the index of manifests")
 
-    def _submit(self, write: Callable[[], None], what: str) -> "Future[None]":
-        def write_or_warn() -> None:
+    def _write(self, write: Callable[[], None], what: str) -> "Future[None]":
+        return self._submit(write, f"{what} could not be written, and is tried again with the next")
+
+    def _submit(self, act: Callable[[], None], failure: str) -> "Future[None]":
+        def act_or_warn() -> None:
             try:
-                write()
+                act()
             except (StorageError, OSError) as exc:
-                self._logger.warning("%s could not be written, and is tried again with the next: %s", what, exc)
+                self._logger.warning("%s: %s", failure, exc)
+            except Exception:
+                self._logger.exception("%s", failure)
+                raise
 
-        return self._writer.submit(copy_context().run, write_or_warn)  # the limit of retries is a context variable
+        return self._writer.submit(copy_context().run, act_or_warn)  # the limit of retries is a context variable
