@@ -14,11 +14,11 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelling, Crashed
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
+from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import Standing, read_standing
-from prefect_torch.flows.sweeps.asked_decisions import Decides, answer_questions
+from prefect_torch.flows.sweeps.asked_decisions import answer_questions
 from prefect_torch.flows.sweeps.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
@@ -131,7 +131,7 @@ class DeployedTrials:
                 except (PrefectException, httpx.HTTPError) as exc:  # the other trials end nevertheless
                     get_run_logger().error("trial %d could not be cancelled: %s", trial.number, exc)
 
-    def _decides_on(self, name: str) -> Decides | None:
+    def _decides_on(self, name: str) -> DecisionMaker | None:
         run = f"{self._sweep.name}/{name}"
         for trial in tuple(self._search.trials.values()):
             if trial.run == run and trial.state == "running":

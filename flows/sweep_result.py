@@ -14,8 +14,8 @@ from prefect_torch.flows.monitoring.sweeps.notebook import sweep_html
 from prefect_torch.flows.monitoring.sweeps.parameters import parameters_of
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
 from prefect_torch.flows.sweeps.definition import Definition, config_of_trial, read_definition
-from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, decode_event, history_of, score_in
-from prefect_torch.flows.sweeps.journal import read_journal
+from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, score_in
+from prefect_torch.flows.sweeps.stored_trials import read_trials
 
 from .result import Result
 
@@ -191,9 +191,7 @@ class SweepResult:
         definition = read_definition(run)
         if definition is None:
             raise FileNotFoundError(f"there is no sweep {name!r} in {run.storage.url}")
-        where = f"the journal of sweep {name!r}"
-        events = [event for entry in read_journal(run) if (event := decode_event(entry, where)) is not None]
-        return cls.of(run, definition, history_of(events))
+        return cls.of(run, definition, read_trials(run))
 
     @classmethod
     def of(cls, run: Run, definition: Definition, history: History) -> "SweepResult":

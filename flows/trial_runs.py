@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from prefect import flow
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
+from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.definition import config_of_trial
@@ -23,7 +23,7 @@ from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
-from prefect_torch.tasks.training.job import DecisionMaker, TrainJob
+from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .arguments import machines_for, seat_for

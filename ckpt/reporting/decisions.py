@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
 
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score
 
@@ -66,6 +67,18 @@ class Verdict:
 
     goes_on: bool
     milestone: float | None = None
+
+
+class DecisionMaker(Protocol):
+    """Decides at reports whether a training goes on."""
+
+    def points(self) -> DecisionPoints | None:
+        """Return the reports of the next attempt that ask; None if none does."""
+        ...
+
+    def decide(self, request: DecisionRequest) -> Verdict:
+        """Return the decision, which is recorded, and the same when it is asked again; may wait for a storage."""
+        ...
 
 
 def time_of(attribute: str, step: int, num_reports: int, metrics: Metrics) -> float | None:

@@ -10,9 +10,9 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
+from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
@@ -24,18 +24,6 @@ LONGEST_WAIT_S = 300.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _OVER = ("completed", "failed")
 _logger = logging.getLogger(__name__)
-
-
-class Decides(Protocol):
-    """Decides at the reports of one trial."""
-
-    def points(self) -> DecisionPoints | None:
-        """Return the reports that ask; None if none does."""
-        ...
-
-    def decide(self, request: DecisionRequest) -> Verdict:
-        """Return the decision, which is recorded; the same when it is asked again."""
-        ...
 
 
 def expect_questions(sweep: Run, *, are_expected: bool) -> None:
@@ -123,7 +111,7 @@ class AskedDecisions:
         return found
 
 
-def answer_questions(sweep: Run, decides_on: Callable[[str], Decides | None]) -> int:
+def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | None]) -> int:
     """Answer what the leaders of trials have asked, and return how many were answered; costs a listing if none was asked.
 
     Args:
@@ -143,7 +131,7 @@ def answer_questions(sweep: Run, decides_on: Callable[[str], Decides | None]) ->
     return answered
 
 
-def _answer(question: object, decides: Decides) -> dict[str, Any]:
+def _answer(question: object, decides: DecisionMaker) -> dict[str, Any]:
     assert isinstance(question, dict)
     if "request" in question:
         request = decode(DecisionRequest, question["request"], "the question", "a request for a decision")

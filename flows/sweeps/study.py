@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.opening import StorageLike
-from prefect_torch.flows.sweeps.history import decode_event, operations_of
-from prefect_torch.flows.sweeps.journal import read_journal
+from prefect_torch.flows.sweeps.history import operations_of
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested, Parameters, has_grid
+from prefect_torch.flows.sweeps.stored_trials import read_events
 from prefect_torch.flows.sweeps.study_storage import CONTINUES, Operation, operation_log, study_storage
 
 if TYPE_CHECKING:
@@ -303,9 +303,7 @@ def open_study_storage(storage: StorageLike, name: str) -> "optuna.storages.Jour
 
     class ReadJournal(BaseJournalBackend):
         def read_logs(self, log_number_from: int) -> list[Operation]:
-            where = f"the journal of sweep {name!r}"
-            events = [event for entry in read_journal(run) if (event := decode_event(entry, where)) is not None]
-            return operations_of(events)[log_number_from:]
+            return operations_of(read_events(run))[log_number_from:]
 
         def append_logs(self, logs: list[Operation]) -> None:
             raise PermissionError(f"sweep {name!r} writes its study itself: {len(logs)} operations are refused")

@@ -1,27 +1,13 @@
 """The definition of a training, the same for all of its attempts."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageSpec
-from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
-from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.ckpt.reporting.decisions import DecisionMaker
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
-
-
-class DecisionMaker(Protocol):
-    """Decides at reports whether a training goes on."""
-
-    def points(self) -> DecisionPoints | None:
-        """Return the reports of the next attempt that ask; None if none does."""
-        ...
-
-    def decide(self, request: DecisionRequest) -> Verdict:
-        """Return the decision, which is recorded; called in a thread that may wait for a storage."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +36,7 @@ class TrainJob:
     run_config: RunConfig
     checkpoint: CheckpointConfig
     failure: FailureConfig
-    decisions: "DecisionMaker | None" = None
+    decisions: DecisionMaker | None = None
     working_dir: WorkingDirectory | None = None
 
     @property
