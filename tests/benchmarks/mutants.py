@@ -331,7 +331,12 @@ MUTANTS = [
         ('("failed", "preempted")', '("failed",)'),
         ("_NO_NUMBER = (1, math.inf)", "_NO_NUMBER = (0, -math.inf)"),
     ),
-    *mutants_of("flows/pruning.py", "tests/flows/test_pruning.py -k alone_remembers", ("up_to=limits.up_to", "up_to=None")),
+    *mutants_of(
+        "tasks/prune_task.py",
+        "tests/flows/test_pruning.py",
+        ("min(limits_up_to, default=None)", "None"),
+        ("(*in_use, *limits.in_use)", "in_use"),
+    ),
 ]
 
 
