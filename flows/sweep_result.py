@@ -1,13 +1,12 @@
 """The result of a sweep, read from its storage: while it runs, when it has ended, and when it has failed."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.history import newest_metrics, read_history
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score, flatten_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.opening import StorageLike
 from prefect_torch.flows.monitoring.sweeps.notebook import sweep_html
@@ -213,8 +212,7 @@ class SweepResult:
 
 
 def _seen(trial: Trial, metric: str) -> SeenTrial:
-    score = None if trial.state == "failed" else find_score(trial.metrics, metric)
-    value = None if score is None or not math.isfinite(score) else float(score)
+    value = None if trial.state == "failed" else find_finite_score(trial.metrics, metric)
     parameters = parameters_of(trial.config)
     return SeenTrial(trial.number, trial.run, trial.state, trial.reason, parameters, trial.metrics, value)
 

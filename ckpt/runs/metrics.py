@@ -101,6 +101,12 @@ def find_score(metrics: Metrics, attribute: str) -> bool | int | float | None:
     return value if isinstance(value, (bool, int, float)) else None
 
 
+def find_finite_score(metrics: Metrics, attribute: str) -> float | None:
+    """Return the metric `attribute` if it is a finite number; None otherwise, or if it is missing."""
+    score = find_score(metrics, attribute)
+    return None if score is None or not math.isfinite(score) else float(score)
+
+
 def check_score(metrics: Metrics, attribute: str | None) -> None:
     """Raise ValueError unless the metric `attribute`, by which checkpoints are sorted, is a number, or None, or missing.
 

@@ -16,7 +16,7 @@ from prefect_torch.ckpt.runs.record_fields import Count
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, fields_of, parse
 from prefect_torch.ckpt.storage.keys import check_key
 
-from .key_order import KeyOrder, needed_orders
+from .key_order import KeyOrder, key_of, needed_orders
 from .plan import Step
 
 INDEX_FILE = ".state.json"
@@ -270,7 +270,7 @@ class StateIndex:
             rank = rank_of(name)
             if rank is not None and rank >= self.world_size:
                 raise ValueError(f"{reprlib.repr(name)} is of a rank that {self.world_size} ranks do not have")
-            place = (rank, *(tuple(step) if isinstance(step, list) else step for step in path))
+            place = (rank, *key_of(path))
             if (other := known.setdefault(place, name)) != name:
                 raise ValueError(f"{reprlib.repr(name)} has the path of {reprlib.repr(other)}")
         for name in self.arrays:

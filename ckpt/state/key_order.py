@@ -55,6 +55,8 @@ def needed_orders(paths: Iterable[Sequence[Step]], by_rank: Mapping[int, Iterabl
     for rank, orders in by_rank.items():
         for order in orders:
             dicts[key_of(order.path)].append((rank, order))
+    if not dicts:  # as of a state of modules and optimizers alone, however many tensors they have
+        return ()
     found = _children(paths, dicts)
     needed = []
     for path, of_ranks in dicts.items():

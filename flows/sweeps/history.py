@@ -1,12 +1,11 @@
 """The history of a sweep: what its journal's entries say of each trial; pure."""
 
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score
 from prefect_torch.ckpt.runs.record_fields import Count
 from prefect_torch.ckpt.runs.records import decode
 
@@ -308,7 +307,5 @@ def score_of(trial: TrialRecord, metric: str, mode: str) -> float | None:
 
 def score_in(metrics: Metrics, state: TrialState, metric: str, mode: str) -> float | None:
     """Return the value of a metric in a trial's metrics; see `score_of`."""
-    value = find_score(metrics, metric)
-    if value is None or not math.isfinite(value) or state == "failed":
-        return None
-    return float(value) if mode == "min" else -float(value)
+    value = None if state == "failed" else find_finite_score(metrics, metric)
+    return value if value is None or mode == "min" else -value

@@ -93,9 +93,8 @@ class _Restore:
             return
         for key in target:
             self.item(target, key, node, path)
-        for key in [
-            key for key in node.children if key not in target
-        ]:  # such as averages that a fresh process has not created yet
+        missing = [key for key in node.children if key not in target]  # averages that a fresh process has not created yet
+        for key in missing:
             if plan.has_any(node.children[key]):
                 plan.finish.append(_assigns(target, key, plan.build(node.children[key], (*path, key), {})))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.flows.sweeps.definition import Definition
@@ -145,7 +145,7 @@ class SweepView:
     def _seen(self, record: TrialRecord) -> SeenTrial:
         curve = self._curves.get(record.number, TrialCurve())
         metrics = curve.metrics if record.state == "running" and curve.metrics else record.metrics or curve.metrics
-        score = None if record.state == "failed" else find_score(metrics, self.metric)
+        score = None if record.state == "failed" else find_finite_score(metrics, self.metric)
         return SeenTrial(
             record.number,
             record.run,
@@ -153,7 +153,7 @@ class SweepView:
             record.reason,
             parameters_of(record.config),
             metrics,
-            None if score is None or not math.isfinite(score) else float(score),
+            score,
             tuple(report.time for report in record.reports),
             curve,
         )
