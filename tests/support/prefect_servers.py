@@ -6,10 +6,8 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from prefect_home import PREFECT, empty_database, prepared_home
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts
 from servers import free_port
+from tcp_relay import TcpRelay
 
 _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 _PATIENCE_S = 120  # for what takes seconds on an idle machine
@@ -209,8 +208,8 @@ def postgres() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-class Proxy:
-    """Passes bytes on to a server on loopback, each chunk `delay_s` late, and refuses connections when told.
+class Proxy(TcpRelay):
+    """A relay before an API, each chunk `delay_s` late.
 
     Attributes:
         api: The URL of the API behind it.
@@ -220,47 +219,17 @@ class Proxy:
     """
 
     def __init__(self, server_port: int) -> None:
-        self.port = free_port()
+        super().__init__(server_port)
         self.api = f"http://127.0.0.1:{self.port}/api"
         self.delay_s = 0.0
         self.num_late = 0
-        self._server_port = server_port
-        self._listener: socket.socket | None = None
-        self._open: set[socket.socket] = set()
 
-    def accept(self) -> None:
-        """Begin to listen."""
-        self._listener = socket.create_server(("127.0.0.1", self.port))
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
-
-    def refuse(self) -> None:
-        """Stop listening, and end every connection; harmless when nobody listens."""
-        if self._listener is not None:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, which would keep the port
-            self._listener.close()
-            self._listener = None
-        for end in tuple(self._open):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._server_port))
-                for source, target in ((client, server), (server, client)):
-                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        self._open.add(source)
-        with source, contextlib.suppress(OSError):
-            while chunk := source.recv(65536):
-                if self.delay_s:
-                    self.num_late += 1
-                    time.sleep(self.delay_s)  # this lateness is the fault
-                target.sendall(chunk)
-            target.shutdown(socket.SHUT_RDWR)
-        self._open.discard(source)
+    def change(self, data: bytes, *, is_answer: bool) -> bytes:
+        del is_answer
+        if self.delay_s:
+            self.num_late += 1
+            time.sleep(self.delay_s)  # this lateness is the fault
+        return data
 
 
 def assert_ranks_ended(flow_run_id: str, **states: str) -> None:

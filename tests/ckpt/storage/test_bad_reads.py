@@ -1,7 +1,6 @@
 """A bit that flips on the way is no damage: what differs is read once more, by a new connection."""
 
 import contextlib
-import socket
 import threading
 
 import pytest
@@ -15,6 +14,7 @@ from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import StorageSpec
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from ranks import Attempt, folder, read_files
+from tcp_relay import TcpRelay
 
 LARGE = 100_000  # bytes, more than everything small together
 FILES = {"a": b"first", "b": b"second" * 1000, "c/d": b"third"}
@@ -121,47 +121,31 @@ def test_a_local_file_is_read_again_past_the_page_cache(store, monkeypatch):
     assert len(dropped) == 1
 
 
-class FlippingProxy:
-    """Passes TCP connections on to a server, and flips one bit of the first large answer once it is told to."""
+class FlippingRelay(TcpRelay):
+    """Flips one bit of the first large answer once it is told to."""
 
-    def __init__(self, port: int):
-        self._server_port = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.connections = 0
+    def __init__(self, server_port: int):
+        super().__init__(server_port)
         self.flips_at: int | None = None  # after how many connections it did
         self.is_armed = False
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._direction = threading.local()  # each direction of a connection has a thread
 
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                self.connections += 1
-                server = socket.create_connection(("127.0.0.1", self._server_port))
-                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
-                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
-
-    def _pump(self, source, target, is_answer):
-        passed = 0
-        with contextlib.suppress(OSError), source, target:
-            while data := source.recv(1 << 16):
-                passed += len(data) if self.is_armed else 0
-                if is_answer and self.is_armed and passed > LARGE:
-                    self.is_armed = False
-                    self.flips_at = self.connections
-                    data = data[:-1] + bytes([data[-1] ^ 1])
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-    def close(self):
-        self._listener.close()
+    def change(self, data, *, is_answer):
+        passed = getattr(self._direction, "passed", 0) + (len(data) if self.is_armed else 0)
+        self._direction.passed = passed
+        if is_answer and self.is_armed and passed > LARGE:
+            self.is_armed = False
+            self.flips_at = self.connections
+            return data[:-1] + bytes([data[-1] ^ 1])
+        return data
 
 
 @pytest.mark.parametrize("use", [resume, download], ids=["resume", "download"])
 def test_a_bucket_is_read_again_by_another_connection(rclone, tmp_path, use):
-    proxy = FlippingProxy(int(rclone.endpoint.rpartition(":")[2]))
-    with contextlib.closing(proxy):
+    proxy = FlippingRelay(int(rclone.endpoint.rpartition(":")[2]))
+    proxy.accept()
+    with contextlib.ExitStack() as ended:
+        ended.callback(proxy.refuse)
         options = {**rclone.options(), "aws_endpoint_url": f"http://127.0.0.1:{proxy.port}"}
         storage = open_storage(StorageSpec(f"s3://{rclone.new_bucket()}", options))
         assert isinstance(storage, RetryingStorage)

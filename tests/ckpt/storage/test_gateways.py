@@ -20,6 +20,7 @@ from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, classify
 from ranks import Attempt, folder
 from servers import S3Server
+from tcp_relay import TcpRelay
 
 NOTHING = Response(404, b"default backend - 404", {"Content-Type": "text/plain"})
 REFUSED = Response(403, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>")
@@ -202,35 +203,17 @@ def test_an_object_whose_key_no_path_can_have_is_named(moto, storage):
     assert classify(caught.value) == "final"
 
 
-class SilentRelay:
-    """Passes a TCP connection on to a server on loopback until it is told to be silent."""
+class SilentRelay(TcpRelay):
+    """Passes nothing on while it is told to be silent."""
 
-    def __init__(self, port):
-        self._server_port = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
+    def __init__(self, server_port):
+        super().__init__(server_port)
         self.may_pass = threading.Event()
         self.may_pass.set()
-        threading.Thread(target=self._accept, daemon=True).start()
 
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._server_port))
-                for source, target in ((client, server), (server, client)):
-                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
-
-    def _pass_on(self, source, target):
-        with contextlib.suppress(OSError), source, target:
-            while data := source.recv(1 << 16):
-                self.may_pass.wait(60)
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-    def close(self):
-        self.may_pass.set()
-        self._listener.close()
+    def change(self, data, *, is_answer):
+        self.may_pass.wait(60)
+        return data
 
 
 @pytest.mark.parametrize(
@@ -244,7 +227,11 @@ class SilentRelay:
 )
 def test_a_server_behind_a_connection_that_fell_silent_is_given_up(sshd, tmp_path, monkeypatch, call):
     monkeypatch.setattr(fsspec_files, "_LONGEST_SILENCE_S", 1.0)
-    with contextlib.closing(SilentRelay(sshd.port)) as relay:
+    relay = SilentRelay(sshd.port)
+    relay.accept()
+    with contextlib.ExitStack() as ended:
+        ended.callback(relay.refuse)
+        ended.callback(relay.may_pass.set)
         storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}/store", {**sshd.options(), "port": relay.port})
         storage.put_bytes("run/x", b"1")
         relay.may_pass.clear()
