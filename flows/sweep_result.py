@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint
-from prefect_torch.ckpt.runs.history import newest_metrics, read_history
+from prefect_torch.ckpt.runs.history import newest_of_each, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score, flatten_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.opening import StorageLike
@@ -29,7 +29,7 @@ class Trial:
     Attributes:
         number: Its number, from 0.
         config: Its function's config, with that of all trials.
-        metrics: Its last metrics.
+        metrics: The newest value of each metric that it reported.
         state: "completed", "stopped" (by the scheduler), "paused", "running" or "failed".
         reason: Why it was stopped or paused, or its error; None otherwise.
         run: The name of its run, in the sweep's storage.
@@ -220,7 +220,7 @@ def _seen(trial: Trial, metric: str) -> SeenTrial:
 def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:
     metrics = record.metrics
     if record.state == "running":
-        metrics = newest_metrics(read_history(Run.open(run.storage, record.run))) or metrics
+        metrics = newest_of_each(read_history(Run.open(run.storage, record.run))) or metrics
     config = config_of_trial(definition.config, record.config)
     return Trial(record.number, config, metrics, record.state, record.reason, record.run, run.spec)
 

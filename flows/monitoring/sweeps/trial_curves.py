@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
+from prefect_torch.ckpt.runs.history import MetricRecord, newest_of_each, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
@@ -21,7 +21,7 @@ class TrialCurve:
     Attributes:
         points: The step and the value of its reports, thinned.
         times: When the value at each of these steps was reported, in seconds since the epoch.
-        metrics: Its newest metrics.
+        metrics: The newest value of each metric that it reported.
         step: The step of its newest report; None before the first.
         flow_run_id: The flow run of its newest attempt, or None.
         attempts: The number of its attempts.
@@ -65,7 +65,7 @@ def read_curve(run: Run, metric: str) -> TrialCurve:
     return TrialCurve(
         tuple(points),
         {step: values[step][1] for step, _ in points},
-        newest_metrics(history),
+        newest_of_each(history),
         max((record.step for record in history), default=None),
         standing.attempt.owner.flow_run_id,
         standing.attempt.number,

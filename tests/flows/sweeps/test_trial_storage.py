@@ -3,9 +3,11 @@
 import pytest
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.monitoring.sweeps.trial_curves import read_curve
 from prefect_torch.flows.sweeps.trial_end import judge
 from prefect_torch.flows.sweeps.trial_storage import end_of_returned
 
@@ -28,6 +30,12 @@ def test_a_metric_counts_that_an_earlier_report_had(run, last):
     reported(run, {"loss": 3.0}, {"loss": 2.0}, last)
     end = judge(end_of_returned(run, None), ["loss", "test_accuracy"])
     assert (end.outcome, end.metrics) == ("completed", {"loss": 2.0, "test_accuracy": 0.9})
+
+
+def test_a_running_trial_has_the_metrics_that_it_would_end_with(run):
+    claim_attempt(run, Owner.current(), world_size=1)
+    reported(run, {"loss": 3.0}, {"test_accuracy": 0.9})
+    assert read_curve(run, "loss").metrics == end_of_returned(run, None).metrics == {"loss": 3.0, "test_accuracy": 0.9}
 
 
 def test_a_returned_dict_is_the_last_report(run):
