@@ -1,5 +1,6 @@
 """Rank 0's decision on the states of a report: the writes of each rank, and the values that are each rank's own."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,8 @@ from prefect_torch.ckpt.text import show_some
 from .index import rank_name, rank_of
 from .plan import TensorShard, WriteItem, plan_writes
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class StateDescription:
@@ -21,6 +24,8 @@ class StateDescription:
         tensors: The digests of its unowned tensors.
         shards: Its part of each tensor; None where its structure is that of its previous description.
         parts: A digest of the parts of each module and each optimizer, with `shards`.
+        samples: By module and optimizer, a digest of the names of some tensors that count as equal on all ranks, and one of
+            some of their elements.
 
     """
 
@@ -28,17 +33,18 @@ class StateDescription:
     tensors: Mapping[str, str] = field(default_factory=dict)
     shards: list[TensorShard] | None = None
     parts: Mapping[str, str] = field(default_factory=dict)
+    samples: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def fields(self) -> list[Any]:
         """Return a form that JSON can represent."""
         shards = None if self.shards is None else [shard.encode() for shard in self.shards]
-        return [self.values, self.tensors, shards, self.parts]
+        return [self.values, self.tensors, shards, self.parts, self.samples]
 
     @classmethod
     def of_fields(cls, fields: Sequence[Any]) -> "StateDescription":
         """Undo `fields`."""
-        values, tensors, shards, parts = fields
-        return cls(values, tensors, None if shards is None else [TensorShard.decode(shard) for shard in shards], parts)
+        values, tensors, shards, *others = fields
+        return cls(values, tensors, None if shards is None else [TensorShard.decode(shard) for shard in shards], *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ class StatePlanner:
         self._planned_for: tuple[Any, ...] | None = None
         self._plan = 0
         self._checked: tuple[Any, ...] | None = None
+        self._has_warned = False
         self.writes: list[list[WriteItem]] = []
 
     def decide(self, described: Sequence[StateDescription | None]) -> StateDecision:
@@ -90,6 +97,7 @@ class StatePlanner:
         values = {rank: of_rank.values for rank, of_rank in states.items()}
         self._check_parts(list(states))
         self._check_shapes(values)
+        self._has_warned = self._has_warned or _warn_of_unequal({rank: of_rank.samples for rank, of_rank in states.items()})
         _, own_tensors = _compare({rank: of_rank.tensors for rank, of_rank in states.items()})
         digests, own_values = _compare(values)
         wanted = (self._described, tuple(own_tensors), *states)
@@ -144,6 +152,24 @@ class StatePlanner:
                 rank = next(rank for rank, kind in kinds[name].items() if kind == "a tensor")
                 raise _mismatch(name, {r: kind for r, kind in kinds[name].items() if kind == "a value"}, rank, "a tensor")
         self._checked = checked
+
+
+def _warn_of_unequal(samples: Mapping[int, Mapping[str, Sequence[str]]]) -> bool:
+    """Log a warning where a module or optimizer has other elements in the same tensors on another rank; return whether so."""
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    for rank, of_rank in samples.items():
+        for part, (names, found) in of_rank.items():
+            other, expected = first.setdefault((part, names), (rank, found))
+            if found != expected:
+                _logger.warning(
+                    "rank %d has other values in the state's %r than rank %d: under one name they count as replicas, of which "
+                    "each rank stores a part, so the checkpoint is a mixture of both. Keep them equal with "
+                    "prepare_model(model), which wraps a model in DistributedDataParallel; or give what is each rank's own, "
+                    "such as a stage of a pipeline, a name of its own on each rank, or mark it with RankLocal",
+                    *(rank, part, other),
+                )
+                return True
+    return False
 
 
 def _compare(by_rank: Mapping[int, Mapping[str, str]]) -> tuple[dict[str, dict[int, str]], list[str]]:

@@ -20,6 +20,7 @@ from .index import ArrayKind, Chunk, StateIndex, TensorEntry, ValueEntry, rank_n
 from .key_order import KeyOrder
 from .plan import TensorShard, WriteItem
 from .planner import StateDecision, StateDescription
+from .replicas import ReplicaSampler
 from .values import Value, capture_values, digest_tensors
 
 BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: a load must read a whole block to verify any byte of it
@@ -42,6 +43,7 @@ class StateSnapshot:
         parts: The parts of each module and each optimizer, by its name.
         arrays: What of NumPy the leaves with these names are.
         orders: The order of the keys in its dicts.
+        samples: What is in some of the tensors that count as equal on all ranks, by module and optimizer.
 
     """
 
@@ -53,15 +55,15 @@ class StateSnapshot:
     parts: dict[str, Sequence[object]]
     arrays: Mapping[str, ArrayKind]
     orders: Sequence[KeyOrder]
+    samples: Mapping[str, Sequence[str]]
 
     def describe(self) -> StateDescription:
         """Return the description for rank 0, with the structure only where it changed; it must be sent."""
         values = {value.name: value.digest for value in self.values}
         if not self.saver.has_changed(self):
-            return StateDescription(values, self.digests)
-        return StateDescription(
-            values, self.digests, self.shards, {name: _digest_names(parts) for name, parts in self.parts.items()}
-        )
+            return StateDescription(values, self.digests, samples=self.samples)
+        parts = {name: _digest_names(of_part) for name, of_part in self.parts.items()}
+        return StateDescription(values, self.digests, self.shards, parts, self.samples)
 
     def stage_early(self) -> None:
         """Stage by the plan of the previous report, while the ranks agree; `stage` checks whether it is still valid."""
@@ -100,6 +102,7 @@ class StateSaver:
         self.rank = rank
         self._world_size = world_size
         self._describer = Describer()
+        self._sampler = ReplicaSampler()
         self._described: tuple[list[TensorShard], dict[str, Sequence[object]]] | None = None
         self._plan = 0
         self._writes: Sequence[WriteItem] = []
@@ -119,7 +122,8 @@ class StateSaver:
         """
         found = flatten(state, self.rank)
         arrays: dict[str, ArrayKind] = {leaf.name: leaf.array for leaf in found.leaves if leaf.array is not None}
-        snapshot = StateSnapshot(self, [], [], [], {}, found.parts, arrays, found.orders)
+        samples = self._sampler.sample(found.leaves, found.parts) if self._world_size > 1 else {}
+        snapshot = StateSnapshot(self, [], [], [], {}, found.parts, arrays, found.orders, samples)
         plain: list[Leaf] = []
         compared: list[Leaf] = []
         for leaf in found.leaves:

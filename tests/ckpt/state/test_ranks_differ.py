@@ -379,3 +379,87 @@ def test_a_load_of_a_rank_that_is_none_is_refused(store, rank, world_size):
     assert report(store, lambda _: {"it": 1}) == [None, None]
     with pytest.raises(ValueError, match=f"rank {rank} is none of {world_size} ranks"):
         load(store, {"it": 0}, rank, world_size)
+
+
+class TestReplicas:
+    """Modules and optimizers under one name, which count as equal on all ranks."""
+
+    @staticmethod
+    def trained(seed, steps=1):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.rand(5, 3)).sum().backward()
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    def test_a_model_that_each_rank_trains_by_itself_is_warned_of_once(self, store, caplog):
+        states = [self.trained(seed) for seed in (1, 2)]
+
+        def train(session, rank):
+            for _ in range(3):
+                session.report({}, state=states[rank], upload="sync")
+
+        assert Attempt(store, 2).run(train) == [None, None]
+        assert caplog.text.count("rank 1 has other values in the state's 'model' than rank 0") == 1
+        assert "prepare_model(model)" in caplog.text
+
+    @pytest.mark.parametrize("part", ["model", "optimizer"])
+    def test_one_part_that_differs_is_named(self, store, caplog, part):
+        states = [self.trained(1) for _ in range(3)]
+        states[2][part] = self.trained(2)[part]
+        states[1]["optimizer"] = states[0]["optimizer"]
+        report(store, lambda rank: {part: states[rank][part]}, ranks=3)
+        assert f"rank 2 has other values in the state's '{part}' than rank 0" in caplog.text
+
+    def test_replicas_that_part_later_are_warned_of_then(self, store, caplog):
+        states = [self.trained(1) for _ in range(2)]
+
+        def train(session, rank):
+            session.report({}, state=states[rank], upload="sync")
+            assert not caplog.records
+            torch.nn.init.constant_(states[rank]["model"][2].weight, rank)
+            session.report({}, state=states[rank], upload="sync")
+
+        assert Attempt(store, 2).run(train) == [None, None]
+        assert "other values in the state's 'model'" in caplog.text
+
+    def test_replicas_whose_buffers_alone_differ_are_not_warned_of(self, store, caplog):
+        states = [self.trained(1) for _ in range(2)]
+        states[1]["model"][1].running_mean.fill_(7)
+        assert report(store, lambda rank: states[rank]) == [None, None]
+        assert not caplog.records
+
+    @pytest.mark.parametrize("own", [RankLocal, lambda part: part.state_dict()], ids=["marked", "compared"])
+    def test_parts_that_each_rank_stores_for_itself_are_not_warned_of(self, store, caplog, own):
+        states = [self.trained(seed) for seed in (1, 2)]
+        assert report(store, lambda rank: {"model": own(states[rank]["model"])}) == [None, None]
+        assert not caplog.records
+        for rank in range(2):
+            loaded = self.trained(3)["model"]
+            load(store, {"model": RankLocal(loaded)}, rank)
+            check_equal(loaded.state_dict(), states[rank]["model"].state_dict())
+
+    def test_new_layers_are_looked_at_too(self, store, caplog):
+        def train(session, rank):
+            state = self.trained(1)
+            session.report({}, state=state, upload="sync")
+            torch.manual_seed(rank)
+            state["model"].append(torch.nn.Linear(2, 2))
+            session.report({}, state=state, upload="sync")
+
+        assert Attempt(store, 2).run(train) == [None, None]
+        assert caplog.text.count("rank 1 has other values in the state's 'model' than rank 0") == 1
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64])
+    def test_any_dtype_is_compared(self, store, caplog, dtype):
+        def make(rank):
+            model = torch.nn.Module()
+            model.w = torch.nn.Parameter(torch.full((3, 5), float(rank)).to(dtype).T, requires_grad=False)
+            model.scalar = torch.nn.Parameter(torch.tensor(1.0).to(dtype), requires_grad=False)
+            model.nothing = torch.nn.Parameter(torch.empty(0, 3, dtype=dtype), requires_grad=False)
+            return {"model": model}
+
+        assert report(store, make) == [None, None]
+        assert "rank 1 has other values in the state's 'model' than rank 0" in caplog.text
