@@ -33,27 +33,30 @@ class RankLog:
     def __init__(self, rank: int, level: int = logging.NOTSET, files: LogFiles | None = None, prefix: str = "") -> None:
         self._rank, self._level, self._files, self._prefix = rank, level, files, prefix
         self._levels = LineLevels()
-        self._withheld: deque[str] = deque(maxlen=_LAST_LINES)
+        self._withheld: deque[tuple[int, str]] = deque(maxlen=_LAST_LINES)
 
     def write(self, lines: Sequence[str]) -> None:
-        """Log the lines in Prefect that belong there, in the current task run, and keep all for the files."""
+        """Log the lines in Prefect that belong there, each at its level, in the current task run; keep all for the files."""
         if not lines:
             return
         if self._files is not None:
             self._files.append(self._rank, lines)
-        logger = get_run_logger()
         for line in lines:
-            if self._level == logging.NOTSET or self._levels.level_of(line) >= self._level:
-                logger.info("%s%s", self._prefix, line)
+            level = self._levels.level_of(line)
+            if level >= self._level:
+                self._log(level, line)
             else:
-                self._withheld.append(line)
+                self._withheld.append((level, line))
 
     def write_all(self) -> None:
         """Log every line in Prefect from now on, and the last ones that were not: the rank has failed, or hangs."""
         withheld, self._level = list(self._withheld), logging.NOTSET
         self._withheld.clear()
-        for line in withheld:
-            get_run_logger().info("%s%s", self._prefix, line)
+        for level, line in withheld:
+            self._log(level, line)
+
+    def _log(self, level: int, line: str) -> None:
+        get_run_logger().log(max(level, logging.INFO), "%s%s", self._prefix, line)  # below INFO, Prefect would drop it
 
 
 class RankLogs:

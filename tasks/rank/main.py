@@ -5,6 +5,7 @@ prefect.
 """
 
 import faulthandler
+import logging
 import os
 import pickle
 import socket
@@ -102,6 +103,8 @@ def _run(spec: RankSpec, held: ExitStack) -> RankResult:
 
 
 def _prepare(spec: RankSpec) -> None:
+    if logging.lastResort is not None:  # what no handler takes, such as the warnings of this package, says its level, too
+        logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     os.environ.update(spec.environment())
     if spec.rendezvous.host == "127.0.0.1" and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, perhaps to another address

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -204,8 +205,9 @@ class Unloadable:
 
 
 def print_and_die(config: dict) -> None:
-    """Print lines of two levels on each rank; then the last rank is killed."""
+    """Print lines of two levels on each rank, one by a logger without handlers; then the last rank is killed."""
     rank = get_context().world_rank
+    logging.getLogger("library").warning("of rank %d", rank)
     print(f"detail of rank {rank}")
     print(f"WARNING:train:of rank {rank}", flush=True)
     dist.barrier()
