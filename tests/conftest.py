@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import certifi
 import pytest
@@ -21,6 +22,9 @@ from prefect_home import prepared_home
 from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Transfer
 from servers import ACCESS_KEY, SECRET_KEY, AzureServer, S3Server, SshServer, free_port, program, rclone_command, running
+
+if TYPE_CHECKING:
+    from prefect_servers import PrefectServer
 
 settings.register_profile("unhurried", deadline=None)  # a loaded machine is no defect
 settings.load_profile("unhurried")
@@ -256,6 +260,16 @@ def sshd(tmp_path_factory) -> Iterator[SshServer]:
             yield SshServer(port, folder / "user")
         finally:
             process.terminate()
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["PrefectServer"]:
+    """The one Prefect server of all tests that need some: a second one around it would have its clients by turns only."""
+    from prefect_servers import server_in_use  # noqa: PLC0415 - it imports Prefect and torch, and most tests do without
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setenv("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL", "0.1")  # else each event is known after 5 s
+        yield stack.enter_context(server_in_use(tmp_path_factory.mktemp("server")))
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from faulty_storage import FaultyStorage
-from prefect_servers import server_of_this_process
 from prefect_torch.ckpt import (
     Checkpoint,
     CheckpointCorruptError,
@@ -1040,12 +1039,6 @@ def test_a_function_takes_the_config_or_nothing():
         assert check_signature(function) is function
     with pytest.raises(TypeError, match="must take one argument, the config, or none"):
         check_signature(lambda config, more: None)
-
-
-@pytest.fixture(scope="module")
-def prefect_server():
-    with server_of_this_process():
-        yield
 
 
 @pytest.fixture(scope="module")

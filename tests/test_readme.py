@@ -8,8 +8,6 @@ from pathlib import Path
 
 import forked_programs
 import pytest
-from prefect.settings import PREFECT_API_URL
-from prefect_servers import server_of_this_process
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 ROOT = Path(__file__).parents[1]
@@ -31,10 +29,9 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Yield an environment with one Prefect server for several programs: else each begins one of its own."""
-    with server_of_this_process():
-        yield {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
+def server(prefect_server):
+    """Return an environment with one Prefect server for several programs: else each begins one of its own."""
+    return {**os.environ, "PREFECT_API_URL": prefect_server.api}
 
 
 def test_it_is_read_in_some_minutes():

@@ -1,20 +1,9 @@
-"""A real Prefect server, storages, and the command `prefect-torch` in this process."""
+"""Storages, and the command `prefect-torch` in this process."""
 
 import json
-from contextlib import ExitStack
 
 import pytest
-from prefect_servers import server_in_use
 from prefect_torch.deployments.command_line.program import run
-
-
-@pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory):
-    with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL", "0.1")  # else each event is known after 5 s
-            server = stack.enter_context(server_in_use(tmp_path_factory.mktemp("prefect")))
-        yield server
 
 
 @pytest.fixture(params=["local", "s3"])

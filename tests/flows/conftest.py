@@ -7,8 +7,6 @@ from functools import cache
 import pytest
 from forked_programs import PopenOfProgram
 from prefect.blocks.core import Block
-from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
-from prefect_servers import server_of_this_process
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,9 +17,8 @@ def programs_begin_without_imports():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def prefect_server(programs_begin_without_imports):
-    with temporary_settings({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 120}), server_of_this_process():
-        yield
+def trainings_have_a_server(programs_begin_without_imports, prefect_server):
+    """Begin the server before the first test, whose time it would take."""
 
 
 @pytest.fixture(scope="session", autouse=True)

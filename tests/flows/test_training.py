@@ -5,6 +5,7 @@ import re
 import socket
 import threading
 import time
+from contextvars import copy_context
 from pathlib import Path
 
 import psutil
@@ -356,7 +357,7 @@ def test_two_trainings_at_once_do_not_meet(tmp_path):
     def one(name):
         results[name] = train("trainings:train_epochs", epochs(3), TWO, RunConfig(name=name, storage=str(tmp_path / "store")))
 
-    threads = [threading.Thread(target=one, args=(name,)) for name in "ab"]
+    threads = [threading.Thread(target=copy_context().run, args=(one, name)) for name in "ab"]  # with the settings of the tests
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_results import Results
-from prefect_servers import server_of_this_process
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import RunConfig
 
@@ -92,12 +91,6 @@ def an_empty_gpu():
 @pytest.fixture
 def store(tmp_path):
     return CheckpointStore.open(tmp_path / "store", "run")
-
-
-@pytest.fixture(scope="session")
-def prefect_server():
-    with server_of_this_process():
-        yield
 
 
 @pytest.fixture

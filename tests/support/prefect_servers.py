@@ -13,15 +13,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from unittest import mock
 
-import prefect_torch.flows  # noqa: F401 - it starts the servers of this process
 from forked_programs import Popen
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-from prefect.testing import utilities
-from prefect_home import PREFECT, empty_database, prepared_home
+from prefect_home import PREFECT, prepared_home
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts
 from servers import free_port
@@ -76,26 +73,6 @@ def senders_follow(change: AbstractContextManager[object]) -> Iterator[None]:
             _drain_senders()
     if PREFECT_API_URL.value() is not None:  # another server's context is around this one
         _begin_senders()
-
-
-@contextmanager
-def server_of_this_process() -> Iterator[None]:
-    """Have flows of this process run against a server of their own, whose database is ready.
-
-    Flows send no heartbeats: at the end of each flow Prefect waits until the thread that does wakes up, up to a second.
-    """
-
-    def folder() -> str:
-        made = tempfile.mkdtemp()
-        shutil.copyfile(empty_database(), Path(made, "prefect-test.db"))
-        return made
-
-    with (
-        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
-        mock.patch.object(utilities, "mkdtemp", folder),
-        senders_follow(utilities.prefect_test_harness(server_startup_timeout=_PATIENCE_S)),
-    ):
-        yield
 
 
 class PrefectServer:
@@ -160,11 +137,14 @@ class PrefectServer:
 
 @contextmanager
 def server_in_use(home: Path, database_url: str | None = None) -> Iterator[PrefectServer]:
-    """Let clients in this process talk to a server of their own; its `api` is for other processes."""
+    """Let clients in this process talk to a server of their own; its `api` is for other processes.
+
+    Flows send no heartbeats: at the end of each flow Prefect waits until the thread that does wakes up, up to a second.
+    """
     server = PrefectServer(home, database_url)
     try:
         server.start()
-        with senders_follow(temporary_settings({PREFECT_API_URL: server.api})):
+        with senders_follow(temporary_settings({PREFECT_API_URL: server.api, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})):
             yield server
     finally:
         server.stop()
