@@ -4,8 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-def _never() -> bool:
+def never() -> bool:
+    """Return False: what it stands for never happens."""
     return False
+
+
+_never = never  # as pickles of version 0.1 name it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,8 @@ class TrainContext:
     local_world_size: int
     run_name: str
     attempt: int
-    _should_checkpoint: Callable[[], bool] = field(default=_never, repr=False, compare=False)
-    _stop_requested: Callable[[], bool] = field(default=_never, repr=False, compare=False)
+    _should_checkpoint: Callable[[], bool] = field(default=never, repr=False, compare=False)
+    _stop_requested: Callable[[], bool] = field(default=never, repr=False, compare=False)
 
     def get_world_rank(self) -> int:
         """Return `world_rank`; this getter and those below serve functions written for Ray Train."""

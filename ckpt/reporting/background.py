@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from prefect_torch.ckpt.errors import CheckpointError
-
-from .remote_error import RemoteError
+from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 
 _NICER = 5  # a third of the training's share of a core that both want, and all of an idle one
 

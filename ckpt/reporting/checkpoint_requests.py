@@ -6,9 +6,10 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from .agreement import Rounds
+from prefect_torch.ckpt.reporting.exchange.peers import Peers
+
 from .overhead import OverheadBudget
-from .peers import Peers
+from .rounds import Rounds
 
 Answer: TypeAlias = Literal["no", "checkpoint", "end"]
 _SPAN_S = 0.5  # one message in that time, and the wait for a slower rank 0, costs well below 1 % of it

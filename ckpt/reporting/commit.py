@@ -12,9 +12,11 @@ from typing import Any
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CommitFailedError, StorageFullError
 from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, group_files
+from prefect_torch.ckpt.reporting.exchange.peers import Peers
+from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of, merge_files
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.records import fields_of
 from prefect_torch.ckpt.runs.run import Run
@@ -23,13 +25,10 @@ from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
 from prefect_torch.ckpt.text import utc_now
 
-from .agreement import merge_files
 from .background import BackgroundCommits
 from .events import CommitEvent, EventSender, ReportEvent
 from .overhead import CommitCosts
-from .peers import Peers
 from .rank_report import StagedReport
-from .remote_error import RemoteError
 
 _logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
+from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
+from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score
 
 from .events import DecisionRequest, EventSender
-from .key_value import KeyValue
-from .peers import Peers
 
 
 class TrainingStopped(SystemExit):

@@ -7,26 +7,28 @@ from threading import Lock
 from typing import Any, NoReturn, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
-from prefect_torch.ckpt.context import TrainContext
+from prefect_torch.ckpt.context import TrainContext, never
 from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.files.folder import LentDirectories
+from prefect_torch.ckpt.reporting.exchange.exits import RankExit
+from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
+from prefect_torch.ckpt.reporting.exchange.node import Node
+from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import utc_now
 
-from .agreement import Agreement, Rounds, Upload, never
+from .agreement import Agreement, Upload
 from .background import BackgroundCommits
 from .checkpoint_requests import CheckpointRequests
 from .commit import RankCommits
 from .decisions import DecisionPoints, Decisions
 from .events import EventSender, ReportEvent
-from .key_value import KeyValue
-from .node import Node
 from .overhead import OverheadBudget
-from .peers import Peers, RankExit
 from .rank_report import Report, ReportArguments, ReportPreparation, check_step
+from .rounds import Rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +186,13 @@ class RankSession:
         self._background.wait_and_raise()
         if self._rounds.desynchronized is not None:
             raise self._rounds.desynchronized
-        self._peers.end(RankExit(self.context.world_rank, self._num_reports, "returned"))
-        ends = self._peers.wait_for_all_exits()
+        self._peers.leave(RankExit(self.context.world_rank, self._num_reports, "returned"))
+        exits = self._peers.wait_for_all_exits()
         self._requests.forget_answers()
-        lost = [end for end in ends if end.ending != "returned"]
+        lost = [it for it in exits if not it.has_returned]
         if lost:
             raise PeerGoneError(f"{lost[0]}, so the training of rank {self.context.world_rank} has no result")
-        uneven = [end for end in ends if end.reports != self._num_reports]
+        uneven = [it for it in exits if it.reports != self._num_reports]
         if uneven:
             raise ReportMismatchError(
                 f"{uneven[0]}, but rank {self.context.world_rank} returned after {self._num_reports} reports; "
@@ -207,7 +209,7 @@ class RankSession:
         """
         self._release_node_copy()
         self.wait_for_commits(flush_s)
-        self._peers.end(RankExit(self.context.world_rank, self._num_reports, "failed", detail))
+        self._peers.leave(RankExit(self.context.world_rank, self._num_reports, "failed", detail))
 
 
 class EvaluationSession(RankSession):

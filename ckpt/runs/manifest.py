@@ -3,11 +3,12 @@
 import re
 import reprlib
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, TypeAlias
 
+from prefect_torch.ckpt.errors import ReportMismatchError
 from prefect_torch.ckpt.runs.metrics import Metrics, to_json
 from prefect_torch.ckpt.runs.record_fields import Count, Within
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, fields_of, seal, unseal
@@ -154,6 +155,35 @@ class Manifest:
         body = unseal(data, where, _WHAT)
         body.pop("evaluations", None)  # each evaluation is an object of its own
         return decode(cls, body, where, _WHAT)
+
+
+def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
+    """Return the files of all ranks, each path once, sorted by path.
+
+    Raises:
+        ReportMismatchError: If two ranks reported different bytes under one path, or a file where another has a directory.
+
+    """
+    merged: dict[str, FileEntry] = {}
+    for entry in (entry for part in parts for entry in part):
+        known = merged.setdefault(entry.path, entry)
+        if (known.bytes, known.digest) != (entry.bytes, entry.digest):
+            raise ReportMismatchError(
+                f"rank {known.rank} and rank {entry.rank} both reported a file {entry.path!r} with different content; "
+                'put the rank into its name, such as f"model-rank={rank}.pt"'
+            )
+    for path, entry in merged.items():
+        for parent in _parents(path):
+            if parent in merged:
+                raise ReportMismatchError(
+                    f"rank {merged[parent].rank} reported a file {parent!r} where rank {entry.rank} reported a directory"
+                )
+    return tuple(merged[path] for path in sorted(merged))
+
+
+def _parents(path: str) -> list[str]:
+    names = path.split("/")[:-1]
+    return ["/".join(names[: depth + 1]) for depth in range(len(names))]
 
 
 class ManifestMemory:

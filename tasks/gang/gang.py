@@ -12,8 +12,8 @@ from prefect import get_run_logger
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt.reporting.events import EventReceiver, Sent
-from prefect_torch.ckpt.reporting.key_value import KeyValue
-from prefect_torch.ckpt.reporting.peers import has_failure
+from prefect_torch.ckpt.reporting.exchange.exits import has_failure
+from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.text import show_some
 from prefect_torch.tasks.gang.machine.lending import Lease
 from prefect_torch.tasks.gang.machine.machine import RemoteMachine

@@ -3,8 +3,8 @@
 import re
 import time
 
-from prefect_torch.ckpt.reporting.key_value import KeyValue
-from prefect_torch.ckpt.reporting.peers import RankExit, read_exits
+from prefect_torch.ckpt.reporting.exchange.exits import RankExit, read_exits
+from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 
 _POLL_S = 0.05
 # An exit with such an error is that of another rank that lost its connection, and not the cause.
@@ -31,4 +31,4 @@ def describe_lost_connection(key_value: KeyValue, rank: int, error: str, longest
 
 
 def _is_cause(left: RankExit) -> bool:
-    return left.ending != "returned" and _OF_COMMUNICATION.search(left.detail) is None
+    return not left.has_returned and _OF_COMMUNICATION.search(left.detail) is None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit
+from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit
 from prefect_torch.tasks.rank.failures import cause_first
 from prefect_torch.tasks.rank.rendezvous import connect
 from prefect_torch.tasks.rank.spec import RankSpec
@@ -19,7 +19,7 @@ from .rank_task import Heartbeat, Machine, run_rank
 from .stop_order import StopOrder
 
 if TYPE_CHECKING:
-    from prefect_torch.ckpt.reporting.key_value import KeyValue
+    from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 
 
 @task(

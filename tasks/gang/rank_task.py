@@ -11,8 +11,8 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Failed
-from prefect_torch.ckpt.reporting.key_value import KeyValue
-from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit, has_announced_failure
+from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, has_announced_failure
+from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import CONSEQUENCES
 from prefect_torch.tasks.rank.rendezvous import connect, heartbeat_key

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from prefect_torch.ckpt.reporting.key_value import KeyValue, MemoryKeyValue
-from prefect_torch.ckpt.reporting.node import Node
+from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue, MemoryKeyValue
+from prefect_torch.ckpt.reporting.exchange.node import Node
 
 from .rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
 from .spec import RankSpec

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt.reporting.decisions import Verdict, answer
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-from prefect_torch.ckpt.reporting.key_value import KeyValue
+from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.reporting.session import ReportSettings
 from prefect_torch.ckpt.runs.attempts import Attempt, Ending, Outcome, record_world_size
 from prefect_torch.ckpt.runs.log_files import LogFiles

@@ -30,17 +30,19 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 
-from prefect_torch.ckpt.reporting.agreement import Intent, Rounds, merge_intents
+from prefect_torch.ckpt.reporting.agreement import Intent, merge_intents
 from prefect_torch.ckpt.reporting.background import BackgroundCommits
-from prefect_torch.ckpt.reporting.node import Node
-from prefect_torch.ckpt.reporting.peers import Peers, read_exits
+from prefect_torch.ckpt.reporting.exchange.exits import read_exits
+from prefect_torch.ckpt.reporting.exchange.node import Node
+from prefect_torch.ckpt.reporting.exchange.peers import Peers
+from prefect_torch.ckpt.reporting.rounds import Rounds
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 from result_file import write_results
 
 RANKS = [16, 100, 1000, 4000, 10_000]
 THREADS = 3
 PAUSE_S = 1.0
-LOOKS_PER_S = 1000  # of all ranks that wait (reporting.peers)
+LOOKS_PER_S = 1000  # of all ranks that wait (reporting.exchange.peers)
 LONGEST_POLL_S = 0.01  # a rank that waits looks so often at the least, or 20 times in the time between two looks for lost ranks
 
 

@@ -209,12 +209,16 @@ MUTANTS = [
         ("size > _LARGE_BYTES", "size > 10 * _LARGE_BYTES"),
     ),
     *mutants_of(
-        "ckpt/reporting/peers.py",
+        "ckpt/reporting/exchange/peers.py",
         "tests/ckpt/reporting/test_peers.py tests/ckpt/reporting/test_reports.py tests/ckpt/reporting/test_overhead.py",
         ("if (values := self._try_get(keys, 0.0)) is not None:", "if False:"),
-        ('all(end.ending == "returned" for end in ends)', "False"),
-        ("if end.rank != self.rank]", "]"),
-        ("if not key_value.check(_end_key(end.rank)):", "if True:"),
+        ("all(it.has_returned for it in exits)", "False"),
+        ("if it.rank != self.rank]", "]"),
+    ),
+    *mutants_of(
+        "ckpt/reporting/exchange/exits.py",
+        "tests/ckpt/reporting/test_peers.py tests/ckpt/reporting/test_reports.py tests/ckpt/reporting/test_overhead.py",
+        ("if not key_value.check(exit_key(left.rank)):", "if True:"),
         ("key_value.add(_NUM_FAILURES, 1)", "pass"),
     ),
     *mutants_of(
@@ -276,7 +280,7 @@ MUTANTS = [
         ("end is None and running.error is None", "False"),
     ),
     *mutants_of(
-        "ckpt/reporting/agreement.py",
+        "ckpt/reporting/rounds.py",
         "tests/ckpt/reporting/test_reports.py -k repeats_the_step",
         ("self._background.wait()", "pass"),
         ("any(intent.awaits_commits for intent in intents)", "intents[0].awaits_commits"),
@@ -305,7 +309,7 @@ MUTANTS = [
         ("(may_have_names or source.stat().st_nlink == 1)", "True"),
     ),
     *mutants_of(
-        "ckpt/reporting/agreement.py",
+        "ckpt/reporting/rounds.py",
         "tests/ckpt/reporting/test_reports.py -k brings_nothing",
         ("agreement.checkpoint_id is not None and intent.upload is None", "False"),
     ),

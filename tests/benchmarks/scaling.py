@@ -50,7 +50,7 @@ from counting_storage import CountingStorage  # noqa: E402 - here and below: fou
 from memory_storage import MemoryStorage  # noqa: E402
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext  # noqa: E402
 from prefect_torch.ckpt.reporting.agreement import Intent  # noqa: E402
-from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit  # noqa: E402
+from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit  # noqa: E402
 from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
@@ -285,7 +285,7 @@ def connect_counted(address):
 
 def polls_per_s(address, world_size):
     """Return how many requests a second one waiting rank makes, in its steady state: for rank 0, or for all to end."""
-    from prefect_torch.ckpt.reporting.peers import Peers
+    from prefect_torch.ckpt.reporting.exchange.peers import Peers
 
     rates = []
     for awaited, wait in (

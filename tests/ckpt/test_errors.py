@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 from prefect_torch.ckpt import errors
-from prefect_torch.ckpt.reporting.remote_error import RemoteError
+from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 
 ALL = [value for value in vars(errors).values() if isinstance(value, type)]
 

@@ -10,8 +10,8 @@ from typing import Any
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.events import EventReceiver
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting.node import Node
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.exchange.node import Node
 from prefect_torch.ckpt.reporting.session import RankSession, ReportSettings
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.resume import choose_checkpoint

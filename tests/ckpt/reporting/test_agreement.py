@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import FileEntry, ReportMismatchError
-from prefect_torch.ckpt.reporting.agreement import Agreement, Intent, decide, decode_intents, merge_files, merge_intents
+from prefect_torch.ckpt.reporting.agreement import Agreement, Intent, decide, decode_intents, merge_intents
+from prefect_torch.ckpt.runs.manifest import merge_files
 from prefect_torch.ckpt.state.planner import StateDescription
 
 
@@ -85,51 +86,10 @@ def test_of_ranks_that_share_a_directory_the_lowest_adopts_its_files():
     assert decide(intents, attempt=1).sharing == [2, 5, 6]
 
 
-def entry(path, rank, digest="d", size=1):
-    return FileEntry(path, size, digest, rank)
-
-
-def test_equal_files_are_one_file():
-    merged = merge_files([[entry("b", 0)], [entry("b", 1), entry("a", 1)]])
-    assert [(file.path, file.rank) for file in merged] == [("a", 1), ("b", 0)]
-
-
-@pytest.mark.parametrize("other", [entry("b", 3, digest="e"), entry("b", 3, size=2)])
-def test_different_files_of_one_name_name_both_ranks(other):
-    with pytest.raises(ReportMismatchError, match="rank 0 and rank 3 both reported a file 'b'"):
-        merge_files([[entry("b", 0)], [other]])
-
-
-def test_a_file_where_another_rank_has_a_folder_names_both_ranks():
-    with pytest.raises(ReportMismatchError, match="rank 1 reported a file 'a/b' where rank 0 reported a directory"):
-        merge_files([[entry("a/b/c/d", 0)], [entry("a/b", 1)]])
-
-
-def test_a_folder_where_an_earlier_rank_has_a_file_names_both_ranks():
-    with pytest.raises(ReportMismatchError, match="rank 0 reported a file 'a' where rank 1 reported a directory"):
-        merge_files([[entry("a", 0)], [entry("a/b", 1)]])
-
-
-def test_a_name_that_begins_like_another_is_no_folder():
-    merged = merge_files([[entry("a", 0)], [entry("a.b", 1), entry("ab/c", 1)]])
-    assert [file.path for file in merged] == ["a", "a.b", "ab/c"]
-
-
-def test_no_rank_has_files():
-    assert merge_files([[], []]) == ()
-
-
-@given(st.lists(st.sets(st.sampled_from(["a", "b/c", "b/d", "e"])), min_size=1, max_size=4))
-def test_every_path_is_merged_once_and_belongs_to_the_lowest_rank(paths_by_rank):
-    merged = merge_files([[entry(path, rank) for path in paths] for rank, paths in enumerate(paths_by_rank)])
-    assert [file.path for file in merged] == sorted(set().union(*paths_by_rank))
-    assert all(file.path not in paths for file in merged for paths in paths_by_rank[: file.rank])
-
-
 @given(st.lists(st.sets(st.sampled_from(["a", "b", "c"])), min_size=1, max_size=4))
 def test_who_stores_a_shared_file_is_who_the_manifest_names(paths_by_rank):
     agreement = decide([Intent(rank, 1, "sync", sorted(paths)) for rank, paths in enumerate(paths_by_rank)], attempt=1)
-    merged = merge_files([[entry(path, rank) for path in paths] for rank, paths in enumerate(paths_by_rank)])
+    merged = merge_files([[FileEntry(path, 1, "d", rank) for path in paths] for rank, paths in enumerate(paths_by_rank)])
     shared = {path for path in "abc" if sum(path in paths for paths in paths_by_rank) > 1}
     assert agreement.owners == {file.path: file.rank for file in merged if file.path in shared}
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from prefect_servers import wait_until
 from prefect_torch.ckpt.reporting.events import EventReceiver, EventSender, ReportEvent
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.runs.history import MetricRecord
 
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointStore, PeerGoneError, ReportMismatchError
-from prefect_torch.ckpt.reporting import peers as peers_module
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting.node import Node, pack, unpack
-from prefect_torch.ckpt.reporting.peers import Peers, RankExit, announce_exit
+from prefect_torch.ckpt.reporting.exchange import peers as peers_module
+from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.exchange.node import Node, pack, unpack
+from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from ranks import Attempt, folder, read_files
 
 NODES = (3, 2, 1)
@@ -45,7 +46,7 @@ def test_ranks_of_several_machines_agree_and_leave_nothing_behind(store, tmp_pat
     assert answers == [[False] * 10] * WORLD
     attempt.events()
     assert not any(value for key, value in attempt.key_value._values.items() if key.startswith("event/"))  # slots used again
-    left = [key for key in attempt.key_value._values if not key.startswith(("end", "left/", "all ended", "event"))]
+    left = [key for key in attempt.key_value._values if not key.startswith(("end", "left/", "all left", "event"))]
     assert len(left) <= 2 + len(NODES), left  # the last round's, and the decision on the last commit
     for node in attempt.nodes:
         left = list(node.key_value._values)

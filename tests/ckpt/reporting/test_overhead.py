@@ -2,12 +2,12 @@ import threading
 
 import pytest
 from prefect_torch.ckpt import CheckpointError, CheckpointStore
-from prefect_torch.ckpt.reporting.agreement import Rounds
 from prefect_torch.ckpt.reporting.background import BackgroundCommits
 from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointRequests
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.overhead import CommitCosts, OverheadBudget
-from prefect_torch.ckpt.reporting.peers import Peers
+from prefect_torch.ckpt.reporting.rounds import Rounds
 from ranks import Attempt, folder
 
 

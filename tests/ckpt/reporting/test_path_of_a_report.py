@@ -15,7 +15,7 @@ from ranks import Attempt, as_rank, folder
 
 DESIGN = Path(__file__).parents[3] / "docs/design.md"
 CKPT = Path(prefect_torch.ckpt.__file__).parent
-BELOW = ("storage", "errors", "text", "context")  # objects under keys, and the ground
+BELOW = ("storage", "reporting.exchange", "errors", "text", "context")  # objects and messages under keys, and the ground
 
 
 def drawn(name):

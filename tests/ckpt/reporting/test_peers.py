@@ -1,9 +1,10 @@
 import threading
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.reporting import peers
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting.peers import Peers, RankExit, announce_exit, read_exits
+from prefect_torch.ckpt.reporting.exchange import peers
+from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, read_exits
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from ranks import Attempt
 
 

@@ -500,7 +500,7 @@ def test_exchanges_leave_nothing_behind(store, tmp_path, upload):
     assert attempt.run(work) == [None, None]
     attempt.events()
     assert not any(value for key, value in attempt.key_value._values.items() if key.startswith("event/"))  # slots used again
-    left = [key for key in attempt.key_value._values if not key.startswith(("end", "left/", "all ended", "event"))]
+    left = [key for key in attempt.key_value._values if not key.startswith(("end", "left/", "all left", "event"))]
     assert len(left) <= 3, left  # the last round's, and the decision on the last commit
 
 

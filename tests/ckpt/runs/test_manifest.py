@@ -5,9 +5,9 @@ from datetime import datetime, timezone
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.ckpt import CheckpointCorruptError, FileEntry, Manifest, UnsupportedFormatError
+from prefect_torch.ckpt import CheckpointCorruptError, FileEntry, Manifest, ReportMismatchError, UnsupportedFormatError
 from prefect_torch.ckpt.runs import manifest as manifest_module
-from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, new_id
+from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, merge_files, new_id
 
 
 def make_manifest(**changes):
@@ -147,3 +147,44 @@ def test_the_size_is_that_of_all_files():
 )
 def test_what_has_another_form_is_no_id(text):
     assert not is_id(text)
+
+
+def entry(path, rank, digest="d", size=1):
+    return FileEntry(path, size, digest, rank)
+
+
+def test_equal_files_are_one_file():
+    merged = merge_files([[entry("b", 0)], [entry("b", 1), entry("a", 1)]])
+    assert [(file.path, file.rank) for file in merged] == [("a", 1), ("b", 0)]
+
+
+@pytest.mark.parametrize("other", [entry("b", 3, digest="e"), entry("b", 3, size=2)])
+def test_different_files_of_one_name_name_both_ranks(other):
+    with pytest.raises(ReportMismatchError, match="rank 0 and rank 3 both reported a file 'b'"):
+        merge_files([[entry("b", 0)], [other]])
+
+
+def test_a_file_where_another_rank_has_a_folder_names_both_ranks():
+    with pytest.raises(ReportMismatchError, match="rank 1 reported a file 'a/b' where rank 0 reported a directory"):
+        merge_files([[entry("a/b/c/d", 0)], [entry("a/b", 1)]])
+
+
+def test_a_folder_where_an_earlier_rank_has_a_file_names_both_ranks():
+    with pytest.raises(ReportMismatchError, match="rank 0 reported a file 'a' where rank 1 reported a directory"):
+        merge_files([[entry("a", 0)], [entry("a/b", 1)]])
+
+
+def test_a_name_that_begins_like_another_is_no_folder():
+    merged = merge_files([[entry("a", 0)], [entry("a.b", 1), entry("ab/c", 1)]])
+    assert [file.path for file in merged] == ["a", "a.b", "ab/c"]
+
+
+def test_no_rank_has_files():
+    assert merge_files([[], []]) == ()
+
+
+@given(st.lists(st.sets(st.sampled_from(["a", "b/c", "b/d", "e"])), min_size=1, max_size=4))
+def test_every_path_is_merged_once_and_belongs_to_the_lowest_rank(paths_by_rank):
+    merged = merge_files([[entry(path, rank) for path in paths] for rank, paths in enumerate(paths_by_rank)])
+    assert [file.path for file in merged] == sorted(set().union(*paths_by_rank))
+    assert all(file.path not in paths for file in merged for paths in paths_by_rank[: file.rank])

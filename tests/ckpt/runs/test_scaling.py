@@ -13,8 +13,9 @@ from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError, TrainContext
 from prefect_torch.ckpt.errors import PeerGoneError
 from prefect_torch.ckpt.reporting.agreement import Intent
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting.peers import Peers, RankExit, announce_exit, has_failure, read_exits
+from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, has_failure, read_exits
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, read_history
@@ -163,7 +164,7 @@ def test_all_ranks_learn_how_all_ended_from_a_few_words():
     key_value = MemoryKeyValue()
     play_other_ranks(key_value, 100)
     peers = [Peers(key_value, rank, 100) for rank in (0, 1)]
-    peers[0].end(RankExit(0, 1, "returned"))
+    peers[0].leave(RankExit(0, 1, "returned"))
     announce_exit(key_value, RankExit(0, 7, "failed"))  # the first word counts
     assert peers[0].wait_for_all_exits() == [RankExit(0, 1, "returned")]
     assert peers[1].wait_for_all_exits() == [RankExit(0, 1, "returned")]

@@ -24,8 +24,8 @@ from prefect_torch.ckpt import (
 )
 from prefect_torch.ckpt.reporting.agreement import Agreement
 from prefect_torch.ckpt.reporting.commit import CommitJob, Part, write_manifest
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting.peers import Peers
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.rank_report import Report, StagedReport
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.manifest import new_id

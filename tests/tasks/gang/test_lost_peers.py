@@ -1,7 +1,7 @@
 """A rank that lost its connection says to which rank, not to which address."""
 
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
-from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit
+from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks.gang.lost_peers import describe_lost_connection
 
 GLOO = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:19856"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from threading import Timer
 
 import pytest
-from prefect_torch.ckpt.reporting.peers import RankExit, announce_exit, read_exits
+from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, read_exits
 from prefect_torch.tasks.gang import rank_logs
 from prefect_torch.tasks.gang.machine.remote_rank import RemoteRank
 from prefect_torch.tasks.gang.node_task import train_node

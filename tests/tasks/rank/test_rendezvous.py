@@ -3,7 +3,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from prefect_torch.ckpt.reporting.key_value import MemoryKeyValue
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks.rank import rendezvous
 from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
 from torch.distributed import DistStoreError

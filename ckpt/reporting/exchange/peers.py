@@ -5,50 +5,24 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.text import show_some
 
+from .exits import ExitStatus, RankExit, announce_exit, decode_exit, exit_key, has_failure, read_exits
 from .key_value import KeyValue
 from .node import Node, pack, unpack
 
 _logger = logging.getLogger(__name__)
 
-Ending: TypeAlias = Literal["returned", "failed", "died"]
 _POLL_S = 0.2
 _LATE_S = 0.002
 _SILENT_S = 30.0  # how long a rank waits for others before it logs a warning, and ten times that before the next
 _RANKS_PER_POLL_S = 1000  # all ranks wait for rank 0 concurrently, and one process answers them
 _MOST_LISTED = 8  # the number of ranks that left and are named in an error
-_ALL_ENDED = "all ended"
-_NUM_ENDS = "ends"
-_NUM_FAILURES = "failures"
-
-
-@dataclass(frozen=True, slots=True)
-class RankExit:
-    """How a rank left the training.
-
-    Attributes:
-        rank: The rank.
-        reports: How many reports it completed, or None where its process died and this is unknown.
-        ending: The exit status: whether its function returned, raised, or its process died.
-        detail: The error or the signal.
-
-    """
-
-    rank: int
-    reports: int | None
-    ending: Ending
-    detail: str = ""
-
-    def __str__(self) -> str:
-        """Return the exit in one line."""
-        after = "" if self.reports is None else f" after {self.reports} reports"
-        return f"rank {self.rank} {self.ending}{after}{f' ({self.detail})' if self.detail else ''}"
+_ALL_LEFT = "all left"
 
 
 class Peers:
@@ -163,9 +137,9 @@ class Peers:
             with suppress(ConnectionError):
                 self._node.forget_decision(topic)
 
-    def end(self, end: RankExit) -> None:
-        """Announce to all ranks that a rank left; a rank that waits for it raises instead."""
-        announce_exit(self._key_value, end)
+    def leave(self, own: RankExit) -> None:
+        """Announce to all ranks that this one left; a rank that waits for it raises instead."""
+        announce_exit(self._key_value, own)
 
     def wait_for_all_exits(self) -> list[RankExit]:
         """Wait until every rank left and return one exit of each kind; or the known exits once a rank failed.
@@ -173,19 +147,19 @@ class Peers:
         The exits of one kind have the same status and number of reports, and the lowest rank's stands for all. Rank 0 reads
         all of them and sends the result to the others, or each of ten thousand ranks would read ten thousand exits.
         """
-        keys = [_end_key(rank) for rank in range(self.world_size)] if self.rank == 0 else [_ALL_ENDED]
+        keys = [exit_key(rank) for rank in range(self.world_size)] if self.rank == 0 else [_ALL_LEFT]
         while (values := self._try_get(keys, self._poll_s)) is None:
             if has_failure(self._key_value):
                 known = read_exits(self._key_value)
-                if any(end.ending != "returned" for end in known):
+                if any(not it.has_returned for it in known):
                     return known
         if self.rank != 0:
-            return [RankExit(**end) for end in json.loads(values[0])]
-        first_alike: dict[tuple[Ending, int | None], RankExit] = {}
-        for end in map(_decode_end, values):
-            first_alike.setdefault((end.ending, end.reports), end)
-        self.decide(_ALL_ENDED, json.dumps([asdict(end) for end in first_alike.values()]).encode())
-        self._key_value.check(_ALL_ENDED)  # the reply proves that it has arrived, however soon this process ends
+            return [RankExit(**it) for it in json.loads(values[0])]
+        first_alike: dict[tuple[ExitStatus, int | None], RankExit] = {}
+        for each in map(decode_exit, values):
+            first_alike.setdefault((each.status, each.reports), each)
+        self.decide(_ALL_LEFT, json.dumps([asdict(it) for it in first_alike.values()]).encode())
+        self._key_value.check(_ALL_LEFT)  # the reply proves that it has arrived, however soon this process ends
         return list(first_alike.values())
 
     def _send(self, topic: str, mine: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> None:
@@ -234,10 +208,10 @@ class Peers:
                 raise ReportMismatchError(
                     f"rank {self.rank} asks should_checkpoint() while rank 0 reports; call both equally often on every rank"
                 )
-            if ends := [end for end in read_exits(self._key_value) if end.rank != self.rank]:
+            if exits := [it for it in read_exits(self._key_value) if it.rank != self.rank]:
                 if (values := self._try_get(keys, 0.0)) is not None:  # a message that a peer sent before it left still counts
                     return values
-                self._raise_for(ends, topic)
+                self._raise_for(exits, topic)
             if time.monotonic() > warn_s:
                 warn_s += 10 * _SILENT_S
                 self._warn_of(keys, topic)
@@ -258,53 +232,14 @@ class Peers:
             *(self.rank, _SILENT_S, topic.replace("/", " "), whom),
         )
 
-    def _raise_for(self, ends: list[RankExit], topic: str) -> None:
-        ends = sorted(ends, key=lambda end: end.ending == "returned")
-        listed = "; ".join(str(end) for end in ends[:_MOST_LISTED]) + (
-            f"; and {len(ends) - _MOST_LISTED} more" if len(ends) > _MOST_LISTED else ""
+    def _raise_for(self, exits: list[RankExit], topic: str) -> None:
+        exits = sorted(exits, key=lambda it: it.has_returned)
+        listed = "; ".join(str(it) for it in exits[:_MOST_LISTED]) + (
+            f"; and {len(exits) - _MOST_LISTED} more" if len(exits) > _MOST_LISTED else ""
         )
-        if all(end.ending == "returned" for end in ends):
+        if all(it.has_returned for it in exits):
             raise ReportMismatchError(
                 f"{listed}, while rank {self.rank} waits for it in {topic.replace('/', ' ')}; "
                 "call report() equally often on every rank"
             )
         raise PeerGoneError(f"{listed}, so {topic.replace('/', ' ')} of rank {self.rank} cannot complete")
-
-
-def announce_exit(key_value: KeyValue, end: RankExit) -> None:
-    """Announce to all processes that share `key_value` that a rank left; the first announcement of a rank counts."""
-    if not key_value.check(_end_key(end.rank)):
-        key_value.set(_end_key(end.rank), json.dumps(asdict(end)).encode())
-        if end.ending != "returned":
-            key_value.add(_NUM_FAILURES, 1)
-        key_value.set(_left_key(key_value.add(_NUM_ENDS, 1)), str(end.rank).encode())
-
-
-def has_failure(key_value: KeyValue) -> bool:
-    """Return whether a rank failed or died; costs one request."""
-    return key_value.add(_NUM_FAILURES, 0) > 0
-
-
-def has_announced_failure(key_value: KeyValue, rank: int) -> bool:
-    """Return whether a rank has announced that it failed or died."""
-    key = _end_key(rank)
-    return key_value.check(key) and _decode_end(key_value.get([key], _POLL_S)[0]).ending != "returned"
-
-
-def read_exits(key_value: KeyValue) -> list[RankExit]:
-    """Return the exits of the ranks that left, by rank; costs one request while none has, and some for each that has."""
-    keys = [_left_key(number + 1) for number in range(key_value.add(_NUM_ENDS, 0))]
-    ranks = {int(key_value.get([key], _POLL_S)[0]) for key in keys if key_value.check(key)}  # the newest may be yet to come
-    return [_decode_end(key_value.get([_end_key(rank)], _POLL_S)[0]) for rank in sorted(ranks)]
-
-
-def _end_key(rank: int) -> str:
-    return f"end/{rank}"
-
-
-def _left_key(number: int) -> str:
-    return f"left/{number}"
-
-
-def _decode_end(data: bytes) -> RankExit:
-    return RankExit(**json.loads(data))

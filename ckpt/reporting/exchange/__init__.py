@@ -1,0 +1,1 @@
+"""The messages between ranks, under keys that they share; knows no checkpoint."""
