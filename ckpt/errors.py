@@ -19,6 +19,8 @@ CheckpointError
 Every error takes a single message, so every error pickles.
 """
 
+import errno
+
 
 class CheckpointError(Exception):
     """The base of all errors that this package raises about checkpoints."""
@@ -78,3 +80,8 @@ class StorageError(CheckpointError):
 
 class RunBusyError(CheckpointError):
     """The run is in progress elsewhere: wait, stop it, use another name, or take it over."""
+
+
+def is_of_full_disk(error: BaseException) -> bool:
+    """Return whether the operating system refused a write since a disk or a quota is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -14,11 +14,12 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
+from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
 from prefect_torch.flows.monitoring.text import show_duration
 
 from .job_templates import has_variable
-from .resuming import HEARTBEAT, resume
+from .resuming import resume
 
 _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
 _MISSED_HEARTBEATS = 3

@@ -14,15 +14,15 @@ from prefect.events.filters import EventFilter
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
 from prefect_torch.flows.arguments import name_run
+from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTART_TAG, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.text import page_url, plain_text
-from prefect_torch.tasks.training.restarts import UNLIMITED
+from prefect_torch.tasks.options.config import UNLIMITED
 from pydantic import Field
 
 if TYPE_CHECKING:
     from prefect.client.schemas import OrchestrationResult
 
-HEARTBEAT = "prefect.flow-run.heartbeat"
 FLOW_RUN = "prefect.flow-run."
 _KUBERNETES_POD = "prefect.kubernetes.pod."  # events of Prefect's Kubernetes worker about a flow run's pod
 _OOM_KILLED = "OOMKilled"

@@ -1,16 +1,18 @@
 """Whether a run is being trained, by its storage, the machine of its leader and Prefect."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.standing import read_standing
 
-_QUICKLY_S = 5.0
+_IMPATIENT_S = 5.0
 
 
 def is_being_trained(store: CheckpointStore) -> bool:
@@ -39,12 +41,19 @@ def has_ended(flow_run_id: str) -> bool | None:
     return state is not None and state.is_final()
 
 
-def is_being_cancelled(flow_run_id: str) -> bool:
-    """Return whether a flow run is being cancelled; False if Prefect does not answer one request within seconds."""
+@contextmanager
+def impatient_client() -> Iterator[SyncPrefectClient]:
+    """Yield a client of Prefect's API that raises after one request without an answer within seconds."""
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-        get_client(httpx_settings={"timeout": _QUICKLY_S}, sync_client=True) as client,
+        get_client(httpx_settings={"timeout": _IMPATIENT_S}, sync_client=True) as client,
     ):
+        yield client
+
+
+def is_being_cancelled(flow_run_id: str) -> bool:
+    """Return whether a flow run is being cancelled; False if Prefect does not answer one request within seconds."""
+    with impatient_client() as client:
         try:
             state = client.read_flow_run(UUID(flow_run_id)).state
         except (httpx.HTTPError, ObjectNotFound):

@@ -1,6 +1,8 @@
 """The keys of everything in a run.
 
 <run>/run.json                       format version, run id (uuid), created at and by
+<run>/sweep.json                     of a sweep: what it searches; its trials are runs in its directory
+<run>/journal/<last>-<attempt>-<count>.jsonl  of a sweep: `count` entries that end with number `last`
 <run>/attempts/<attempt>-<token>.json  a claim of the attempt; unique per claimer, so no claim overwrites another
 <run>/outcomes/<attempt>.json        how the attempt ended
 <run>/checkpoints/<id>/<path>        data, immutable
@@ -28,8 +30,9 @@ from prefect_torch.ckpt.runs.manifest import is_id
 
 _CHECKPOINTS = "checkpoints"
 _CLAIM = re.compile(r"(?P<number>[0-9]{6})-[^/]+\.json")
+TRIAL_NAME = r"trial-[0-9]{4,9}-[0-9a-f]{8}"
 # A run, or a trial in the directory of its sweep; in forms, too.
-RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}(/trial-[0-9]{4,9}-[0-9a-f]{8})?"
+RUN_NAME = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}(/{TRIAL_NAME})?"
 
 
 def check_run_name(run: str) -> str:
@@ -58,6 +61,14 @@ class Layout:
     @property
     def run_info(self) -> str:
         return f"{self.run}/run.json"
+
+    @property
+    def sweep(self) -> str:
+        return f"{self.run}/sweep.json"
+
+    @property
+    def journal(self) -> str:
+        return f"{self.run}/journal/"
 
     @property
     def latest(self) -> str:

@@ -10,7 +10,7 @@ from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage, Transfer
 
-VerifyLevel: TypeAlias = Literal["none", "size", "digest"]
+VerifyLevel: TypeAlias = Literal["digest", "size", "none"]
 
 
 def verify(run: Run, manifest: Manifest, level: VerifyLevel) -> None:

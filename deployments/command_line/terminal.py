@@ -90,7 +90,7 @@ def plain(value: object) -> str:
     return "".join(character if character.isprintable() else " " for character in " ".join(str(value).split()))
 
 
-def show_number(value: MetricValue) -> str:
+def show_metric(value: MetricValue) -> str:
     """Return a metric as text: floats with six digits."""
     return f"{value:.6g}" if isinstance(value, float) else plain(value)
 

@@ -13,7 +13,6 @@ from prefect_torch.ckpt.text import utc_now
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import as_stored
 
-_KEY = "sweep.json"
 _LARGEST_SEED = 2**32
 _WHAT = "what a sweep searches"
 
@@ -60,14 +59,9 @@ def config_of_trial(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> dic
     return merged
 
 
-def key_of(sweep: str) -> str:
-    """Return the key of a sweep's definition."""
-    return f"{sweep}/{_KEY}"
-
-
 def read_definition(run: Run) -> Definition | None:
     """Return the definition of a sweep; None if there is no such sweep."""
-    return run.get_record(Definition, key_of(run.name), _WHAT)
+    return run.get_record(Definition, run.layout.sweep, _WHAT)
 
 
 def find_definition(run: Run, given: Definition) -> Definition | None:
@@ -112,5 +106,5 @@ def settle_definition(run: Run, given: Definition, *, has_seed: bool, is_fresh: 
     if settled != known:
         record = to_json({"format": FORMAT_VERSION, **asdict(settled)})
         assert isinstance(record, dict)
-        run.put_json(key_of(run.name), record)
+        run.put_json(run.layout.sweep, record)
     return settled

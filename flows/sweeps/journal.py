@@ -1,8 +1,5 @@
 """The journal of a sweep: numbered entries, each an object of its own that is written once, by one process at a time.
 
-<sweep>/sweep.json                                    what the sweep searches
-<sweep>/journal/<last>-<attempt>-<count>.jsonl        `count` entries that end with number `last`, in the order of their numbers
-
 The process that leads the sweep owns it as the leader of a training owns its run: by a claim, which fences all earlier ones.
 The first entry of an attempt ends what earlier attempts may still write: an entry of an earlier attempt with that number or a
 higher one counts as never written. So does an entry that is torn, since nothing follows from an entry before it is stored.
@@ -91,12 +88,7 @@ class Journal:
             self._parts, self._lines = [], []
 
     def _part(self, last: int, count: int) -> Part:
-        return Part(last, self._attempt, count, f"{folder(self._run)}{last:09d}-{self._attempt:06d}-{count:06d}.jsonl")
-
-
-def folder(run: Run) -> str:
-    """Return the prefix of the journal's objects."""
-    return f"{run.name}/journal/"
+        return Part(last, self._attempt, count, f"{self._run.layout.journal}{last:09d}-{self._attempt:06d}-{count:06d}.jsonl")
 
 
 def read_journal(run: Run) -> list[Entry]:
@@ -128,13 +120,13 @@ def read_journal(run: Run) -> list[Entry]:
 
 def delete_journal(run: Run) -> None:
     """Delete every entry."""
-    run.storage.delete(run.keys(folder(run)))
+    run.storage.delete(run.keys(run.layout.journal))
 
 
 def list_parts(run: Run) -> list[Part]:
     """Return the objects of the journal in their order."""
     found: set[Part] = set()
-    for key in run.keys(folder(run)):
+    for key in run.keys(run.layout.journal):
         if (name := _NAME.fullmatch(key.rpartition("/")[2])) is None:
             _logger.warning("left out: %s/%s is no part of a sweep's journal", run.storage.url, key)
         else:

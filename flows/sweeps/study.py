@@ -27,7 +27,7 @@ from prefect_torch.flows.sweeps.study_storage import CONTINUES, Operation, opera
 if TYPE_CHECKING:
     import optuna
 
-Ending: TypeAlias = Literal["complete", "pruned", "failed"]
+ObservedState: TypeAlias = Literal["complete", "pruned", "failed"]
 NAME = "sweep"
 _SEED_BYTES = 4
 _WITH_RUNGS = ("asha", "hyperband")
@@ -54,13 +54,13 @@ class Observation:
     """What a trial has shown.
 
     Attributes:
-        ending: Whether it has ended, was stopped early or paused ("pruned"), or has failed.
+        state: Whether it has ended, was stopped early or paused ("pruned"), or has failed.
         values: The values of the metrics at the end, none of which is NaN; None if there are none.
         intermediate: The values of the metric on the way, by step.
 
     """
 
-    ending: Ending
+    state: ObservedState
     values: tuple[float, ...] | None = None
     intermediate: tuple[tuple[int, float], ...] = ()
 
@@ -203,14 +203,14 @@ class Study:
         study_id = self._storage.get_study_id_from_name(NAME)
         frozen = self._storage.get_trial(self._storage.get_trial_id_from_study_id_trial_number(study_id, study_number))
         states = self._optuna.trial.TrialState
-        state = {"complete": states.COMPLETE, "pruned": states.PRUNED, "failed": states.FAIL}[observation.ending]
+        state = {"complete": states.COMPLETE, "pruned": states.PRUNED, "failed": states.FAIL}[observation.state]
         if not frozen.state.is_finished():
             trial = self._optuna.trial.Trial(self._study, frozen._trial_id)  # noqa: SLF001 - as optuna's own `ask` does
             for step, value in observation.intermediate:
                 trial.report(value, step)
-            values = list(observation.values) if observation.ending == "complete" and observation.values else None
+            values = list(observation.values) if observation.state == "complete" and observation.values else None
             self._study.tell(trial, values, state)
-        elif observation.ending != "failed":
+        elif observation.state != "failed":
             again = self._optuna.trial.create_trial(
                 state=state,
                 values=None if observation.values is None else list(observation.values),

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.metrics import Metrics, find_metric, find_score
 
-Outcome: TypeAlias = Literal["completed", "stopped", "failed"]
+TrialOutcome: TypeAlias = Literal["completed", "stopped", "failed"]
 NO_METRIC = "no report of the trial has the metric"
 
 
@@ -21,7 +21,7 @@ class TrialEnd:
 
     """
 
-    outcome: Outcome
+    outcome: TrialOutcome
     reason: str | None = None
     metrics: Metrics = field(default_factory=dict)
 

@@ -35,7 +35,7 @@ from .rank_logs import RankLogs
 from .rank_task import train_rank
 from .stop_order import StopOrder
 from .termination import Termination
-from .watch import HEARTBEAT_S, RankWatch
+from .watch import RANK_HEARTBEAT_S, RankWatch
 
 # For flows that start a gang. Unbounded: with fewer threads than ranks, the running ranks would wait for those that cannot
 # start.
@@ -238,7 +238,7 @@ class Gang:
     def _find_problem(self, key_value: KeyValue) -> RankFailedError | None:
         running = [group.ranks[0] for group in self._running()]
         if time.monotonic() >= self._heartbeats_due_s:
-            self._heartbeats_due_s = time.monotonic() + HEARTBEAT_S
+            self._heartbeats_due_s = time.monotonic() + RANK_HEARTBEAT_S
             self._watch.record_heartbeats({rank: key_value.add(heartbeat_key(rank), 0) for rank in running})
         return self._watch.problem(running)
 

@@ -8,7 +8,7 @@ import cloudpickle
 from prefect import get_run_logger
 from prefect_torch.tasks.options.settings import TorchSettings
 from prefect_torch.tasks.rank.resources.cpus import default_threads
-from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.resources.oom_kills import OomKills
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
 from .flight_recorder import FlightRecorder
@@ -22,7 +22,7 @@ class LocalRank:
     """A rank as a child of this process."""
 
     def __init__(self, spec: RankSpec) -> None:
-        self._oom_kills = count_oom_kills()
+        self._oom_kills = OomKills()
         self._recorder = FlightRecorder(spec.rank) if spec.records_collectives else None
         environment = {**_environment(spec), **({} if self._recorder is None else self._recorder.environment)}
         self._process = RankProcess(
@@ -58,7 +58,7 @@ class LocalRank:
         process_exit = self._process.reap()
         if self._recorder is not None and (record := self._recorder.close()) is not None:
             get_run_logger().warning("the rank's last collectives are in %s: read that of all ranks with torchfrtrace", record)
-        return rank_result(process_exit, self._oom_kills, count_oom_kills())
+        return rank_result(process_exit, oom_killed=self._oom_kills.happened())
 
 
 def prepare_ranks(num_ranks: int) -> None:
@@ -72,20 +72,16 @@ def prepare_ranks(num_ranks: int) -> None:
         FORK_SERVERS.find(default_threads(num_ranks) | dict(os.environ))
 
 
-def rank_result(process_exit: ProcessExit, oom_kills_before: int | None, oom_kills: int | None) -> RankResult:
+def rank_result(process_exit: ProcessExit, *, oom_killed: bool | None) -> RankResult:
     """Return the result that a rank left, or one made from the exit status of its process.
 
     Args:
         process_exit: How the process exited.
-        oom_kills_before: How many processes the kernel had killed for lack of memory when it started; None if unknown.
-        oom_kills: How many it has killed by now; None if unknown.
+        oom_killed: Whether the kernel has killed a process for lack of memory while it ran; None if unknown.
 
     """
     result = result_left(process_exit.message, process_exit.returncode, pickle.loads)
-    if result is not None:
-        return result
-    oom_killed = None if oom_kills is None else oom_kills > (oom_kills_before or 0)
-    return result_of_exit(process_exit.returncode, oom_killed=oom_killed)
+    return result or result_of_exit(process_exit.returncode, oom_killed=oom_killed)
 
 
 def _environment(spec: RankSpec) -> dict[str, str]:

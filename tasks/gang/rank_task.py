@@ -22,7 +22,7 @@ from .local_rank import LocalRank
 from .lost_peers import describe_lost_connection
 from .rank_logs import RankLog
 from .stop_order import StopOrder
-from .watch import HEARTBEAT_S
+from .watch import RANK_HEARTBEAT_S
 
 _POLL_S = 0.1
 _STOP_GRACE_S = 3.0
@@ -119,7 +119,7 @@ class Heartbeat:
         """Beat, if it is time."""
         now_s = time.monotonic()
         if now_s >= self._due_s:
-            self._due_s = now_s + HEARTBEAT_S
+            self._due_s = now_s + RANK_HEARTBEAT_S
             self.connected().add(self._key, 1)
 
 

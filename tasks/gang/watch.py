@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from prefect_torch.tasks.rank.errors import RankFailedError
 
-HEARTBEAT_S = 5.0  # between two heartbeats of a rank's supervisor
+RANK_HEARTBEAT_S = 5.0  # between two heartbeats of a rank's supervisor
 _LOST_S = 60.0
 _ASLEEP_S = 10.0  # a longer time between two looks means that this process was stopped itself
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
+from prefect_torch.ckpt.runs.retention import Order
+from prefect_torch.ckpt.runs.verification import VerifyLevel
 from prefect_torch.tasks.gang.engines.cluster_block import ClusterChoice
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -15,7 +17,8 @@ from .run_form import FormModel as _Config
 from .storage import StorageChoice
 from .sync import SyncConfig
 
-Budget = Annotated[int, Field(ge=-1)]
+UNLIMITED = -1
+Budget = Annotated[int, Field(ge=UNLIMITED)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
 
@@ -117,7 +120,7 @@ class RunConfig(_Config):
         description="How long operations on a storage that does not answer are retried. When empty, the setting "
         "PREFECT_INTEGRATIONS_TORCH_STORAGE_DEADLINE_S (120).",
     )
-    verify: Literal["digest", "size", "none"] = Field(
+    verify: VerifyLevel = Field(
         default="digest",
         title="Verify",
         description="How a checkpoint is verified before a training resumes from it. digest: every byte. size: every file "
@@ -169,7 +172,7 @@ class CheckpointConfig(_Config):
         description="The metric by which checkpoints are sorted, such as val_loss, or a/b for a nested one. When "
         "empty, the newest are the best.",
     )
-    checkpoint_score_order: Literal["max", "min"] = Field(
+    checkpoint_score_order: Order = Field(
         default="max", title="Better is", description="max: a high score is good. min: a low one, such as of a loss."
     )
     keep_last: int = Field(

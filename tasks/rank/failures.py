@@ -4,7 +4,6 @@ The only module that classifies errors and exit statuses, both in a rank and in 
 neither prefect nor torch.
 """
 
-import errno
 import re
 import signal
 from collections.abc import Iterable
@@ -24,7 +23,7 @@ from prefect_torch.ckpt import (
     StorageFullError,
     UnsupportedFormatError,
 )
-from prefect_torch.ckpt.errors import ReportWithdrawnError
+from prefect_torch.ckpt.errors import ReportWithdrawnError, is_of_full_disk
 from prefect_torch.ckpt.runs.attempts import FailureKind
 
 from .errors import NotEnoughMachinesError, RankFailedError, RankFailureKind, StorageNotSeenError
@@ -41,7 +40,6 @@ _BUDGETS: dict[RankFailureKind, FailureKind] = {
     "peer": "infrastructure",
 }
 CONSEQUENCES: tuple[RankFailureKind, ...] = ("withdrawn", "communication", "peer")  # of another rank's failure
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _MOST_SPECIFIC_FIRST: tuple[tuple[type[BaseException], RankFailureKind], ...] = (
     (PeerGoneError, "peer"),
     (ReportWithdrawnError, "withdrawn"),
@@ -146,7 +144,7 @@ def counts_against(error: BaseException) -> FailureKind:
         return _BUDGETS[failed.kind]
     if isinstance(error, (StorageError, NotEnoughMachinesError)) or _OF_PREFECT in _type_names(error):
         return "infrastructure"
-    if _is_full(error):
+    if isinstance(error, StorageFullError) or is_of_full_disk(error):
         return "user"
     kind = of_exception(error)
     if kind == "out_of_memory":
@@ -180,11 +178,6 @@ def _of_error(error: BaseException, *, oom_killed: bool) -> RankFailureKind:
 
 def _type_names(error: BaseException) -> list[str]:
     return [f"{ancestor.__module__}.{ancestor.__qualname__}" for ancestor in type(error).__mro__]
-
-
-def _is_full(error: BaseException) -> bool:
-    """Return whether a disk or a quota is full."""
-    return isinstance(error, StorageFullError) or (isinstance(error, OSError) and error.errno in _FULL)
 
 
 def _is_of_killed_worker(error: BaseException) -> bool:

@@ -26,7 +26,7 @@ from prefect_torch.ckpt.storage.synced.first_download import download_missing
 from prefect_torch.tasks.rank.resources.available_memory import available_bytes
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others, take_device
-from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.resources.oom_kills import OomKills
 from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL
 
 from .checkpoint_ref import CheckpointRef
@@ -65,29 +65,35 @@ def main() -> None:
     os._exit(0 if result.kind is None else 1)
 
 
+class _FinalError(Exception):
+    """An error before the function runs that another attempt would meet again."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+@contextmanager
+def _final(*kinds: type[BaseException]) -> Iterator[None]:
+    """Raise errors of these kinds in the body as a _FinalError."""
+    try:
+        yield
+    except kinds as exc:
+        raise _FinalError(exc) from exc
+
+
 def _run(spec: RankSpec, held: ExitStack) -> RankResult:
     _prepare(spec)
     try:
         packed = _enter_paths(spec, held)
         # Before the function's module is imported, which may make a tensor on "cuda": that is the current device.
         device = take_device(spec.local_rank) if spec.use_gpu else None
-    except Exception as exc:  # noqa: BLE001 - returned as the result
-        return _failure(exc, of_exception(exc, in_function=False))
-    try:
-        group_store = GroupStore.open(spec)  # before the function's module is imported, which may read MASTER_PORT
-    except Exception as exc:  # noqa: BLE001 - returned as the result
-        return _failure(exc, of_exception(exc, in_function=False))
-    try:
-        function, config = unpack_function(packed)
-    except BaseException as exc:  # noqa: BLE001 - the import of a module may raise anything
-        return _failure(exc, "final")
-    try:
+        group_store = GroupStore.open(spec)  # before that, too: the module may read MASTER_PORT
+        with _final(BaseException):  # the import of a module may raise anything
+            function, config = unpack_function(packed)
         key_value = connect(spec.rendezvous, spec.timeout_s)
-        try:
+        with _final(RuntimeError, ValueError):
             store = _open_run(spec)
             backend = _check_backend(spec, device)
-        except (RuntimeError, ValueError) as exc:
-            return _failure(exc, "final")
         session = _session(spec, store, key_value)
         _join_process_group(spec, backend, device, key_value if group_store is None else group_store.key_value)
         result = _train(function, config, session, spec)
@@ -97,6 +103,8 @@ def _run(spec: RankSpec, held: ExitStack) -> RankResult:
                 key_value.set(CUT_SHORT_KEY, b"")
             if group_store is not None:
                 group_store.close(spec, key_value)
+    except _FinalError as exc:
+        return _failure(exc.error, "final")
     except Exception as exc:  # noqa: BLE001 - returned as the result
         return _failure(exc, of_exception(exc, in_function=False))
     return result
@@ -210,7 +218,7 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
     start_session(session)
     if session.takes_reports:
         _watch_steps(spec.local_world_size)
-    oom_kills = count_oom_kills()
+    oom_kills = OomKills()
     try:
         with _this_process_only():
             value = _call(function, config)
@@ -226,7 +234,7 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
     except BaseException as exc:  # noqa: BLE001 - returned to the leader, which raises it again
         _explain_second_group(exc)
         is_gpu_shared = spec.use_gpu and of_exception(exc) == "out_of_memory" and is_memory_held_by_others()
-        kind = of_exception(exc, oom_killed=count_oom_kills() != oom_kills, is_gpu_shared=is_gpu_shared)
+        kind = of_exception(exc, oom_killed=bool(oom_kills.happened()), is_gpu_shared=is_gpu_shared)
         session.fail(_one_line(exc), spec.flush_s)
         return _failure(exc, kind)
     finally:

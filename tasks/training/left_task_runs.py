@@ -5,7 +5,7 @@ from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterId,
@@ -16,11 +16,10 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Crashed
 from prefect_torch.ckpt.runs.attempts import Attempt, Owner
+from prefect_torch.tasks.liveness import impatient_client
 
-_QUICKLY_S = 5.0
 _PAGE = 200
 _OF_RANKS = re.compile(r"rank-\d+|node-\d+: ranks .*")  # a run's name may have "rank" in it, and is in its task run's
 _OPEN = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
@@ -38,10 +37,7 @@ def end_left_task_runs(previous: Attempt, owner: Owner) -> None:
     if left.flow_run_id is None or (left.host, left.pid, left.started) == (owner.host, owner.pid, owner.started):
         return
     try:
-        with (
-            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-            get_client(httpx_settings={"timeout": _QUICKLY_S}, sync_client=True) as client,
-        ):
+        with impatient_client() as client:
             _end(client, UUID(left.flow_run_id), f"the process {left.pid} on {left.machine} that led attempt {previous.number}")
     except (httpx.HTTPError, PrefectHTTPStatusError) as exc:
         get_run_logger().warning("task runs that flow run %s has left running could not be ended: %s", left.flow_run_id, exc)

@@ -8,10 +8,9 @@ from prefect_torch.ckpt.runs.attempts import Attempt, FailureKind, Owner, list_a
 from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.tasks.liveness import find_end_before_rerun
-from prefect_torch.tasks.options.config import FailureConfig
+from prefect_torch.tasks.options.config import UNLIMITED, FailureConfig
 from prefect_torch.tasks.rank.errors import RestartsUsedUpError
 
-UNLIMITED = -1
 _MOST_RETRIES = 1_000_000  # for Prefect, which knows no "unlimited"
 _DESCRIPTIONS: dict[FailureKind, str] = {
     "user": "failed by exceptions of its function",

@@ -29,7 +29,7 @@ from typing import Literal
 
 import psutil
 from prefect_torch.tasks.gang.engines.cluster import Agents, Cluster, MachineRequest
-from prefect_torch.tasks.gang.machine.link import HEARTBEAT_S, LinkError, greet_leader
+from prefect_torch.tasks.gang.machine.link import LINK_HEARTBEAT_S, LinkError, greet_leader
 from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.rank.plain_result import encode_result
 from prefect_torch.tasks.rank.spec import RankResult
@@ -102,7 +102,7 @@ def play():
         if ends_s is None and Played.started == plan["machines"] * plan["per_node"]:
             ends_s = time.monotonic() + plan["seconds"] + 2 * _SETTLE_S
             print("all started", flush=True)
-        time.sleep(HEARTBEAT_S)
+        time.sleep(LINK_HEARTBEAT_S)
     for machine in machines:
         machine.end()
     time.sleep(600)  # the leader closes the links

@@ -23,9 +23,10 @@ from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import newest_attempt
 from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_best, make_deployment, resume_crashed
-from prefect_torch.deployments.resuming import HEARTBEAT, resume
+from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import RunConfig
 from prefect_torch.flows.arguments import default_run_name
+from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.monitoring.text import page_url
 

@@ -1,12 +1,16 @@
 """An error that one rank found and every rank must raise, in a form that travels as JSON."""
 
-import errno
 from dataclasses import dataclass
 
 from prefect_torch.ckpt import errors
-from prefect_torch.ckpt.errors import CheckpointError, CommitFailedError, FencedError, ReportMismatchError, StorageFullError
-
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+from prefect_torch.ckpt.errors import (
+    CheckpointError,
+    CommitFailedError,
+    FencedError,
+    ReportMismatchError,
+    StorageFullError,
+    is_of_full_disk,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class RemoteError:
         """Return the error that other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
         if isinstance(error, (CommitFailedError, FencedError, ReportMismatchError)):
             return cls(type(error).__name__, str(error))
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if is_of_full_disk(error):
             return cls(StorageFullError.__name__, str(error))
         return cls(CommitFailedError.__name__, f"{type(error).__name__}: {error}")
 

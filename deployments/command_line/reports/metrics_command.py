@@ -11,7 +11,7 @@ from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 from prefect_torch.deployments.command_line.arguments import json_option, run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.selection import open_training
 from prefect_torch.deployments.command_line.runs.show_command import summarize_metrics
-from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_metric
 
 from .sparkline import sparkline
 
@@ -71,9 +71,9 @@ def _print_overview(history: Sequence[MetricRecord]) -> None:
             [
                 it.name,
                 it.reports,
-                show_number(it.last),
-                None if it.min is None else show_number(it.min),
-                None if it.max is None else show_number(it.max),
+                show_metric(it.last),
+                None if it.min is None else show_metric(it.min),
+                None if it.max is None else show_metric(it.max),
                 sparkline(curves[it.name], _CURVE_WIDTH),
             ]
             for it in summarize_metrics(history)
@@ -89,7 +89,7 @@ def _print_reports(history: Iterable[MetricRecord], names: Sequence[str]) -> Non
 
 def _cells(record: MetricRecord, names: Sequence[str]) -> list[str | None]:
     values = dict(flatten_metrics(record.metrics))
-    return [show_number(values[name]) if name in values else None for name in names]
+    return [show_metric(values[name]) if name in values else None for name in names]
 
 
 def _print_csv(history: Iterable[MetricRecord], names: Sequence[str]) -> None:

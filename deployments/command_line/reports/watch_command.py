@@ -14,9 +14,9 @@ from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.runs.standing import Standing, read_standing
 from prefect_torch.ckpt.text import show_age, show_count
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
-from prefect_torch.deployments.command_line.runs.run_summaries import STATE_STYLES
+from prefect_torch.deployments.command_line.runs.run_summaries import RUN_STYLES
 from prefect_torch.deployments.command_line.runs.selection import open_training
-from prefect_torch.deployments.command_line.terminal import console, plain, say, show_number
+from prefect_torch.deployments.command_line.terminal import console, plain, say, show_metric
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -116,7 +116,7 @@ def news(before: View, now: View) -> Iterator[str]:
 
 
 def _values(record: MetricRecord) -> str:
-    return ", ".join(f"{name}={show_number(value)}" for name, value in flatten_metrics(record.metrics))
+    return ", ".join(f"{name}={show_metric(value)}" for name, value in flatten_metrics(record.metrics))
 
 
 def _picture(run: str, view: View, width: int) -> Table:
@@ -134,7 +134,7 @@ def _headline(run: str, view: View) -> Text:
         else f", attempt {view.standing.attempt.number}, {show_count(view.standing.attempt.world_size, 'rank')}"
     )
     return Text.assemble(
-        (plain(run), "bold"), "  ", (view.state, STATE_STYLES.get(view.state, "")), attempt, overflow="ellipsis", no_wrap=True
+        (plain(run), "bold"), "  ", (view.state, RUN_STYLES.get(view.state, "")), attempt, overflow="ellipsis", no_wrap=True
     )
 
 
@@ -164,7 +164,7 @@ def _metric_lines(view: View, width: int) -> Iterator[str]:
     for record in view.history:
         for name, value in flatten_metrics(record.metrics):
             curves.setdefault(name, []).append(as_number(value))
-            last[name] = show_number(value)
+            last[name] = show_metric(value)
     shown = list(curves)[:_SHOWN_METRICS]
     names = max((len(plain(name)) for name in shown), default=0)
     curve_width = max(1, min(_CURVE_WIDTH, width - names - 16))

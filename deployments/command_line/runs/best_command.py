@@ -13,9 +13,9 @@ from prefect_torch.deployments.command_line.arguments import (
     run_argument,
     storage_argument,
 )
-from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_metric
 
-from .selection import best_first, is_sweep, open_run, resolve_score
+from .selection import best_checkpoints_first, is_sweep, open_run, resolve_score
 
 
 @click.command
@@ -48,7 +48,7 @@ def best(storage: str, run: str, metric: str | None, order: Any, count: int, as_
         show_best_trials(store, count, as_json=as_json)
         return
     score = resolve_score(store, metric, order)
-    chosen = [(it, find_metric(it.metrics, score.metric)) for it in best_first(store.list(), score)[:count]]
+    chosen = [(it, find_metric(it.metrics, score.metric)) for it in best_checkpoints_first(store.list(), score)[:count]]
     if as_json:
         print_json(
             [
@@ -69,7 +69,7 @@ def best(storage: str, run: str, metric: str | None, order: Any, count: int, as_
         print_table(
             ["id", "step", score.metric, "size"],
             (
-                [it.id, it.step, None if value is None else show_number(value), show_bytes(it.total_bytes)]
+                [it.id, it.step, None if value is None else show_metric(value), show_bytes(it.total_bytes)]
                 for it, value in chosen
             ),
             right={"step", score.metric, "size"},

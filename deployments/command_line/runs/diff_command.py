@@ -15,7 +15,7 @@ from prefect_torch.deployments.command_line.arguments import (
     run_argument,
     storage_argument,
 )
-from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_number
+from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_metric
 
 from .selection import find_checkpoint, open_training
 
@@ -91,7 +91,7 @@ def _print(difference: dict[str, Any]) -> None:
     print_table(
         ["metric", "from", "to", "change"],
         (
-            [it["name"], *(None if it[key] is None else show_number(it[key]) for key in ("from", "to", "change"))]
+            [it["name"], *(None if it[key] is None else show_metric(it[key]) for key in ("from", "to", "change"))]
             for it in difference["metrics"]
         ),
         right={"from", "to", "change"},

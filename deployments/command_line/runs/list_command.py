@@ -11,9 +11,9 @@ from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.ckpt.text import show_age, show_bytes
 from prefect_torch.deployments.command_line.arguments import json_option, open_existing_storage, storage_argument
-from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_number
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_metric
 
-from .run_summaries import STATE_STYLES, RunSummary, summarize_runs
+from .run_summaries import RUN_STYLES, RunSummary, summarize_runs
 from .selection import is_sweep, open_run, policy_of
 
 _SHOWN_METRICS = 4
@@ -80,7 +80,7 @@ def _run_row(summary: RunSummary, *, has_sweeps: bool) -> Iterator[object]:
     yield summary.latest_step
     yield summary.checkpoints
     yield show_bytes(summary.bytes)
-    yield summary.state, STATE_STYLES.get(summary.state, "")
+    yield summary.state, RUN_STYLES.get(summary.state, "")
 
 
 def _list_checkpoints(store: CheckpointStore, as_json: bool) -> None:
@@ -126,4 +126,4 @@ def _show_metrics(manifest: Manifest, first: str | None) -> str:
     """Return some metrics as text, the score first."""
     flat = sorted(flatten_metrics(manifest.metrics), key=lambda item: item[0] != first)
     more = f" and {len(flat) - _SHOWN_METRICS} more" if len(flat) > _SHOWN_METRICS else ""
-    return ", ".join(f"{name}={show_number(value)}" for name, value in flat[:_SHOWN_METRICS]) + more
+    return ", ".join(f"{name}={show_metric(value)}" for name, value in flat[:_SHOWN_METRICS]) + more

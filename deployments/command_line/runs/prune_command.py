@@ -19,9 +19,9 @@ from prefect_torch.deployments.command_line.arguments import (
     run_argument,
     storage_argument,
 )
-from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_number
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_metric
 
-from .selection import best_first, open_training, policy_of, resolve_score
+from .selection import best_checkpoints_first, open_training, policy_of, resolve_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _policy(store: CheckpointStore, attempt: Attempt | None, options: PruneOptio
     if options.metric is None and options.order is None and own.checkpoint_score_attribute is None:
         return RetentionPolicy(options.keep, keep_last=newest, keep_every_n_steps=options.every)
     score = resolve_score(store, options.metric, options.order)
-    best_first(store.list(), score)  # refuses a metric that no checkpoint has: it would delete arbitrary ones
+    best_checkpoints_first(store.list(), score)  # refuses a metric that no checkpoint has: it would delete arbitrary ones
     awaited_s = own.evaluation_timeout_s if score.metric == own.checkpoint_score_attribute else None
     return RetentionPolicy(options.keep, score.metric, score.order, newest, options.every, awaited_s)
 
@@ -145,6 +145,6 @@ def _row(row: dict[str, Any], metric: str | None) -> Iterator[object]:
     yield row["id"]
     yield row["step"]
     if metric:
-        yield None if row["value"] is None else show_number(row["value"])
+        yield None if row["value"] is None else show_metric(row["value"])
     yield show_bytes(row["bytes"])
     yield (f"stays: {', '.join(row['reasons'])}", "") if "reasons" in row else ("goes", "red")

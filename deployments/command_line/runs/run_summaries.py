@@ -8,15 +8,13 @@ from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts import read_attempt
 from prefect_torch.ckpt.runs.evaluations import manifest_id
-from prefect_torch.ckpt.runs.layout import Layout, attempt_number, stem
+from prefect_torch.ckpt.runs.layout import TRIAL_NAME, Layout, attempt_number, stem
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.standing import Standing, State, standing_of
 from prefect_torch.deployments.command_line.terminal import note
 
-from .selection import SWEEP_RECORD
-
-_TRIAL = re.compile(r"trial-[0-9]{4,9}-[0-9a-f]{8}/")
-STATE_STYLES = {"completed": "green", "failed": "red", "lost": "red", "preempted": "yellow", "cancelled": "yellow"}
+_TRIAL = re.compile(f"{TRIAL_NAME}/")
+RUN_STYLES = {"completed": "green", "failed": "red", "lost": "red", "preempted": "yellow", "cancelled": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class _Seen:
 
     def add(self, info: ObjectInfo) -> None:
         """Add an object of the listing; the order is arbitrary, and an object may be listed twice."""
-        self.is_sweep = self.is_sweep or info.key == f"{self.layout.run}/{SWEEP_RECORD}"
+        self.is_sweep = self.is_sweep or info.key == self.layout.sweep
         if (trial := _TRIAL.match(info.key, len(self.layout.run) + 1)) is not None:
             self._add_of_trial(info, Layout(info.key[: trial.end() - 1]))
         elif info.key.startswith(self.layout.checkpoints):

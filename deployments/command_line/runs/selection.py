@@ -12,9 +12,6 @@ from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_sc
 from prefect_torch.ckpt.text import show_some
 from prefect_torch.deployments.command_line.arguments import open_existing_storage
 
-SWEEP_RECORD = "sweep.json"
-SWEEP_JOURNAL = "journal/"
-
 
 def open_run(storage: str, run: str) -> CheckpointStore:
     """Open an existing run; a command reads each of its manifests once.
@@ -33,7 +30,7 @@ def open_run(storage: str, run: str) -> CheckpointStore:
 def is_sweep(store: CheckpointStore) -> bool:
     """Return whether a run is a sweep, whose trials are runs of their own; one request."""
     try:
-        store.storage.size(f"{store.run}/{SWEEP_RECORD}")
+        store.storage.size(store.layout.sweep)
     except FileNotFoundError:
         return False
     return True
@@ -73,7 +70,7 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None
         found = store.latest()
     elif text == "best":
         score = resolve_score(store, metric, order)
-        found = next(iter(best_first(store.list(), score)), None)
+        found = next(iter(best_checkpoints_first(store.list(), score)), None)
     else:
         return store.get(_only_id(store, text))
     if found is None:
@@ -125,7 +122,7 @@ def policy_of(attempt: Attempt | None) -> RetentionPolicy:
     return RetentionPolicy() if attempt is None else attempt.policy
 
 
-def best_first(manifests: list[Manifest], score: Score) -> list[Manifest]:
+def best_checkpoints_first(manifests: list[Manifest], score: Score) -> list[Manifest]:
     """Return `manifests` best first.
 
     Raises:

@@ -21,9 +21,9 @@ from prefect_torch.deployments.command_line.arguments import (
     run_argument,
     storage_argument,
 )
-from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_number
+from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_metric
 
-from .run_summaries import STATE_STYLES
+from .run_summaries import RUN_STYLES
 from .selection import find_checkpoint, is_sweep, open_run, open_training
 
 
@@ -58,9 +58,9 @@ def show(storage: str, run: str, checkpoint: str | None, metric: str | None, ord
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_run(storage, run) if checkpoint is None else open_training(storage, run)
     if checkpoint is None and is_sweep(store):
-        from prefect_torch.deployments.command_line.sweeps.printing import show_sweep  # noqa: PLC0415 - imports prefect
+        from prefect_torch.deployments.command_line.sweeps.printing import print_sweep  # noqa: PLC0415 - imports prefect
 
-        show_sweep(store, as_json=as_json)
+        print_sweep(store, as_json=as_json)
         return
     if checkpoint is None:
         described = _describe_run(store)
@@ -135,7 +135,7 @@ def _print_run(run: dict[str, Any]) -> None:
         summaries = [MetricSummary(**fields) for fields in run["metrics"]]
         print_table(
             ["metric", "reports", "first", "last", "min", "max"],
-            ([it.name, it.reports, *(show_number(number) for number in it.numbers())] for it in summaries),
+            ([it.name, it.reports, *(show_metric(number) for number in it.numbers())] for it in summaries),
             right={"reports", "first", "last", "min", "max"},
         )
     for damaged in run["quarantined"]:
@@ -144,7 +144,7 @@ def _print_run(run: dict[str, Any]) -> None:
 
 def _attempt_row(attempt: dict[str, Any]) -> Iterator[object]:
     yield attempt["number"]
-    yield attempt["state"], STATE_STYLES.get(attempt["state"], "")
+    yield attempt["state"], RUN_STYLES.get(attempt["state"], "")
     yield attempt["world_size"]
     yield _to_second(attempt["claimed_at"])
     yield attempt["resumed_from"] and attempt["resumed_from"].rpartition("/")[2]
@@ -156,7 +156,7 @@ def _print_attempt(attempt: dict[str, Any]) -> None:
     say("")
     say(f"attempt {attempt['number']}: {flow_run}process {attempt['pid']} on {attempt['host']}")
     if (reason := _reason(attempt["kind"], attempt["error"])) is not None:
-        say(f"  {reason}", STATE_STYLES.get(attempt["state"], ""))
+        say(f"  {reason}", RUN_STYLES.get(attempt["state"], ""))
 
 
 def _to_second(iso: str | None) -> str | None:
@@ -188,7 +188,7 @@ def _facts(checkpoint: dict[str, Any]) -> Iterator[tuple[str, object]]:
     yield "size", f"{show_bytes(checkpoint['bytes'])} in {show_count(len(checkpoint['files']), 'file')}"
     for group in ("metrics", "timings", "metadata"):
         for name, value in flatten_metrics(checkpoint[group]):
-            yield f"{group}/{name}", show_number(value)
+            yield f"{group}/{name}", show_metric(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from .selection import find_checkpoint, open_training
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verified:
     """The result for a checkpoint; the fields are keys of `verify --json`."""
 
     id: str
@@ -71,13 +71,13 @@ def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: s
         )
 
 
-def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> Iterator[Verdict]:
+def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> Iterator[Verified]:
     with progress_bar("verifying", len(ids), unit="checkpoints") as bar:
         for checkpoint_id in ids:
             try:
                 store.verify(store.get(checkpoint_id), level)
             except CheckpointCorruptError as exc:
-                yield Verdict(checkpoint_id, whole=False, damage=str(exc))
+                yield Verified(checkpoint_id, whole=False, damage=str(exc))
             except UnsupportedFormatError as exc:
                 if len(ids) == 1:
                     raise
@@ -87,5 +87,5 @@ def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> Iterator[
                     raise
                 note(f"{checkpoint_id} was pruned meanwhile")
             else:
-                yield Verdict(checkpoint_id, whole=True, damage=None)
+                yield Verified(checkpoint_id, whole=True, damage=None)
             bar(1)

@@ -5,7 +5,7 @@ from typing import Any
 
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.standing import read_standing
-from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_number
+from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_metric
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
 
 from .sweep_records import SweepRecords, describe_trials
@@ -23,7 +23,7 @@ def list_trials(store: CheckpointStore, *, as_json: bool) -> None:
         _print_trials(records, trials)
 
 
-def show_sweep(store: CheckpointStore, *, as_json: bool) -> None:
+def print_sweep(store: CheckpointStore, *, as_json: bool) -> None:
     """Print how a sweep stands: its state, its best trial, all trials from the best on, and why some have ended."""
     records = SweepRecords.read(store)
     standing = read_standing(store)
@@ -62,7 +62,7 @@ def show_best_trials(store: CheckpointStore, count: int, *, as_json: bool) -> No
         note(f"no trial of sweep {store.run} has {records.view.metric!r} as a number yet")
     else:
         metric = records.view.metric
-        rows = ([it.number, it.run, show_number(it.value), it.step, at] for it, at in zip(found, ids, strict=True))
+        rows = ([it.number, it.run, show_metric(it.value), it.step, at] for it, at in zip(found, ids, strict=True))
         print_table(["trial", "run", metric, "step", "latest checkpoint"], rows, right={"trial", metric, "step"})
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.deployments.command_line.terminal import show_number
+from prefect_torch.deployments.command_line.terminal import show_metric
 from prefect_torch.flows.monitoring.sweeps.page import show_rung
-from prefect_torch.flows.monitoring.sweeps.trial_table import STATE_STYLES
+from prefect_torch.flows.monitoring.sweeps.trial_table import TRIAL_STYLES
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
 from prefect_torch.flows.sweeps.definition import Definition, read_definition
 from prefect_torch.flows.sweeps.stored_trials import read_trials
@@ -56,7 +56,7 @@ class SweepRecords:
         wanted = self.definition.search.get("num_trials")
         of = f" of {wanted}" if wanted is not None and wanted > len(trials) else ""
         states = ", ".join(f"{count} {state}" for state, count in count_states(trials))
-        found = "" if best is None else f"; best {metric} {show_number(best.value)} in trial {best.number}"
+        found = "" if best is None else f"; best {metric} {show_metric(best.value)} in trial {best.number}"
         return (
             f"{len(trials)}{of} trial{'' if len(trials) == 1 and not of else 's'}" + (f": {states}" if states else "") + found
         )
@@ -68,9 +68,9 @@ class SweepRecords:
     def row(self, trial: SeenTrial) -> Iterator[object]:
         """Yield the cells of a trial."""
         yield trial.number
-        yield ", ".join(f"{name}={show_number(value)}" for name, value in trial.parameters.items())
-        yield trial.state, STATE_STYLES[trial.state]
-        yield None if trial.value is None else show_number(trial.value)
+        yield ", ".join(f"{name}={show_metric(value)}" for name, value in trial.parameters.items())
+        yield trial.state, TRIAL_STYLES[trial.state]
+        yield None if trial.value is None else show_metric(trial.value)
         yield trial.step
         if self.has_rungs:
             yield show_rung(trial) or None

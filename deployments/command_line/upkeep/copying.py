@@ -13,7 +13,6 @@ from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.scratch import scratch_folder
-from prefect_torch.deployments.command_line.runs.selection import SWEEP_JOURNAL, SWEEP_RECORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +54,8 @@ def plan_copy(store: CheckpointStore, manifests: Iterable[Manifest], *, whole: b
 def plan_sweep(sweep: CheckpointStore) -> CopyPlan:
     """Return the plan of a copy of what a sweep has itself: what it searches and its journal; its trials are runs."""
     layout = sweep.layout
-    records = [
-        key for prefix in (layout.attempts, layout.outcomes, f"{sweep.run}/{SWEEP_JOURNAL}") for key in sweep.keys(prefix)
-    ]
-    return CopyPlan((), [layout.run_info, f"{sweep.run}/{SWEEP_RECORD}", *records], ())
+    records = [key for prefix in (layout.attempts, layout.outcomes, layout.journal) for key in sweep.keys(prefix)]
+    return CopyPlan((), [layout.run_info, layout.sweep, *records], ())
 
 
 def check_same_run(source: CheckpointStore, target: Storage) -> None:

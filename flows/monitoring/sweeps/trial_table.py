@@ -13,7 +13,7 @@ from .page import show_rung
 from .parameters import Value, varied
 from .view import SeenTrial, SweepView, count_states
 
-STATE_STYLES = {"running": "cyan", "completed": "green", "failed": "red", "paused": "yellow", "stopped": "yellow"}
+TRIAL_STYLES = {"running": "cyan", "completed": "green", "failed": "red", "paused": "yellow", "stopped": "yellow"}
 _MAX_ROWS = 8
 _WIDE = 110  # columns, from which on there is room for why trials have ended
 
@@ -83,7 +83,7 @@ def _table(view: SweepView, trials: Sequence[SeenTrial], *, has_rungs: bool, has
 
 def _cells(trial: SeenTrial, names: Sequence[str], *, has_rungs: bool, style: str) -> Iterator[Text]:
     yield Text(str(trial.number), style)
-    yield Text(trial.state, STATE_STYLES[trial.state])
+    yield Text(trial.state, TRIAL_STYLES[trial.state])
     yield Text("-" if trial.value is None else show_number(trial.value), style)
     yield Text("-" if trial.step is None else str(trial.step))
     if has_rungs:

@@ -6,7 +6,7 @@ from statistics import fmean, median
 
 from prefect_torch.flows.sweeps.history import History, TrialRecord
 
-from .scheduling import Decision, Promotion, RunToTheEnd, rank_of
+from .scheduling import Decision, Promotion, RunToTheEnd, sort_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Median:
         averages = [mean for other in history.values() if other.number != number and (mean := _mean(other, time)) is not None]
         if time < self.grace_period or len(averages) < self.min_trials:
             return Decision("running", self.grace_period)
-        best = min((report.value for report in trial.reports), key=rank_of)
+        best = min((report.value for report in trial.reports), key=sort_key)
         middle = median(averages)
         if math.isnan(best) or best > middle:
             return Decision("stopped", reason=f"worse than the median of {len(averages)} trials at {time:g}")

@@ -108,11 +108,11 @@ class RunToTheEnd:
         return frozenset()
 
 
-def rank_of(value: float) -> tuple[bool, float]:
+def sort_key(value: float) -> tuple[bool, float]:
     """Return a key that sorts values, the best first and NaN last."""
     return (math.isnan(value), 0.0 if math.isnan(value) else value)
 
 
 def best_first(trials: list[TrialRecord], rung: int) -> list[TrialRecord]:
     """Return trials by the value of their report at a rung, of equal ones the older first."""
-    return sorted(trials, key=lambda trial: (*rank_of(trial.reports[rung].value), trial.number))
+    return sorted(trials, key=lambda trial: (*sort_key(trial.reports[rung].value), trial.number))

@@ -24,10 +24,10 @@ from prefect_torch.tasks.gang.fork_servers import FORK_SERVERS, RANK_PROGRAM, Fo
 from prefect_torch.tasks.gang.process import RankProcess
 from prefect_torch.tasks.gang.secret_variables import SECRETS_OF_PREFECT
 from prefect_torch.tasks.rank.resources.cpus import default_threads
-from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.resources.oom_kills import OomKills
 
 from .interface import interface_of
-from .link import HEARTBEAT_S, Link, LinkError, greet_leader
+from .link import LINK_HEARTBEAT_S, Link, LinkError, greet_leader
 from .versions import versions
 
 if TYPE_CHECKING:
@@ -173,9 +173,9 @@ class Agent:
                 if time.monotonic() - self._link.heard_s > _SILENT_S:
                     break
                 if is_reported:
-                    self._has_ended.wait(HEARTBEAT_S)
+                    self._has_ended.wait(LINK_HEARTBEAT_S)
                 else:
-                    self._terminated.wait(HEARTBEAT_S)
+                    self._terminated.wait(LINK_HEARTBEAT_S)
         self._link.close()
 
 
@@ -194,7 +194,7 @@ class _Rank:
         self._link = link
         self._number = header["rank"]
         self._recorder = FlightRecorder(self._number) if header["records_collectives"] else None
-        self._oom_kills = count_oom_kills()
+        self._oom_kills = OomKills()
         recorded = {} if self._recorder is None else self._recorder.environment
         self._process = RankProcess(python_command(header["program"]), {**environment, **recorded}, spec, held, server)
         self.thread = threading.Thread(target=self._supervise, daemon=True)
@@ -218,14 +218,13 @@ class _Rank:
         self._process.kill()
         ended = self._process.reap()
         record = None if self._recorder is None else self._recorder.close()
-        before, now = self._oom_kills, count_oom_kills()
         with suppress(LinkError):
             self._link.send(
                 {
                     "type": "exit",
                     "rank": self._number,
                     "returncode": ended.returncode,
-                    "oom_killed": None if now is None else now > (before or 0),
+                    "oom_killed": self._oom_kills.happened(),
                     "record": None if record is None else str(record),
                 },
                 ended.message,

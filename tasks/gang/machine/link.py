@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-HEARTBEAT_S = 1.0  # between two heartbeats, both ways
+LINK_HEARTBEAT_S = 1.0  # between two heartbeats, both ways
 _PROTOCOL = b"prefect-torch agent, protocol 1\n"
 _NONCE_BYTES = 32
 _CODE_BYTES = 32

@@ -14,11 +14,11 @@ from prefect_torch.tasks.gang.fork_servers import RANK_PROGRAM
 from prefect_torch.tasks.options.settings import TorchSettings
 from prefect_torch.tasks.rank.spec import RankSpec
 
-from .link import HEARTBEAT_S, Link, LinkError
+from .link import LINK_HEARTBEAT_S, Link, LinkError
 from .remote_rank import RemoteRank
 
 SILENT_S = 10.0
-_ASLEEP_S = 2 * HEARTBEAT_S
+_ASLEEP_S = 2 * LINK_HEARTBEAT_S
 # What the libraries of storages read.
 _OF_STORAGES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "FSSPEC_")
 
@@ -190,7 +190,7 @@ class Pulse:
 
     def _run(self) -> None:
         looked_s = time.monotonic()
-        while not self._stopped.wait(HEARTBEAT_S):
+        while not self._stopped.wait(LINK_HEARTBEAT_S):
             passed_s, looked_s = time.monotonic() - looked_s, time.monotonic()
             for machine in tuple(self.machines):
                 machine.look(passed_s if passed_s > _ASLEEP_S else 0.0)

@@ -8,6 +8,18 @@ from .cgroups import cgroup_folders
 _PROC = Path("/proc")
 
 
+class OomKills:
+    """The kills for lack of memory from now on."""
+
+    def __init__(self) -> None:
+        self._before = count_oom_kills()
+
+    def happened(self) -> bool | None:
+        """Return whether there was one; None if that is unknown."""
+        now = count_oom_kills()
+        return None if now is None else now > (self._before or 0)
+
+
 def count_oom_kills(proc: Path = _PROC) -> int | None:
     """Return how many processes of this one's memory cgroup the kernel has killed for lack of memory.
 

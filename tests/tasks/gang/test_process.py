@@ -107,14 +107,14 @@ def test_a_bar_of_a_rank_is_one_line_and_not_one_per_refresh():
 @pytest.mark.parametrize(("returncode", "raises"), [(-signal.SIGKILL, False), (0, True)])
 def test_a_result_that_a_kill_has_cut_short_is_none(returncode, raises):
     whole = pickle.dumps(RankResult(return_value=pickle.dumps("x" * 1000)))
-    assert rank_result(ProcessExit(-signal.SIGKILL, whole), 0, 0).kind is None
+    assert rank_result(ProcessExit(-signal.SIGKILL, whole), oom_killed=False).kind is None
     cut = ProcessExit(returncode, whole[:500])
     if raises:
         with pytest.raises(pickle.UnpicklingError):
-            rank_result(cut, 0, 0)
+            rank_result(cut, oom_killed=False)
     else:
-        assert rank_result(cut, 0, 1).kind == "out_of_memory"
-        assert rank_result(cut, 0, 0).kind == "infrastructure"
+        assert rank_result(cut, oom_killed=True).kind == "out_of_memory"
+        assert rank_result(cut, oom_killed=False).kind == "infrastructure"
 
 
 def test_a_process_that_cannot_be_started_leaves_no_descriptor():

@@ -12,17 +12,17 @@ LIMIT_BYTES = 128 << 20
 # What a rank's supervisor does, in a cgroup that its process, as a small one, stays well within.
 SUPERVISE = """
 import os, signal, sys
-from prefect_torch.tasks.rank.resources.oom_kills import count_oom_kills
+from prefect_torch.tasks.rank.resources.oom_kills import OomKills
 from prefect_torch.tasks.gang.process import RankProcess
 from prefect_torch.tasks.rank.failures import of_returncode
 
 def end_of(program):
-    before = count_oom_kills()
+    oom_kills = OomKills()
     process = RankProcess([sys.executable, "-S", "-c", program], dict(os.environ), b"")
     for _ in process.lines(0.05):
         pass
     ending = process.reap()
-    return ending.returncode, of_returncode(ending.returncode, oom_killed=count_oom_kills() > before)
+    return ending.returncode, of_returncode(ending.returncode, oom_killed=bool(oom_kills.happened()))
 
 print(end_of("import os; os.kill(os.getpid(), 9)"), end_of("bytearray(1 << 30)"), end_of("import os; os.kill(os.getpid(), 9)"))
 """
