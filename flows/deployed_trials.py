@@ -24,6 +24,7 @@ from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import read_end
 from prefect_torch.tasks import RunConfig
+from prefect_torch.tasks.options.config import UNLIMITED
 
 from .monitoring.messages import portable_storage, tag_of
 from .trial_runs import Training, TrialDecisions
@@ -224,7 +225,7 @@ class DeployedTrials:
     def _count_lost(self, number: int) -> TrialEnd | None:
         self._num_lost[number] += 1
         most = self._training.failure.max_infrastructure_failures
-        if most < 0 or self._num_lost[number] <= most:
+        if most == UNLIMITED or self._num_lost[number] <= most:
             return None
         return TrialEnd("failed", f"its flow run was lost {self._num_lost[number]} times")
 

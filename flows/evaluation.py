@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from prefect import flow, get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
-from prefect_torch.ckpt.runs.attempts import newest_attempt
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
@@ -180,8 +179,7 @@ def _choose(
     if run is None:
         raise ValueError("give run, the name of the run to evaluate, or checkpoints")
     store = CheckpointStore.open(storage, run)
-    if newest_attempt(store) is None:
-        raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}")
+    store.check_begun()
     return _new_checkpoints(store, name, poll_s)
 
 

@@ -89,9 +89,9 @@ def _read_policies(
             standing = read_standing(store)
             if standing is not None:
                 found[name] = standing.attempt.policy
-            elif must_exist:
-                raise FileNotFoundError(f"there is no run {name!r} in {spec.url}")
             else:
+                if must_exist:
+                    store.check_begun()
                 get_run_logger().warning("run %r is not pruned: no attempt has begun it", name)
         except CheckpointError as exc:
             get_run_logger().error("run %r is not pruned: %s", name, exc)

@@ -122,12 +122,11 @@ class Result:
         store = CheckpointStore.open(storage, run)
         standing = read_standing(store)
         if standing is None:
-            if store.keys(store.layout.attempts) or store.listed():
-                raise CheckpointCorruptError(
-                    f"run {run!r} in {store.storage.url} has no claim of an attempt that can be read; "
-                    "CheckpointStore.list() returns its checkpoints"
-                )
-            raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}")
+            store.check_begun()
+            raise CheckpointCorruptError(
+                f"run {run!r} in {store.storage.url} has no claim of an attempt that can be read; "
+                "CheckpointStore.list() returns its checkpoints"
+            )
         attempt, outcome = standing.attempt, standing.outcome
         listed, manifests = store.list_readable()
         history = read_history(store, listed)

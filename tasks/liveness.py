@@ -1,4 +1,7 @@
-"""Whether a run is being trained, by its storage, the machine of its leader and Prefect."""
+"""Whether a run is alive, by its storage, the machine of its leader and Prefect.
+
+`may_be_led`: an attempt may be under way. `is_being_trained`: that, or its flow run may start another attempt.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +13,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.standing import read_standing
+from prefect_torch.ckpt.runs.standing import Standing, read_standing
 
 _IMPATIENT_S = 5.0
 
@@ -29,6 +32,17 @@ def is_being_trained(store: CheckpointStore) -> bool:
     except httpx.HTTPError:  # Prefect's API is unavailable; the training goes on meanwhile
         return True
     return standing.may_be_alive if ended is None else not ended
+
+
+def may_be_led(standing: Standing) -> bool:
+    """Return whether the attempt may be under way; asks Prefect only where the storage and the machine do not show its end.
+
+    Raises:
+        httpx.HTTPError: If Prefect's API is unavailable.
+
+    """
+    flow_run_id = standing.attempt.owner.flow_run_id
+    return standing.may_be_alive and not (flow_run_id is not None and has_ended(flow_run_id))
 
 
 def has_ended(flow_run_id: str) -> bool | None:

@@ -80,6 +80,20 @@ class Run:
         """Return a checkpoint's location: a local path or a URL, as `Checkpoint` takes it."""
         return self._location_of(self.layout.data(checkpoint_id)).rstrip("/")
 
+    def has_begun(self) -> bool:
+        """Return whether the run exists: an attempt has claimed it, or it has checkpoints; a listing, and one more if not."""
+        return any(next(self.storage.list(prefix), None) for prefix in (self.layout.attempts, self.layout.manifests))
+
+    def check_begun(self) -> None:
+        """Raise FileNotFoundError unless the run exists.
+
+        Raises:
+            FileNotFoundError: If it does not.
+
+        """
+        if not self.has_begun():
+            raise FileNotFoundError(f"there is no run {self.name!r} in {self.storage.url}")
+
     def ids(self, *, after: str | None = None) -> Iterator[str]:
         """Yield the ids of committed checkpoints, oldest first; one request per thousand."""
         return (listed.id for listed in self.listed(since=after) if listed.id != after)

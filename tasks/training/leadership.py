@@ -7,7 +7,7 @@ from prefect_torch.ckpt import RunBusyError, StorageError
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_unless_led, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import standing_of
-from prefect_torch.tasks.liveness import has_ended
+from prefect_torch.tasks.liveness import may_be_led
 
 
 def claim_leadership(
@@ -59,9 +59,7 @@ def refuse_if_alive(run: Run, previous: Attempt, flow_run_id: str | None) -> Non
     owner = previous.owner
     if flow_run_id is not None and owner.flow_run_id == flow_run_id:
         return  # this flow run's own earlier try
-    if not standing_of(run, previous).may_be_alive:
-        return
-    if owner.flow_run_id is not None and has_ended(owner.flow_run_id):
+    if not may_be_led(standing_of(run, previous)):
         return
     led = (
         f"sweep {run.name!r} in {run.storage.url} is led"

@@ -21,8 +21,7 @@ def open_run(storage: str, run: str) -> CheckpointStore:
 
     """
     store = replace(CheckpointStore.open(open_existing_storage(storage), run), memory=ManifestMemory())
-    layout = store.layout
-    if not any(next(store.storage.list(prefix), None) for prefix in (layout.attempts, layout.manifests)):
+    if not store.has_begun():
         raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; prefect-torch ls {storage} lists the runs")
     return store
 
