@@ -14,6 +14,7 @@ from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
 from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, history_of
 from prefect_torch.flows.sweeps.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
+from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
@@ -166,11 +167,9 @@ def sweep(
                 search,
                 parsed,
                 definition.seed,
-                events,
-                journal.append,
+                RecordedTrials(events, journal.append, told.observe),
                 led.name,
                 lambda source, clone: pin_source(storage, source, clone[-8:]),
-                told.observe,
             )
             expect_questions(led, are_expected=trials_on is not None)
             trials: TrialRuns = LocalTrials(training, searched)
@@ -269,7 +268,7 @@ def _record_end(
         return
     if end is not None and trial.state == "running":
         search.end(number, end)
-    for source, clone in search.take_released():
+    for source, clone in search.recorded.take_released():
         unpin_source(storage, source, clone[-8:])
 
 

@@ -2,11 +2,9 @@
 
 import math
 import secrets
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
 
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
@@ -15,7 +13,6 @@ from prefect_torch.flows.sweeps.failures import Failures
 from prefect_torch.flows.sweeps.history import (
     CheckpointsDeleted,
     Cloned,
-    Event,
     History,
     RungReport,
     Source,
@@ -25,12 +22,9 @@ from prefect_torch.flows.sweeps.history import (
     TrialReported,
     TrialResumed,
     TrialStarted,
-    TrialState,
-    apply,
-    encode_event,
-    operations_of,
 )
 from prefect_torch.flows.sweeps.limits import limits_of, reached_limit
+from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
 from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
 from prefect_torch.flows.sweeps.search_config import SearchConfig
@@ -50,15 +44,14 @@ class Search:
         search: The configuration.
         space: The space.
         seed: The seed.
-        events: Those so far.
-        append: Records an entry in the journal; durable when it returns.
+        recorded: The trials so far, and how more of them is recorded.
         sweep: The sweep's name.
         pin: Pins the newest checkpoint of a trial for the run of the given name, and returns its id; None if there is none.
-        observe: Gets each event once it is recorded, with the trials after it; it must not wait.
         clock: Returns the time in seconds.
 
     Attributes:
         metrics: The names of the metrics that are optimized.
+        recorded: The trials, and how more of them is recorded.
         trials: Every trial, by number.
 
     """
@@ -68,43 +61,35 @@ class Search:
         search: SearchConfig,
         space: Nested,
         seed: int,
-        events: Sequence[Event],
-        append: Callable[[dict[str, Any]], None],
+        recorded: RecordedTrials,
         sweep: str,
         pin: Callable[[TrialRecord, str], str | None] = lambda _, __: None,
-        observe: Callable[[Event, History], None] = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._search = search
         self.metrics = search.metrics
-        self._append = append
+        self.recorded = recorded
+        self.trials: History = recorded.by_number
         self._sweep = sweep
         self._pin = pin
-        self._observe = observe
         self._clock = clock
         self._started_s = clock()
         points = grid_points(search, space)
-        self._study = Study(operations_of(events), search, space, seed, points)
+        self._study = Study(recorded.operations, search, space, seed, points)
         default = len(points) if check_sampler(search, space) == "grid" else _DEFAULT_TRIALS
         self.num_trials = search.num_trials or default
-        self.trials: dict[int, TrialRecord] = {}
-        self._numbers: dict[TrialState, set[int]] = {state: set() for state in get_args(TrialState)}
-        self._released: list[tuple[Source, str]] = []
-        for event in events:
-            self._apply(event)
         self._scheduler = make_scheduler(search, space, seed, self.num_trials)
         self._error: Exception | None = None
-        self._lock = threading.RLock()
-        self._restarts = sorted(self._numbers["failed"]) if search.restart_errored else []
+        self._restarts = sorted(recorded.in_state("failed")) if search.restart_errored else []
 
     def lead(self, attempt: int, *, is_fresh: bool = False) -> None:
         """Record that this process leads the sweep."""
-        self._record(SweepLed(attempt, is_fresh))
+        self.recorded.record(SweepLed(attempt, is_fresh))
 
     def running(self) -> list[TrialRecord]:
         """Return the trials that run, or ran when the process that led the sweep before was killed."""
-        with self._lock:
-            return [self.trials[number] for number in sorted(self._numbers["running"])]
+        with self.recorded.lock:
+            return [self.trials[number] for number in sorted(self.recorded.in_state("running"))]
 
     def next_trial(self) -> TrialRecord | None:
         """Return a trial that is to be started now; None while there is none.
@@ -113,7 +98,7 @@ class Search:
             SweepFailedError: If too many trials have failed.
 
         """
-        with self._lock:
+        with self.recorded.lock:
             self.raise_if_failed()
             if self.is_over_budget:
                 return None
@@ -148,7 +133,7 @@ class Search:
 
     def decide(self, number: int, request: DecisionRequest) -> Verdict:
         """Return whether a trial goes on after a report; the decision is recorded, and the same when it is asked for again."""
-        with self._lock:
+        with self.recorded.lock:
             trial, metrics = self.trials[number], request.metrics
             score = find_score(metrics, self._search.metrics[0])
             value = math.nan if score is None else float(score) * self._sign
@@ -162,7 +147,7 @@ class Search:
             cloned = None if decision.clone is None else self._clone(number, decision.clone)
             if decision.state != "running":
                 self._tell(replace(trial, reports=(*trial.reports, report)), decision.state, metrics)
-            self._record(
+            self.recorded.record(
                 TrialReported(
                     number,
                     report.time,
@@ -230,12 +215,14 @@ class Search:
 
     def end(self, number: int, end: TrialEnd, *, is_judged: bool = False) -> TrialRecord:
         """Record that the run of a trial has ended; a completed one has failed if it lacked a metric, unless that is judged."""
-        with self._lock:
+        with self.recorded.lock:
             trial = self.trials[number]
             if end.outcome == "completed" and not is_judged:
                 end = judge(end, self._needed_by(trial))
             self._tell(trial, end.outcome, end.metrics)
-            self._record(TrialEnded(number, end.outcome, end.reason, end.metrics, operations=self._study.take_operations()))
+            self.recorded.record(
+                TrialEnded(number, end.outcome, end.reason, end.metrics, operations=self._study.take_operations())
+            )
             return self.trials[number]
 
     def _needed_by(self, trial: TrialRecord) -> list[str]:
@@ -252,7 +239,7 @@ class Search:
         """
         if self._error is not None:
             raise self._error
-        with self._lock:
+        with self.recorded.lock:
             self._failures().raise_if_too_many(self._search.max_failed_trials)
 
     def raise_if_all_failed(self) -> None:
@@ -262,16 +249,16 @@ class Search:
             SweepFailedError: With the first error.
 
         """
-        with self._lock:
+        with self.recorded.lock:
             self._failures().raise_if_all()
 
     def _failures(self) -> Failures:
-        failed = self._numbers["failed"].difference(self._restarts)  # those get another chance
-        return Failures(self._sweep, self.trials, failed, has_completed=bool(self._numbers["completed"]))
+        failed = self.recorded.in_state("failed") - set(self._restarts)  # those get another chance
+        return Failures(self._sweep, self.trials, failed, has_completed=bool(self.recorded.in_state("completed")))
 
     def _start(self, number: int) -> TrialRecord:
         suggestion = self._study.suggest(number)
-        self._record(
+        self.recorded.record(
             TrialStarted(
                 number,
                 self._new_run(number),
@@ -287,14 +274,8 @@ class Search:
         return f"{self._sweep}/trial-{number:04d}-{secrets.token_hex(4)}"
 
     def _resume(self, promotion: Promotion) -> TrialRecord:
-        self._record(TrialResumed(promotion.number, promotion.milestone))
+        self.recorded.record(TrialResumed(promotion.number, promotion.milestone))
         return self.trials[promotion.number]
-
-    def take_released(self) -> list[tuple[Source, str]]:
-        """Return the sources that are no longer needed, each with the run that began from it, once."""
-        with self._lock:
-            released, self._released = self._released, []
-            return released
 
     def take_excess(self, *, is_over: bool) -> tuple[tuple[int, str], ...]:
         """Return the runs whose checkpoints are to be deleted, with their trials' numbers; those trials cannot go on any more.
@@ -306,45 +287,19 @@ class Search:
         keep = self._search.keep_best_trials
         if keep is None:
             return ()
-        with self._lock:
+        with self.recorded.lock:
             lost = self._scheduler.lost(self.trials)
             if is_over and not self.is_over_budget:
-                lost = frozenset(self._numbers["paused"])
+                lost = frozenset(self.recorded.in_state("paused"))
             excess = find_excess(self.trials, lost, keep, self._search.metrics[0], self._search.modes[0])
             for number in excess.stopped:
                 reason = f"{keep} better trials keep their checkpoints"
-                self._record(TrialEnded(number, "stopped", reason, self.trials[number].metrics))
+                self.recorded.record(TrialEnded(number, "stopped", reason, self.trials[number].metrics))
             return excess.runs
 
     def record_deleted(self, number: int, run: str) -> None:
         """Record that the checkpoints of a run of trial `number` have been deleted."""
-        self._record(CheckpointsDeleted(number, run))
-
-    def _record(self, event: Event) -> None:
-        with self._lock:
-            self._append(encode_event(event))
-            self._apply(event)
-            self._observe(event, self.trials)
-
-    def _apply(self, event: Event) -> None:
-        if isinstance(event, TrialReported | TrialEnded) and event.state != "failed":
-            trial = self.trials[event.trial]
-            if trial.source is not None:  # the copy is committed: the trial has reported in its own run
-                self._released.append((trial.source, trial.run))
-                self.trials[event.trial] = replace(trial, source=None)
-        apply(self.trials, event)
-        self._count(event)
-
-    def _count(self, event: Event) -> None:
-        """Keep the numbers of the trials in each state, so that no decision looks through all trials for them."""
-        if isinstance(event, SweepLed):
-            if event.is_fresh:
-                for numbers in self._numbers.values():
-                    numbers.clear()
-            return
-        for numbers in self._numbers.values():
-            numbers.discard(event.trial)
-        self._numbers[self.trials[event.trial].state].add(event.trial)
+        self.recorded.record(CheckpointsDeleted(number, run))
 
 
 def _is_same(known: RungReport, report: RungReport) -> bool:

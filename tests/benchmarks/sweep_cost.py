@@ -85,6 +85,7 @@ def show_memory(trials):
     from prefect_torch.flows import SearchConfig, uniform
     from prefect_torch.flows.sweeps.history import decode_event
     from prefect_torch.flows.sweeps.journal import Journal, list_parts, read_journal
+    from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
     from prefect_torch.flows.sweeps.search import Search
     from prefect_torch.flows.sweeps.space import parse_space
     from prefect_torch.flows.sweeps.trial_end import TrialEnd
@@ -96,7 +97,7 @@ def show_memory(trials):
     with tempfile.TemporaryDirectory(prefix="prefect-torch-sweep-", dir=".") as folder:
         run = Run.open(folder, "sweep")
         claimed = claim_attempt(run, Owner.current(), world_size=0).number
-        search = Search(config, space, 0, [], Journal(run, claimed, 0).append, "sweep")
+        search = Search(config, space, 0, RecordedTrials([], Journal(run, claimed, 0).append), "sweep")
         begun_s = time.perf_counter()
         for number in range(1, trials + 1):
             trial = search.next_trial()
@@ -109,7 +110,7 @@ def show_memory(trials):
         before_mib, begun_s = resident_mib(), time.perf_counter()
         entries = read_journal(run)
         events = [event for entry in entries if (event := decode_event(entry, "the journal")) is not None]
-        again = Search(config, space, 0, events, lambda _: None, "sweep")
+        again = Search(config, space, 0, RecordedTrials(events, lambda _: None), "sweep")
         took_s, parts = time.perf_counter() - begun_s, len(list_parts(run))
     assert again.trials == search.trials
     more_mib = resident_mib() - before_mib

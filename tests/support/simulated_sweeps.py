@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.flows.sweeps.history import decode_event
+from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
@@ -42,7 +43,9 @@ class Simulation:
     def lead(self, stop_after: int | None = None) -> Search:
         """Run until the search has no more, or is killed after so many steps; started again it goes on."""
         events = [event for entry in self.entries if (event := decode_event(entry, "test")) is not None]
-        search = Search(self.config, parse_space(self.space), self.seed, events, self.entries.append, "sweep", self._pin)
+        search = Search(
+            self.config, parse_space(self.space), self.seed, RecordedTrials(events, self.entries.append), "sweep", self._pin
+        )
         running = [trial.number for trial in search.running()]
         while stop_after is None or self.total < stop_after:
             while len(running) < self.config.max_concurrent and not self._is_spent:

@@ -14,6 +14,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import SearchConfig, uniform
 from prefect_torch.flows.sweeps.asked_decisions import AskedDecisions, answer_questions, asked_decisions, expect_questions
 from prefect_torch.flows.sweeps.history import decode_event
+from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import parse_space
 
@@ -104,12 +105,12 @@ def test_only_the_trials_of_a_sweep_that_leads_them_elsewhere_ask(tmp_path):
 def test_a_question_that_a_killed_sweep_has_decided_has_the_same_answer_from_the_next():
     config = SearchConfig(metric="loss", num_trials=4, seed=0, sampler="random", scheduler="asha", max_t=9)
     entries, space = [], parse_space({"lr": uniform(0, 1)})
-    search = Search(config, space, 0, [], entries.append, "sweep")
+    search = Search(config, space, 0, RecordedTrials([], entries.append), "sweep")
     number = search.next_trial().number
     request = DecisionRequest(0, 1, 1, {"loss": 0.5}, "a-checkpoint")
     verdict = search.decide(number, request)
     events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
-    again = Search(config, space, 0, events, entries.append, "sweep")
+    again = Search(config, space, 0, RecordedTrials(events, entries.append), "sweep")
     recorded = len(entries)
     assert again.decide(number, request) == verdict
     assert len(entries) == recorded

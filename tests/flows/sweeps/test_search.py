@@ -9,6 +9,7 @@ from prefect_torch.ckpt.reporting.decisions import Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.flows import SearchConfig, SweepFailedError, choice, grid, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.history import decode_event
+from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.study import Observation, Study, check_sampler
@@ -77,14 +78,14 @@ WRONG_NAMES = [
 @pytest.mark.parametrize(("changes", "problem"), WRONG_NAMES, ids=range(len(WRONG_NAMES)))
 def test_what_is_no_sampler_or_pruner_is_said_by_its_name(changes, problem):
     with pytest.raises((ValueError, TypeError), match=problem):
-        Search(configured(**changes), parse_space(SPACE), 0, [], [].append, "sweep")
+        Search(configured(**changes), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
 
 
 def test_a_sampler_of_ones_own_by_its_import_path_and_conditional_domains_of_two_metrics():
     space = {"x": uniform(0, 1), "how": choice([{"name": "a", "y": uniform(0, 1)}, {"name": "b", "z": randint(1, 4)}])}
     for sampler in ("nsga2", "optuna.samplers:RandomSampler"):
         config = configured(metric=["loss", "size"], mode=["min", "max"], sampler=sampler, num_trials=60)
-        search = Search(config, parse_space(space), 0, [], [].append, "sweep")
+        search = Search(config, parse_space(space), 0, RecordedTrials([], [].append), "sweep")
         while (trial := search.next_trial()) is not None:
             how = trial.config["how"]
             assert set(how) == ({"name", "y"} if how["name"] == "a" else {"name", "z"})
@@ -97,7 +98,7 @@ def test_a_sampler_of_ones_own_by_its_import_path_and_conditional_domains_of_two
 def lead(config, space, entries, number=None):
     """Start `number` trials, or all, of a search that goes on from `entries`, and let each complete."""
     events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
-    search = Search(config, parse_space(space), 0, events, entries.append, "sweep")
+    search = Search(config, parse_space(space), 0, RecordedTrials(events, entries.append), "sweep")
     found = []
     while (number is None or len(found) < number) and (trial := search.next_trial()) is not None:
         found.append(trial.config)
@@ -130,14 +131,16 @@ def test_a_point_that_is_given_twice_is_tried_twice_also_after_a_kill():
 def test_failed_trials_get_another_chance_whatever_ended_the_sweep(changes):
     config, entries = configured(**changes), []
     reason = {} if "num_trials" in changes else {"reason": "an error"}
-    search = Search(config, parse_space(SPACE), 0, [], entries.append, "sweep")
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep")
     for _ in range(3 if "num_trials" in changes else 1):
         end = TrialEnd("failed", **reason) if reason else TrialEnd("completed", None, {"other": 1.0})
         search.end(search.next_trial().number, end)
     with pytest.raises(SweepFailedError):
         search.next_trial()
     events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
-    again = Search(config.model_copy(update={"restart_errored": True}), parse_space(SPACE), 0, events, [].append, "sweep")
+    again = Search(
+        config.model_copy(update={"restart_errored": True}), parse_space(SPACE), 0, RecordedTrials(events, [].append), "sweep"
+    )
     again.raise_if_failed()
     assert again.next_trial().number == 0
     again.end(0, TrialEnd("failed", "an error"))
@@ -149,7 +152,7 @@ def test_failed_trials_get_another_chance_whatever_ended_the_sweep(changes):
 @pytest.mark.parametrize("times", [(0.25, 0.5, 0.75), (1, math.nan, math.inf)])
 def test_a_pruner_sees_each_report_of_a_trial_whose_time_is_a_metric(times):
     config = configured(scheduler="pruner", pruner="sweep_trainings:threshold_pruner", time_attr="epoch", grace_period=0.5)
-    search = Search(config, parse_space(SPACE), 0, [], [].append, "sweep")
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
     number = search.next_trial().number
     verdicts = [
         search.decide(number, DecisionRequest(0, count, count, {"loss": loss, "epoch": time}, f"id-{count}")).goes_on
@@ -162,19 +165,22 @@ def test_a_pruner_sees_each_report_of_a_trial_whose_time_is_a_metric(times):
 def test_a_sampler_of_optunas_by_its_import_path_gets_the_seed(sampler):
     suggested = []
     for _ in range(2):
-        search = Search(configured(sampler=f"optuna.samplers:{sampler}"), parse_space(SPACE), 0, [], [].append, "sweep")
+        search = Search(
+            configured(sampler=f"optuna.samplers:{sampler}"), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep"
+        )
         suggested.append([search.next_trial().config for _ in range(3)])
     assert suggested[0] == suggested[1]
 
 
 def test_optuna_logs_nothing_of_a_study_that_goes_on(caplog):
     entries = []
-    Search(configured(), parse_space(SPACE), 0, [], entries.append, "sweep").next_trial()
+    Search(configured(), parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep").next_trial()
     events = [decode_event(entry, "the journal") for entry in entries]
     logger = logging.getLogger("optuna")
     logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, "optuna"):
-        assert Search(configured(), parse_space(SPACE), 0, events, entries.append, "sweep").next_trial().number == 1
+        again = Search(configured(), parse_space(SPACE), 0, RecordedTrials(events, entries.append), "sweep")
+        assert again.next_trial().number == 1
     logger.removeHandler(caplog.handler)
     assert caplog.messages == []
 
@@ -194,7 +200,7 @@ def test_the_population_goes_on_from_its_best_and_pins_what_it_takes():
     assert {trial.state for trial in search.trials.values()} == {"completed"}
     cloned = [trial for trial in search.trials.values() if trial.is_cloned]
     assert cloned
-    assert {(source.run, source.checkpoint) for source, _ in search.take_released()} == simulation.pinned
+    assert {(source.run, source.checkpoint) for source, _ in search.recorded.take_released()} == simulation.pinned
     fixed = Simulation(configured(num_trials=12, max_t=40), {"rate": loguniform(0.001, 1)}, follow_schedule, epochs=100)
     assert simulation.best(search) < fixed.best(fixed.lead())
 
@@ -269,7 +275,7 @@ def test_a_trial_whose_score_is_nan_is_never_promoted():
 
 def test_a_metric_that_never_appears_ends_the_search_after_three_trials():
     entries = []
-    search = Search(configured(metric="val_loss"), parse_space(SPACE), 0, [], entries.append, "sweep")
+    search = Search(configured(metric="val_loss"), parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep")
     for _ in range(3):
         trial = search.next_trial()
         search.end(trial.number, TrialEnd("completed", None, {"loss": 1.0, "accuracy": 0.5}))
@@ -279,7 +285,7 @@ def test_a_metric_that_never_appears_ends_the_search_after_three_trials():
 
 
 def test_a_metric_that_is_text_is_told_from_one_that_never_appears():
-    search = Search(configured(metric="loss"), parse_space(SPACE), 0, [], [].append, "sweep")
+    search = Search(configured(metric="loss"), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
     number = search.next_trial().number
     search.end(number, TrialEnd("completed", None, {"loss": "low"}))
     assert search.trials[number].reason == "no report of the trial has the metric 'loss' as a number: it is 'low', of type str"
@@ -296,7 +302,13 @@ def test_with_a_scheduler_too_a_metric_that_never_appears_ends_the_search(schedu
 
 @pytest.mark.parametrize("scheduler", ["asha", "hyperband", "median"])
 def test_a_time_that_never_appears_ends_the_search_instead_of_its_scheduler(scheduler):
-    search = Search(configured(scheduler=scheduler, max_t=3, time_attr="epoch"), parse_space(SPACE), 0, [], [].append, "sweep")
+    search = Search(
+        configured(scheduler=scheduler, max_t=3, time_attr="epoch"),
+        parse_space(SPACE),
+        0,
+        RecordedTrials([], [].append),
+        "sweep",
+    )
     for number in range(3):
         trial = search.next_trial()
         if scheduler == "median":  # asks at every report
@@ -309,7 +321,7 @@ def test_a_time_that_never_appears_ends_the_search_instead_of_its_scheduler(sche
 def test_a_metric_that_only_some_reports_have_is_decided_by_those():
     entries = []
     config = configured(scheduler="asha", max_t=9, num_trials=3)
-    search = Search(config, parse_space(SPACE), 0, [], entries.append, "sweep")
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep")
     number = search.next_trial().number
     recorded = len(entries)
     assert search.decide(number, DecisionRequest(0, 1, 1, {"other": 1}, "a")) == Verdict(True, 1)
@@ -329,7 +341,7 @@ def test_a_sampler_whose_package_is_missing_names_the_extra(monkeypatch):
 def test_no_trial_starts_or_goes_on_after_the_time_budget_and_none_loses_its_checkpoint():
     now_s, entries = [0.0], []
     config = configured(scheduler="asha", max_t=9, time_budget_s=60, keep_best_trials=1)
-    search = Search(config, parse_space(SPACE), 0, [], entries.append, "sweep", clock=lambda: now_s[0])
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep", clock=lambda: now_s[0])
     for number in range(3):
         assert search.next_trial().number == number
         assert not search.decide(number, DecisionRequest(0, 1, 1, {"loss": float(number)}, f"checkpoint-{number}")).goes_on
@@ -338,12 +350,12 @@ def test_no_trial_starts_or_goes_on_after_the_time_budget_and_none_loses_its_che
     assert search.take_excess(is_over=True) == ()
     assert {trial.state for trial in search.trials.values()} == {"paused"}
     events = [decode_event(entry, "the journal") for entry in entries]
-    again = Search(config, parse_space(SPACE), 0, events, entries.append, "sweep", clock=lambda: now_s[0])
+    again = Search(config, parse_space(SPACE), 0, RecordedTrials(events, entries.append), "sweep", clock=lambda: now_s[0])
     assert again.next_trial().number == 0  # a sweep that is started again has the whole budget
 
 
 def test_more_failures_than_allowed_end_the_search():
-    search = Search(configured(max_failed_trials=1), parse_space(SPACE), 0, [], [].append, "sweep")
+    search = Search(configured(max_failed_trials=1), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
     for _ in range(2):
         search.end(search.next_trial().number, TrialEnd("failed", "boom", {}))
     with pytest.raises(SweepFailedError, match=r"2 trials .* have failed, and max_failed_trials=1; the first, trial 0: boom"):
@@ -357,7 +369,9 @@ def test_every_sampler_suggests_the_same_after_a_kill(sampler):
         for number in range(14):
             if search is None or number in kills:
                 events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
-                search = Search(configured(sampler=sampler), parse_space(space), 3, events, entries.append, "sweep")
+                search = Search(
+                    configured(sampler=sampler), parse_space(space), 3, RecordedTrials(events, entries.append), "sweep"
+                )
             trial = search.next_trial()
             search.end(trial.number, TrialEnd("completed", None, {"loss": (trial.config["x"] - 0.3) ** 2 + trial.config["y"]}))
         return [trial.config for trial in search.trials.values()]
