@@ -120,9 +120,9 @@ def _belongs_to(run: Run, checkpoint: Checkpoint) -> bool:
     return checkpoint.store is not None and checkpoint.store.path == run.path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CommitJob:
-    """One rank's share of a commit.
+    """One rank's share of a commit, and how far it is; a second try goes on from there.
 
     Attributes:
         staged: The report.

@@ -123,9 +123,10 @@ class StateSaver:
         found = flatten(state, self.rank)
         arrays: dict[str, ArrayKind] = {leaf.name: leaf.array for leaf in found.leaves if leaf.array is not None}
         samples = self._sampler.sample(found.leaves, found.parts) if self._world_size > 1 else {}
-        snapshot = StateSnapshot(self, [], [], [], {}, found.parts, arrays, found.orders, samples)
         plain: list[Leaf] = []
         compared: list[Leaf] = []
+        shards: list[TensorShard] = []
+        tensors: list[torch.Tensor] = []
         for leaf in found.leaves:
             unowned = not isinstance(leaf.value, torch.Tensor) or is_unowned(leaf)
             if unowned and (not isinstance(leaf.value, torch.Tensor) or is_small(leaf.value)):
@@ -134,12 +135,11 @@ class StateSaver:
             if unowned and self._world_size > 1 and rank_of(leaf.name) is None:
                 compared.append(leaf)
             if (described := self._describer.describe(leaf)) is not None:
-                snapshot.shards.append(described[0])
-                snapshot.tensors.append(described[1])
+                shards.append(described[0])
+                tensors.append(described[1])
         self._warn_of_costs(compared)
-        snapshot.values.extend(capture_values(plain))
-        snapshot.digests.update(digest_tensors(compared))
-        return snapshot
+        values, digests = capture_values(plain), digest_tensors(compared)
+        return StateSnapshot(self, shards, tensors, values, digests, found.parts, arrays, found.orders, samples)
 
     def _warn_of_costs(self, compared: Sequence[Leaf]) -> None:
         """Log once, on rank 0, that large tensors are compared, as those of a `state_dict()` are, and what to give instead."""

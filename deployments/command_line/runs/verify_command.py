@@ -75,7 +75,7 @@ def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> Iterator[
     with progress_bar("verifying", len(ids), unit="checkpoints") as bar:
         for checkpoint_id in ids:
             try:
-                store.verify(store.get(checkpoint_id), level)
+                store.verify(store.committed(checkpoint_id), level)
             except CheckpointCorruptError as exc:
                 yield Verified(checkpoint_id, whole=False, damage=str(exc))
             except UnsupportedFormatError as exc:
