@@ -12,8 +12,8 @@ from prefect.states import Cancelled, Crashed
 from prefect_torch.ckpt.runs.attempts import Outcome
 from prefect_torch.tasks import train_workers
 from prefect_torch.tasks.gang.gpus import GpuSeat
-from prefect_torch.tasks.gang.local_rank import prepare_ranks
 from prefect_torch.tasks.gang.machine.lending import Machines
+from prefect_torch.tasks.gang.processes.local_rank import prepare_ranks
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.training.job import TrainJob

@@ -13,12 +13,12 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Failed
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, has_announced_failure
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
+from prefect_torch.tasks.gang.processes.local_rank import LocalRank
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import CONSEQUENCES
 from prefect_torch.tasks.rank.rendezvous import connect, heartbeat_key
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
-from .local_rank import LocalRank
 from .lost_peers import describe_lost_connection
 from .rank_logs import RankLog
 from .stop_order import StopOrder

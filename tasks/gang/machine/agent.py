@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
-from prefect_torch.tasks.gang.fork_servers import FORK_SERVERS, RANK_PROGRAM, ForkServer, python_command
-from prefect_torch.tasks.gang.process import RankProcess
-from prefect_torch.tasks.gang.secret_variables import SECRETS_OF_PREFECT
+from prefect_torch.tasks.gang.processes.flight_recorder import FlightRecorder
+from prefect_torch.tasks.gang.processes.fork_servers import FORK_SERVERS, RANK_PROGRAM, ForkServer, python_command
+from prefect_torch.tasks.gang.processes.process import RankProcess
+from prefect_torch.tasks.gang.processes.secret_variables import SECRETS_OF_PREFECT
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.oom_kills import OomKills
 

@@ -5,7 +5,7 @@ import re
 import threading
 from collections.abc import Callable
 
-from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.gang.processes.process import RankProcess
 
 _ROOM = re.compile(r"room for (\d+): .*")
 _LAST_LINES = 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import cloudpickle
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.tasks.gang.fork_servers import RANK_PROGRAM
+from prefect_torch.tasks.gang.processes.fork_servers import RANK_PROGRAM
 from prefect_torch.tasks.options.settings import TorchSettings
 from prefect_torch.tasks.rank.spec import RankSpec
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prefect import get_run_logger
-from prefect_torch.tasks.gang.rank_exit import result_left, result_of_exit
+from prefect_torch.tasks.gang.processes.rank_exit import result_left, result_of_exit
 from prefect_torch.tasks.rank.plain_result import decode_result
 from prefect_torch.tasks.rank.spec import RankResult
 

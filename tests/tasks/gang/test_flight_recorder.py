@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prefect_torch.tasks.gang import local_rank
-from prefect_torch.tasks.gang.flight_recorder import FlightRecorder
-from prefect_torch.tasks.gang.local_rank import LocalRank
+from prefect_torch.tasks.gang.processes import local_rank
 from prefect_torch.tasks.gang.machine import agent
-from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.gang.processes.flight_recorder import FlightRecorder
+from prefect_torch.tasks.gang.processes.local_rank import LocalRank
+from prefect_torch.tasks.gang.processes.process import RankProcess
 from prefect_torch.tasks.rank.function import pack_function
 from rank_specs import rank_spec
 

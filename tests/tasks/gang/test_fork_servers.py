@@ -11,9 +11,9 @@ import psutil
 import pytest
 from forked_programs import started_as_usual
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.tasks.gang import fork_servers
-from prefect_torch.tasks.gang.fork_servers import ForkServer, ForkServers, ProcessContext, python_command
-from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.gang.processes import fork_servers
+from prefect_torch.tasks.gang.processes.fork_servers import ForkServer, ForkServers, ProcessContext, python_command
+from prefect_torch.tasks.gang.processes.process import RankProcess
 from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec
@@ -186,8 +186,8 @@ def test_a_forked_rank_dies_with_its_guard(rank, servers):
 
 SUPERVISOR = """
 import sys, os
-from prefect_torch.tasks.gang.fork_servers import FORK_SERVERS, python_command
-from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.gang.processes.fork_servers import FORK_SERVERS, python_command
+from prefect_torch.tasks.gang.processes.process import RankProcess
 assert not {"torch", "prefect"} & sys.modules.keys()
 environment = {**os.environ, "RANK": "3"}
 process = RankProcess(python_command("prefect_torch.tasks.rank.main"), environment, open(sys.argv[1], "rb").read(), (),

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from prefect_torch.tasks.gang import gpus
 from prefect_torch.tasks.gang.gpus import Gpu, GpusBusyError, GpuSeat, list_gpus, take_free
-from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.gang.processes.process import RankProcess
 from pretended_gpus import listed
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -21,7 +21,7 @@ import sys, time
 from pretended_gpus import listed
 from prefect_torch.tasks.gang import gpus
 from prefect_torch.tasks.gang.gpus import GpuSeat
-from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.gang.processes.process import RankProcess
 gpus.list_gpus = listed
 seat = GpuSeat(int(sys.argv[1]), 0.0, "the other")
 seat.take(lambda: None)

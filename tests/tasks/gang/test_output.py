@@ -3,7 +3,7 @@ import io
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.tasks.gang.output import OutputLines
+from prefect_torch.tasks.gang.processes.output import OutputLines
 from tqdm import tqdm
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from prefect_torch.tasks.gang.local_rank import rank_result
-from prefect_torch.tasks.gang.process import ProcessExit, RankProcess
+from prefect_torch.tasks.gang.processes.local_rank import rank_result
+from prefect_torch.tasks.gang.processes.process import ProcessExit, RankProcess
 from prefect_torch.tasks.rank.spec import RankResult
 
 
@@ -82,7 +82,7 @@ def test_what_a_process_leaves_behind_ends_with_it():
 
 def test_a_supervisor_that_is_killed_takes_the_process_along():
     program = (
-        "import os, sys\nfrom prefect_torch.tasks.gang.process import RankProcess\n"
+        "import os, sys\nfrom prefect_torch.tasks.gang.processes.process import RankProcess\n"
         "process = RankProcess([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'],"
         " dict(os.environ), b'')\n"
         "for lines in process.lines(0.05):\n    for line in lines: print(line, flush=True)"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from prefect_torch.tasks.gang import fork_servers
+from prefect_torch.tasks.gang.processes import fork_servers
 from prefect_torch.tasks.rank.function import check_signature, pack_function, takes_config, unpack_function
 
 

@@ -13,7 +13,7 @@ LIMIT_BYTES = 128 << 20
 SUPERVISE = """
 import os, signal, sys
 from prefect_torch.tasks.rank.resources.oom_kills import OomKills
-from prefect_torch.tasks.gang.process import RankProcess
+from prefect_torch.tasks.gang.processes.process import RankProcess
 from prefect_torch.tasks.rank.failures import of_returncode
 
 def end_of(program):

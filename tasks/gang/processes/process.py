@@ -17,7 +17,7 @@ from prefect_torch.tasks.rank.starting.fork_server import Descriptors, environme
 from .fork_servers import ForkServer
 from .output import OutputLines
 
-_GUARD = Path(__file__).parents[1] / "rank/starting/guard.py"
+_GUARD = Path(__file__).parents[2] / "rank/starting/guard.py"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Ranks as processes of this machine: started, forked, watched for output, and what each left when it exited."""
