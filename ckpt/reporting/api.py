@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, set_context
-from prefect_torch.ckpt.state import spare_memory
+from prefect_torch.ckpt.state.staging import spare_memory
 
 if TYPE_CHECKING:
     from .agreement import Upload

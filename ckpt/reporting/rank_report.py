@@ -23,9 +23,9 @@ from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.manifest import MAX_STEP
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.state import spare_memory
 from prefect_torch.ckpt.state.index import is_own_file
 from prefect_torch.ckpt.state.plan import WriteItem
+from prefect_torch.ckpt.state.staging import spare_memory
 from prefect_torch.ckpt.storage.scratch import kernel_id, remove_scratch, scratch_folder
 
 from .agreement import Agreement, Intent, Upload

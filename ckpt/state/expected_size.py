@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from prefect_torch.ckpt.context import rank_and_world_size
+from prefect_torch.ckpt.state.staging import spare_memory
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import spare_memory
 from .index import StateIndex, rank_of
 
 _BYTES_OF_A_CHUNK = 2048  # its archive's header and footer, and the alignment

@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 import xxhash
+from prefect_torch.ckpt.state.staging.device_copies import brought_to_host
 
-from .device_copies import brought_to_host
 from .flatten import Leaf
 from .index import rank_of
 from .tensors import is_dtensor

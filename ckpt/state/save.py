@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import xxhash
 from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
 from prefect_torch.ckpt.storage.protocol import Transfer
 from prefect_torch.ckpt.text import show_some
 
 from .flatten import Describer, Leaf, flatten, is_small, is_unowned
-from .image import StagingBuffer
 from .index import ArrayKind, Chunk, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of, tensors_file, values_file
 from .key_order import KeyOrder
 from .plan import TensorShard, WriteItem

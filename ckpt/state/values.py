@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 import xxhash
+from prefect_torch.ckpt.state.staging.buffer import memory_of
+from prefect_torch.ckpt.state.staging.device_copies import brought_to_host, sums_of_words
 
-from .device_copies import brought_to_host, sums_of_words
 from .flatten import Leaf
-from .image import memory_of
 from .plan import Step
 
 _PLAIN = {type(None), bool, float, str}

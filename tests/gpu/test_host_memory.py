@@ -10,11 +10,11 @@ import pytest
 import torch
 from gpu_states import GIB, Holder
 from prefect_torch.ckpt import get_checkpoint, report
-from prefect_torch.ckpt.state import device_copies, host_memory
 from prefect_torch.ckpt.state.flatten import Leaf
-from prefect_torch.ckpt.state.host_memory import HostMemory
-from prefect_torch.ckpt.state.image import StagingBuffer
 from prefect_torch.ckpt.state.loading import read
+from prefect_torch.ckpt.state.staging import device_copies, host_memory
+from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
+from prefect_torch.ckpt.state.staging.host_memory import HostMemory
 from prefect_torch.ckpt.state.values import capture_values, digest_tensors
 from ranks import Attempt, in_training
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,7 +69,7 @@ def test_a_step_that_the_driver_refuses_leaves_none_locked_and_the_next_kernel_w
 
 END_WITH_LOCKED_MEMORY = """
 import torch
-from prefect_torch.ckpt.state.host_memory import HostMemory
+from prefect_torch.ckpt.state.staging.host_memory import HostMemory
 memory = HostMemory(10_000_000)
 memory.register(torch.device("cuda", 0))
 assert memory.tensor.is_pinned()

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefect_torch.ckpt.state.image import memory_of
 from prefect_torch.ckpt.state.index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
+from prefect_torch.ckpt.state.staging.buffer import memory_of
 from prefect_torch.ckpt.storage.keys import temporary_name
 from prefect_torch.ckpt.text import show_some
 

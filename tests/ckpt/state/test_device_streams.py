@@ -11,9 +11,9 @@ import pytest
 import simulated_gpu as gpu
 import torch
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.state import device_copies, host_memory, image
-from prefect_torch.ckpt.state.host_memory import HostMemory
-from prefect_torch.ckpt.state.image import StagingBuffer
+from prefect_torch.ckpt.state.staging import buffer, device_copies, host_memory
+from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
+from prefect_torch.ckpt.state.staging.host_memory import HostMemory
 from ranks import Attempt
 from simulated_processes import Mutant, failure_of, on_simulated_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -222,7 +222,7 @@ def test_memory_is_locked_in_the_background_and_of_exact_size(tmp_path):
         session.report({}, state={"model": model, "more": torch.nn.Linear(700, 700, device=gpu.DEVICE)})
         session.wait_for_commits()
 
-    image.StagingBuffer.stage, image.StagingBuffer.__init__ = observe, keep
+    buffer.StagingBuffer.stage, buffer.StagingBuffer.__init__ = observe, keep
     assert Attempt(store).run(train) == [None]
     (_, first_bytes), (_, second_bytes) = buffers
     assert at_stage[0] == 0
@@ -393,16 +393,16 @@ def test_options_and_steps_of_an_optimizer_are_on_the_device_where_it_wants_them
 MUTANTS = {
     "staging does not wait": (
         test_a_report_stores_the_values_of_its_call,
-        Mutant("ckpt.state.device_copies", "arrivals.callback(copied.synchronize)", "pass"),
+        Mutant("ckpt.state.staging.device_copies", "arrivals.callback(copied.synchronize)", "pass"),
     ),
     "the event is not recorded": (
         test_a_report_stores_the_values_of_its_call,
-        Mutant("ckpt.state.device_copies", "copied.record(streams.current_stream(device))", "pass"),
+        Mutant("ckpt.state.staging.device_copies", "copied.record(streams.current_stream(device))", "pass"),
     ),
     "the event is recorded before the copies": (
         test_a_report_stores_the_values_of_its_call,
         Mutant(
-            "ckpt.state.device_copies",
+            "ckpt.state.staging.device_copies",
             "copied = streams.Event()",
             "(copied := streams.Event()).record(); copied.record = lambda _: 0",
         ),
@@ -410,7 +410,7 @@ MUTANTS = {
     "the event is recorded only after success": (
         test_a_copy_that_fails_leaves_none_under_way,
         Mutant(
-            "ckpt.state.device_copies",
+            "ckpt.state.staging.device_copies",
             "            finally:  #",
             "            except ZeroDivisionError: pass\n            else:  #",
         ),
@@ -418,25 +418,27 @@ MUTANTS = {
     "the event is recorded on another stream": (
         test_a_report_stores_the_values_of_the_current_stream,
         Mutant(
-            "ckpt.state.device_copies", "copied.record(streams.current_stream(device))", "copied.record(streams.Stream(device))"
+            "ckpt.state.staging.device_copies",
+            "copied.record(streams.current_stream(device))",
+            "copied.record(streams.Stream(device))",
         ),
     ),
     "copies have a stream of their own": (
         test_a_report_stores_the_values_of_its_call,
         Mutant(
-            "ckpt.state.device_copies",
+            "ckpt.state.staging.device_copies",
             "                _copy(pairs, non_blocking=True)",
             "                with streams.stream(streams.Stream(device)): _copy(pairs, non_blocking=True)",
         ),
     ),
     "copies wait one by one": (
         test_a_report_waits_once_and_makes_no_stream,
-        Mutant("ckpt.state.device_copies", "_copy(pairs, non_blocking=True)", "_copy(pairs, non_blocking=False)"),
+        Mutant("ckpt.state.staging.device_copies", "_copy(pairs, non_blocking=True)", "_copy(pairs, non_blocking=False)"),
     ),
     "small tensors are not awaited": (
         test_tensors_that_no_module_holds_are_compared_by_the_gpu,
         Mutant(
-            "ckpt.state.device_copies",
+            "ckpt.state.staging.device_copies",
             'torch.cat([_raw(tensors[place]) for place in places]).to("cpu"), 0',
             "torch.empty(sum(it.nbytes for it in tensors), dtype=torch.uint8), 0\n"
             "        raw.copy_(torch.cat([_raw(tensors[place]) for place in places]), non_blocking=True)",
@@ -444,15 +446,17 @@ MUTANTS = {
     ),
     "torch conjugates the host's memory": (
         test_odd_tensors_are_stored_as_they_look,
-        Mutant("ckpt.state.device_copies", "target.copy_(source.resolve_conj().resolve_neg(), ", "target.copy_(source, "),
+        Mutant(
+            "ckpt.state.staging.device_copies", "target.copy_(source.resolve_conj().resolve_neg(), ", "target.copy_(source, "
+        ),
     ),
     "strided tensors are gathered whole": (
         test_a_report_takes_little_memory_of_the_gpu,
-        Mutant("ckpt.state.device_copies", "REGISTRATION_BYTES if is_plain else _STRIDED_BYTES", "REGISTRATION_BYTES"),
+        Mutant("ckpt.state.staging.device_copies", "REGISTRATION_BYTES if is_plain else _STRIDED_BYTES", "REGISTRATION_BYTES"),
     ),
     "copies cross registrations": (
         test_no_copy_crosses_a_registration,
-        Mutant("ckpt.state.device_copies", "REGISTRATION_BYTES if is_plain else", "2**40 if is_plain else"),
+        Mutant("ckpt.state.staging.device_copies", "REGISTRATION_BYTES if is_plain else", "2**40 if is_plain else"),
     ),
     "loading does not wait for the current stream": (
         test_a_load_waits_for_the_current_stream_and_is_there_for_every_other,
@@ -461,7 +465,9 @@ MUTANTS = {
     "loading waits for another stream": (
         test_a_load_waits_for_the_current_stream_and_is_there_for_every_other,
         Mutant(
-            "ckpt.state.device_copies", "streams.current_stream(device).synchronize()", "streams.Stream(device).synchronize()"
+            "ckpt.state.staging.device_copies",
+            "streams.current_stream(device).synchronize()",
+            "streams.Stream(device).synchronize()",
         ),
     ),
     "blocks are still to be copied when their slot is reused": (
@@ -470,31 +476,33 @@ MUTANTS = {
     ),
     "memory that does not suffice is kept": (
         test_memory_is_locked_in_the_background_and_of_exact_size,
-        Mutant("ckpt.state.image", "memory.release()", "pass"),
+        Mutant("ckpt.state.staging.buffer", "memory.release()", "pass"),
     ),
     "memory is unmapped before it is unlocked": (
         test_locked_memory_is_not_given_to_forked_processes_and_is_unlocked_before_it_is_unmapped,
-        Mutant("ckpt.state.host_memory", "weakref.finalize(self, _unregister", "weakref.finalize(self._pages, _unregister"),
+        Mutant(
+            "ckpt.state.staging.host_memory", "weakref.finalize(self, _unregister", "weakref.finalize(self._pages, _unregister"
+        ),
     ),
     "memory is locked on GPU 0": (
         test_memory_is_locked_in_the_background_and_of_exact_size,
-        Mutant("ckpt.state.host_memory", "with module.device(device):", "if True:"),
+        Mutant("ckpt.state.staging.host_memory", "with module.device(device):", "if True:"),
     ),
     "a refusal is left to the next kernel": (
         test_where_pages_cannot_be_locked_reports_go_on_with_one_warning,
         Mutant(
-            "ckpt.state.host_memory",
+            "ckpt.state.staging.host_memory",
             "pool.submit(self._register, self._pages, device).result()",
             "self._register(self._pages, device)",
         ),
     ),
     "a refused part leaves the others locked": (
         test_where_pages_cannot_be_locked_reports_go_on_with_one_warning,
-        Mutant("ckpt.state.host_memory", "_unregister(device, registered, os.getpid())  #", "pass  #"),
+        Mutant("ckpt.state.staging.host_memory", "_unregister(device, registered, os.getpid())  #", "pass  #"),
     ),
     "locked memory is copied by forks": (
         test_locked_memory_is_not_given_to_forked_processes_and_is_unlocked_before_it_is_unmapped,
-        Mutant("ckpt.state.host_memory", "pages.madvise(mmap.MADV_DONTFORK)", "pass"),
+        Mutant("ckpt.state.staging.host_memory", "pages.madvise(mmap.MADV_DONTFORK)", "pass"),
     ),
     "options are built on the CPU": (
         test_options_and_steps_of_an_optimizer_are_on_the_device_where_it_wants_them,

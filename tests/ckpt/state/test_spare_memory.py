@@ -7,10 +7,11 @@ import threading
 import pytest
 import torch
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.state import expected_size, spare_memory
-from prefect_torch.ckpt.state.host_memory import HostMemory
-from prefect_torch.ckpt.state.image import StagingBuffer
+from prefect_torch.ckpt.state import expected_size
 from prefect_torch.ckpt.state.plan import TensorShard, plan_writes
+from prefect_torch.ckpt.state.staging import spare_memory
+from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
+from prefect_torch.ckpt.state.staging.host_memory import HostMemory
 from ranks import Attempt, as_rank, folder, in_training
 from states import check_equal
 

@@ -29,11 +29,11 @@ from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.rank_report import Report, StagedReport
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.ckpt.runs.manifest import new_id
-from prefect_torch.ckpt.state import image
 from prefect_torch.ckpt.state.flatten import flatten
-from prefect_torch.ckpt.state.image import StagingBuffer
 from prefect_torch.ckpt.state.index import DTYPE_BYTES
 from prefect_torch.ckpt.state.parameters import _reshard
+from prefect_torch.ckpt.state.staging import buffer
+from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
 from prefect_torch.ckpt.state.tensors import is_dtensor
 from prefect_torch.ckpt.storage.local import MOST_RECORD_BYTES, LocalStorage
 from ranks import Attempt, folder, read_files
@@ -563,7 +563,7 @@ def test_an_index_says_what_ranks_have_on_their_own(store):
 
 def test_torch_of_another_make_is_stored_by_its_own_save(store, monkeypatch, tmp_path):
     """Should torch.save one day write its data elsewhere, files are made by it, in the background."""
-    monkeypatch.setattr(image, "_is_readable", lambda dtype: False)
+    monkeypatch.setattr(buffer, "_is_readable", lambda dtype: False)
     report_states(store, lambda epoch, rank: {"w": torch.full((500, 300), float(epoch)), "v": torch.arange(70_000)}, 2)
     state = load(newest(store), {"w": torch.zeros(500, 300), "v": torch.zeros(70_000, dtype=torch.int64)})
     check_equal(state, {"w": torch.full((500, 300), 2.0), "v": torch.arange(70_000)})

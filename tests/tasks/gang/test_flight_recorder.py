@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prefect_torch.tasks.gang.processes import local_rank
 from prefect_torch.tasks.gang.machine import agent
+from prefect_torch.tasks.gang.processes import local_rank
 from prefect_torch.tasks.gang.processes.flight_recorder import FlightRecorder
 from prefect_torch.tasks.gang.processes.local_rank import LocalRank
 from prefect_torch.tasks.gang.processes.process import RankProcess
