@@ -8,7 +8,7 @@ flow of the user's own may start that server before it uses one of these.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from . import embedded_server as _embedded_server  # noqa: F401 - its import has an effect
+from .prefect_api import embedded_server as _embedded_server  # noqa: F401 - its import has an effect
 
 if TYPE_CHECKING:
     from prefect_torch.flows.sweeps.failures import SweepFailedError

@@ -8,6 +8,8 @@ from prefect import flow, get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
+from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
 from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
@@ -23,9 +25,7 @@ from prefect_torch.tasks.run_logs import library_logs_in_run
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
-from .api_outage import outlast_api_outages
 from .arguments import find_named, machines_for, seat_for
-from .embedded_server import tie_embedded_server
 from .short_tracebacks import short_tracebacks, shorten_logs
 
 

@@ -10,6 +10,7 @@ from prefect.flows import Flow
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Crashed
 from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import train_workers
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Machines
@@ -19,8 +20,6 @@ from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import Observer, Observers
 from prefect_torch.tasks.training.restarts import Restarts
-
-from .api_outage import outlast_api_outages
 
 _outcomes: dict[str, Outcome] = {}  # by flow run, from the flow's body to its hook in the same process
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from prefect import Flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectHTTPStatusError
+from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout
+from prefect_torch.flows.prefect_api.final_state import call_for_result
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.one_line_messages import restore_message
 from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
 
 from .cluster_runner import use_threads
-from .embedded_server import long_startup_timeout
-from .final_state import call_for_result
 from .leading import set_terminated_state
 from .monitoring.terminal import HiddenAtTerminal, filter_terminals, show_short
 

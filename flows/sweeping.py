@@ -10,6 +10,9 @@ from prefect_torch.ckpt import CheckpointNotFoundError, StorageError, StorageSpe
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.synced.first_download import download_run
+from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
+from prefect_torch.flows.prefect_api.final_state import completed
+from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
 from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, history_of
@@ -33,11 +36,8 @@ from prefect_torch.tasks.training.unusable_storage import unusable_storage_expla
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .api_outage import outlast_api_outages
 from .arguments import name_of_flow_run, seat_for
 from .deployed_trials import DeployedTrials, check_deployment
-from .embedded_server import tie_embedded_server
-from .final_state import completed
 from .monitoring.events.sweep_events import SweepEvents
 from .monitoring.messages import flow_run_name
 from .monitoring.pages.runs_page import refresh_runs_page

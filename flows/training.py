@@ -9,6 +9,8 @@ from prefect.client.orchestration import get_client
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.restarted import Restart
+from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
+from prefect_torch.flows.prefect_api.final_state import completed
 from prefect_torch.flows.result import Result
 from prefect_torch.flows.sweeps.asked_decisions import asked_decisions
 from prefect_torch.tasks import (
@@ -29,8 +31,6 @@ from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import initial_checkpoint, machines_for, name_of_flow_run, seat_for
 from .cluster_runner import with_cluster_of_runner
-from .embedded_server import tie_embedded_server
-from .final_state import completed
 from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress

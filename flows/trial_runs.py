@@ -12,6 +12,9 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.prefect_api.client import SubflowClients
+from prefect_torch.flows.prefect_api.final_state import completed
+from prefect_torch.flows.prefect_api.settings import settings_with, using
 from prefect_torch.flows.sweeps.definition import config_of_trial
 from prefect_torch.flows.sweeps.history import TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
@@ -27,7 +30,6 @@ from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .arguments import machines_for, seat_for
-from .final_state import completed
 from .leading import lead_training, set_terminated_state
 from .monitoring.events.heartbeats import heartbeats
 from .monitoring.events.observer import EventObserver
@@ -36,8 +38,6 @@ from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver
 from .monitoring.pages.setup import Setup
 from .monitoring.sweeps.trial_message import TrialMessageObserver
-from .prefect_client import SubflowClients
-from .prefect_settings import settings_with, using
 
 _SHORT_S = 1.0  # the pages of a shorter trial are written once, at its end
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from forked_programs import FORKED, Popen, run_program
 from prefect.server.api.server import SubprocessASGIServer
-from prefect_torch.flows import embedded_server
+from prefect_torch.flows.prefect_api import embedded_server
 from prefect_torch.tasks.gang.processes.fork_servers import python_command
 
 IS_FORKED = "import sys; assert 'torch' in sys.modules and 'prefect' in sys.modules, 'it is new'\n"

@@ -8,9 +8,9 @@ from prefect import flow
 from prefect.logging import disable_run_logger
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings, temporary_settings
-from prefect_torch.flows import embedded_server
-from prefect_torch.flows.embedded_server import ServerKeeper, _start_tied
-from prefect_torch.flows.prefect_settings import using
+from prefect_torch.flows.prefect_api import embedded_server
+from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper, _start_tied
+from prefect_torch.flows.prefect_api.settings import using
 from prefect_torch.flows.short_tracebacks import short_tracebacks
 
 

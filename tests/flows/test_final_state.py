@@ -3,7 +3,7 @@
 import httpx
 import pytest
 from prefect import flow
-from prefect_torch.flows.final_state import completed
+from prefect_torch.flows.prefect_api.final_state import completed
 from prefect_torch.flows.short_tracebacks import short_tracebacks
 
 

@@ -15,9 +15,9 @@ from prefect.settings import (
     get_current_settings,
     temporary_settings,
 )
-from prefect_torch.flows.api_outage import _RETRIES, _defaults
-from prefect_torch.flows.prefect_client import own_connections
-from prefect_torch.flows.prefect_settings import settings_with, using, without_retries
+from prefect_torch.flows.prefect_api.client import own_connections
+from prefect_torch.flows.prefect_api.outage import _RETRIES, _defaults
+from prefect_torch.flows.prefect_api.settings import settings_with, using, without_retries
 
 AWAY = "http://127.0.0.1:1/api"
 

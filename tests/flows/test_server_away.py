@@ -23,9 +23,9 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_servers import PrefectServer, Proxy, postgres, postgres_program, rows, wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.flows import api_outage
-from prefect_torch.flows.api_outage import outlast_api_outages
-from prefect_torch.flows.embedded_server import ServerKeeper
+from prefect_torch.flows.prefect_api import outage as api_outage
+from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper
+from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 
 SUPPORT = Path(__file__).parents[1] / "support"
 AWAY_S = float(os.environ.get("PREFECT_TORCH_TEST_AWAY_S", "15"))

@@ -142,7 +142,7 @@ def _library(kind: str) -> str:
 def _bytes_per_s(device: "torch.device") -> tuple[float, bool]:
     """Return the speed of a device's second copy to the host, and whether the host's memory was page-locked."""
     import torch  # noqa: PLC0415 - seconds, for doctor only
-    from prefect_torch.ckpt.state.host_memory import HostMemory  # noqa: PLC0415 - imports torch
+    from prefect_torch.ckpt.state.staging.host_memory import HostMemory  # noqa: PLC0415 - imports torch
 
     module: Any = torch.get_device_module(device)
     source = torch.zeros(min(_COPIED_BYTES, module.mem_get_info(device)[0] // 2), dtype=torch.uint8, device=device)

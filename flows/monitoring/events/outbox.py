@@ -12,8 +12,8 @@ from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.events import Event, RelatedResource
 from prefect.events.related import related_resources_from_run_context
-from prefect_torch.flows.prefect_client import own_connections
-from prefect_torch.flows.prefect_settings import without_retries
+from prefect_torch.flows.prefect_api.client import own_connections
+from prefect_torch.flows.prefect_api.settings import without_retries
 
 PERIOD_S = 5.0
 _MOST_PER_REQUEST = 200

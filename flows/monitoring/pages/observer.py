@@ -11,8 +11,8 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.text import page_url, plain_text, show_time
-from prefect_torch.flows.prefect_client import own_connections
-from prefect_torch.flows.prefect_settings import without_retries
+from prefect_torch.flows.prefect_api.client import own_connections
+from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import TrainingEvent
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff

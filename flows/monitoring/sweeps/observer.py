@@ -13,8 +13,8 @@ from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, artifact_key
 from prefect_torch.flows.monitoring.text import plain_text
-from prefect_torch.flows.prefect_client import own_connections
-from prefect_torch.flows.prefect_settings import without_retries
+from prefect_torch.flows.prefect_api.client import own_connections
+from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.history import History
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 

@@ -22,7 +22,7 @@ from prefect.settings import (
 )
 
 from .embedded_server import ServerKeeper, embedded_server_kept_running
-from .prefect_settings import without_retries
+from .settings import without_retries
 
 # Pauses of 2, 4, ..., 128 s: log lines wait for the API for about four minutes. Prefect's own 5 retries drop them after one.
 _RETRIES = 7

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from prefect import get_run_logger
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
 
-from .prefect_settings import settings_with, using
+from .settings import settings_with, using
 
 if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
