@@ -19,7 +19,7 @@ import certifi
 import pytest
 from hypothesis import settings
 from prefect_home import prepared_home
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Transfer
 from servers import ACCESS_KEY, SECRET_KEY, AzureServer, S3Server, SshServer, free_port, program, rclone_command, running
 

@@ -30,7 +30,7 @@ from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.attempts import Outcome, Owner, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.layout import Layout
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,

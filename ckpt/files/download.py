@@ -13,8 +13,8 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, check_entry, check_local_size, missing, verify
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
-from prefect_torch.ckpt.storage.folder_readers import reading
 from prefect_torch.ckpt.storage.keys import check_key, temporary_name
+from prefect_torch.ckpt.storage.local_files.readers import reading
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
 

@@ -14,8 +14,8 @@ from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of, has
 from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
 from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.folder_readers import is_read
 from prefect_torch.ckpt.storage.keys import is_key
+from prefect_torch.ckpt.storage.local_files.readers import is_read
 
 from .deletion_marks import DeletionMark, marked, remove_stale_marks
 from .log_files import delete_evaluation_logs

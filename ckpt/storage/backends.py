@@ -26,7 +26,7 @@ def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
     if match is None and "upload" in spec.options:
         return _open_synced(spec)
     if match is None:
-        from .local import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
+        from .local_files.storage import LocalStorage  # noqa: PLC0415 - each backend loads only what it needs
 
         # pyright takes `ckpt` and `prefect_torch.ckpt` for two packages, and these backends name their protocol by the latter.
         return RetryingStorage(lambda: LocalStorage(Path(spec.url)), spec.retry)  # pyright: ignore[reportArgumentType]
@@ -35,9 +35,9 @@ def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
         from .object_store.backend import ObstoreStorage  # noqa: PLC0415 - each backend loads only what it needs
 
         return RetryingStorage(lambda: ObstoreStorage(spec.url, next(options), spec.retry.deadline_s), spec.retry)  # pyright: ignore[reportArgumentType]
-    from .fsspec_backend import FsspecStorage  # noqa: PLC0415 - each backend loads only what it needs
+    from .fsspec_files.backend import FsspecStorage  # noqa: PLC0415 - each backend loads only what it needs
 
-    return RetryingStorage(lambda: FsspecStorage(spec.url, next(options)), spec.retry)
+    return RetryingStorage(lambda: FsspecStorage(spec.url, next(options)), spec.retry)  # pyright: ignore[reportArgumentType]
 
 
 def _open_synced(spec: StorageSpec) -> Storage:

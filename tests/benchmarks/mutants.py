@@ -158,7 +158,7 @@ MUTANTS = [
         ("_TEMPORARY.fullmatch(name)", "_TEMPORARY.match(name[:5])"),
     ),
     *mutants_of(
-        "ckpt/storage/local.py",
+        "ckpt/storage/local_files/storage.py",
         "tests/ckpt/storage/test_storage.py -k TestLocalStorage",
         ("_unlink(way, [temporary])", "pass"),
         ("require_whole(file.fileno(), written, lambda: self._path(key))", "pass"),

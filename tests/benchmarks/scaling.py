@@ -63,7 +63,7 @@ from prefect_torch.ckpt.runs.manifest import (  # noqa: E402
 )
 from prefect_torch.ckpt.runs.pruning import collect_garbage  # noqa: E402
 from prefect_torch.ckpt.runs.resume import choose_checkpoint  # noqa: E402
-from prefect_torch.ckpt.storage.local import LocalStorage  # noqa: E402
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage  # noqa: E402
 from prefect_torch.ckpt.text import utc_now  # noqa: E402
 from result_file import write_results  # noqa: E402
 

@@ -9,7 +9,7 @@ from prefect_torch.ckpt import CommitFailedError, RetentionPolicy, StorageError
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.quarantine import quarantine, why_quarantined
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage
 from ranks import Attempt, folder, read_files

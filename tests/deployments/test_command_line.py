@@ -26,7 +26,7 @@ from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newe
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.ckpt.runs.quarantine import quarantine
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from ranks import Attempt, folder
 from servers import ACCESS_KEY, SECRET_KEY, free_port
 
@@ -500,7 +500,7 @@ def test_a_pull_into_a_full_directory_wants_force(local, command, tmp_path):
 def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):
     program = """
     import time
-    from prefect_torch.ckpt.storage.local import LocalStorage
+    from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
     from prefect_torch.deployments.command_line.program import main
     get_file = LocalStorage.get_file
     LocalStorage.get_file = lambda *args: time.sleep(60) if args[1].endswith("/model") else get_file(*args)

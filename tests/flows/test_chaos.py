@@ -13,7 +13,7 @@ NEVER_SYNCED = f"""
 import os, sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import chaos
-from prefect_torch.ckpt.storage import local
+from prefect_torch.ckpt.storage.local_files import storage as local
 class NeverSyncs:
     def __getattr__(self, name):
         return getattr(os, name) if name != "fsync" else lambda descriptor: None

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Transfer
 
 

@@ -14,7 +14,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.expected_size import prepare_for_loaded
 from prefect_torch.ckpt.state.index import INDEX_FILE, StateIndex
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Storage
 
 from .load_plan import LoadPlan, Redistribute

@@ -10,7 +10,7 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFound
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 
 from .read import Block, StateReader
 

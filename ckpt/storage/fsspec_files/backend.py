@@ -15,9 +15,12 @@ from typing import Any, TypeAlias
 
 import fsspec
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.storage.digest import RunningDigest, copy_and_digest, digest_stream, write_all
+from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_name
+from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
-from .digest import RunningDigest, copy_and_digest, digest_stream, write_all
-from .fsspec_files import (
+from .files import (
     Connections,
     can_replace,
     create,
@@ -30,9 +33,6 @@ from .fsspec_files import (
     require_whole,
     with_limited_waits,
 )
-from .keys import check_key, is_temporary, temporary_name
-from .parallel import for_each
-from .protocol import ObjectInfo, Splits, Transfer
 
 FileSystem: TypeAlias = Any  # fsspec ships no types
 _LOGIN_REFUSED = re.compile(r"\w*(?:Authentication|Logon|Login)|\w+: 530 ")  # a class's name, or FTP's code

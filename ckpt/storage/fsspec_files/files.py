@@ -8,9 +8,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from prefect_torch.ckpt.errors import StorageError
-
-from .digest import write_all
-from .keys import temporary_name
+from prefect_torch.ckpt.storage.digest import write_all
+from prefect_torch.ckpt.storage.keys import temporary_name
 
 FileSystem: TypeAlias = Any  # fsspec ships no types
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from .protocol import Storage
+from prefect_torch.ckpt.storage.protocol import Storage
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.storage.digest import copy_and_digest, digest_stream, write_all
-from prefect_torch.ckpt.storage.local_files.copies import copy_file, require_whole, write_and_digest
-from prefect_torch.ckpt.storage.local_files.free_space import FreeSpace
-from prefect_torch.ckpt.storage.local_files.groups import store_group
-from prefect_torch.ckpt.storage.local_files.root_folder import RootFolder, Way
+from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_name
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
-from .keys import check_key, is_temporary, temporary_name
+from .copies import copy_file, require_whole, write_and_digest
+from .free_space import FreeSpace
+from .groups import store_group
+from .root_folder import RootFolder, Way
 
 MOST_RECORD_BYTES = 2**30  # a manifest of a million files, whose paths may be long
 _MANY_DELETES = 100  # more deletes do not hit one put; where no file can be created, as in /proc, the loop must end

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from prefect_torch.ckpt.storage.keys import check_key
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.process_ids import is_alive
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 

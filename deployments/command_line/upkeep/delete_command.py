@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import click
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
-from prefect_torch.ckpt.storage.folder_readers import is_read
+from prefect_torch.ckpt.storage.local_files.readers import is_read
 from prefect_torch.ckpt.text import show_bytes, show_count, show_some
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, is_sweep, open_run, open_training, trials_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt.files.folder import adopt_files, group_files, read_metadata, scan_files
-from prefect_torch.ckpt.storage.local import MOST_RECORD_BYTES
+from prefect_torch.ckpt.storage.local_files.storage import MOST_RECORD_BYTES
 
 
 def test_files_are_found_at_any_depth_and_metadata_is_not_one(tmp_path):

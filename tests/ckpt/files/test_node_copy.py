@@ -16,8 +16,8 @@ from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.state.index import DCP_METADATA_FILE, Chunk, TensorEntry
 from prefect_torch.ckpt.state.loading.read import Block, tensor_blocks
 from prefect_torch.ckpt.state.loading.shared_reads import files_in_common
-from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import StorageSpec
 from ranks import Attempt, folder, read_files
 

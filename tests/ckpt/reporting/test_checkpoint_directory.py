@@ -10,7 +10,7 @@ from memory_storage import MemoryStorage
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageFullError, checkpoint_directory, report
 from prefect_torch.ckpt.files.folder import LentDirectories
 from prefect_torch.ckpt.runs.pruning import collect_garbage
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from ranks import Attempt, as_rank, read_files
 
 UPLOADS = pytest.mark.parametrize("upload", ["sync", "async"])

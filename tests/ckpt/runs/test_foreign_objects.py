@@ -15,8 +15,8 @@ from prefect_torch.ckpt.runs.history import lost_records, newest_recorded, read_
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.records import seal
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
-from prefect_torch.ckpt.storage import local
-from prefect_torch.ckpt.storage.local import MOST_RECORD_BYTES
+from prefect_torch.ckpt.storage.local_files import storage as local
+from prefect_torch.ckpt.storage.local_files.storage import MOST_RECORD_BYTES
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 

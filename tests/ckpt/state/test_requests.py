@@ -5,7 +5,7 @@ import torch
 from crash_points import open_run
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointCorruptError, StorageError
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from ranks import Attempt
 
 

@@ -35,7 +35,7 @@ from prefect_torch.ckpt.state.parameters import _reshard
 from prefect_torch.ckpt.state.staging import buffer
 from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
 from prefect_torch.ckpt.state.tensors import is_dtensor
-from prefect_torch.ckpt.storage.local import MOST_RECORD_BYTES, LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import MOST_RECORD_BYTES, LocalStorage
 from ranks import Attempt, folder, read_files
 from states import check_equal, make_state, make_training, take_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

@@ -9,7 +9,7 @@ from flipping_storage import FlippingStorage
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import StorageSpec
 from prefect_torch.ckpt.storage.retry import RetryingStorage

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import xxhash
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 
 MANY = 9 * 2**20 + 4096
 

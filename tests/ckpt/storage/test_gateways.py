@@ -10,8 +10,8 @@ import pytest
 from http_proxy import Response, proxied
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
-from prefect_torch.ckpt.storage import fsspec_files
-from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
+from prefect_torch.ckpt.storage.fsspec_files import files as fsspec_files
+from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.opening import open_storage

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from prefect_torch.ckpt.storage.local import LocalStorage
 from prefect_torch.ckpt.storage.local_files import syncing
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 
 MANY = 70  # more than are synced one by one
 

@@ -8,7 +8,7 @@ from odd_listings import Shuffled
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage import probe
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy

@@ -8,7 +8,7 @@ import pytest
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import StorageError, StorageSpec
 from prefect_torch.ckpt.storage import retry
-from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
+from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify, retries_ended_by
 

@@ -24,8 +24,8 @@ from obstore.store import LocalStore
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError
 from prefect_torch.ckpt.storage import digest
 from prefect_torch.ckpt.storage.digest import write_all
-from prefect_torch.ckpt.storage.fsspec_backend import FsspecStorage
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.object_store import backend as object_store
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
@@ -146,7 +146,7 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         program = """if True:
             import resource, sys
             from pathlib import Path
-            from prefect_torch.ckpt.storage.local import LocalStorage
+            from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
             storage, source = LocalStorage(Path(sys.argv[1])), Path(sys.argv[2])
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
             puts = (

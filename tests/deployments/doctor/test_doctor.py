@@ -80,7 +80,7 @@ def test_the_doctor_does_not_repeat_a_password(command):
 
 
 def test_a_storage_that_forgets_to_delete_is_wrong(command, local, monkeypatch):
-    monkeypatch.setattr("prefect_torch.ckpt.storage.local.LocalStorage.delete", lambda storage, keys: None)
+    monkeypatch.setattr("prefect_torch.ckpt.storage.local_files.storage.LocalStorage.delete", lambda storage, keys: None)
     code, out, _ = command("doctor", local)
     assert code == 1
     assert "does not forget: it still lists ['prefect-torch-probe-" in out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.tasks.gang.machine import working_dir as packing
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.rank.function import PackedFunction

@@ -4,7 +4,7 @@ import pytest
 from counting_storage import CountingStorage
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.layout import Layout
-from prefect_torch.ckpt.storage.local import LocalStorage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.tasks.rank import main
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from rank_specs import rank_spec
