@@ -13,9 +13,9 @@ from .prefect_api import embedded_server as _embedded_server  # noqa: F401 - its
 if TYPE_CHECKING:
     from prefect_torch.flows.sweeps.failures import SweepFailedError
     from prefect_torch.flows.sweeps.journal import JournalDamagedError
+    from prefect_torch.flows.sweeps.optuna_study.storage import open_study_storage
     from prefect_torch.flows.sweeps.search_config import SearchConfig
     from prefect_torch.flows.sweeps.space import choice, grid, loguniform, randint, uniform
-    from prefect_torch.flows.sweeps.study import open_study_storage
     from prefect_torch.tasks import (
         CheckpointConfig,
         DaskCluster,
@@ -71,7 +71,7 @@ _MODULES = {
     "evaluate": "prefect_torch.flows.evaluation",
     "grid": "prefect_torch.flows.sweeps.space",
     "loguniform": "prefect_torch.flows.sweeps.space",
-    "open_study_storage": "prefect_torch.flows.sweeps.study",
+    "open_study_storage": "prefect_torch.flows.sweeps.optuna_study.storage",
     "plan": "prefect_torch.flows.planning",
     "prune": "prefect_torch.flows.pruning",
     "randint": "prefect_torch.flows.sweeps.space",

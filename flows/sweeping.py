@@ -17,11 +17,12 @@ from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
 from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, history_of
 from prefect_torch.flows.sweeps.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
+from prefect_torch.flows.sweeps.optuna_study.samplers import require_optuna
+from prefect_torch.flows.sweeps.optuna_study.study import check_search
 from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
-from prefect_torch.flows.sweeps.study import check_search, require_optuna
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import delete_all, pin_source, read_end, undecided, unpin_source
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig

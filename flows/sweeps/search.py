@@ -24,12 +24,13 @@ from prefect_torch.flows.sweeps.history import (
     TrialStarted,
 )
 from prefect_torch.flows.sweeps.limits import limits_of, reached_limit
+from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
+from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, grid_points
 from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
 from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested
-from prefect_torch.flows.sweeps.study import Observation, Study, check_sampler, grid_points
 from prefect_torch.flows.sweeps.trial_end import TrialEnd, judge
 from prefect_torch.flows.sweeps.trial_retention import find_excess
 

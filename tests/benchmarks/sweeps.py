@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import optuna
 from prefect_torch.flows import SearchConfig, loguniform, uniform
-from prefect_torch.flows.sweeps.study import seed_of_trial
+from prefect_torch.flows.sweeps.optuna_study.study import seed_of_trial
 from result_file import write_results
 from simulated_sweeps import Simulation
 

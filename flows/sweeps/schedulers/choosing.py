@@ -1,8 +1,8 @@
 """The scheduler that a configuration names."""
 
+from prefect_torch.flows.sweeps.optuna_study.pruning import OptunaPruning
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested
-from prefect_torch.flows.sweeps.study import OptunaPruning
 
 from .asha import Asha, hyperband
 from .median import Median

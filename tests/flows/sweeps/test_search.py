@@ -9,10 +9,11 @@ from prefect_torch.ckpt.reporting.decisions import Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.flows import SearchConfig, SweepFailedError, choice, grid, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.history import decode_event
+from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
+from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study
 from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import parse_space
-from prefect_torch.flows.sweeps.study import Observation, Study, check_sampler
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from simulated_sweeps import Simulation
 

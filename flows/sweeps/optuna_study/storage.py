@@ -4,6 +4,13 @@ from collections.abc import Container, Iterable
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.opening import StorageLike
+from prefect_torch.flows.sweeps.history import operations_of
+from prefect_torch.flows.sweeps.stored_trials import read_events
+
+from .samplers import require_optuna
+
 if TYPE_CHECKING:
     import optuna
     from optuna.trial import FrozenTrial
@@ -64,6 +71,35 @@ def study_storage(log: Any, *, by_rung: bool) -> "optuna.storages.JournalStorage
             return found
 
     return StudyStorage(log)
+
+
+def open_study_storage(storage: StorageLike, name: str) -> "optuna.storages.JournalStorage":
+    """Return an Optuna storage with the study "sweep", for optuna-dashboard and Optuna's plots.
+
+    It follows the sweep, and cannot be changed.
+
+    Args:
+        storage: The sweep's storage.
+        name: The sweep's name.
+
+    Raises:
+        ImportError: If Optuna is not installed.
+
+    """
+    require_optuna()
+    from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
+    from optuna.storages.journal import BaseJournalBackend  # noqa: PLC0415
+
+    run = Run.open(storage, name)
+
+    class ReadJournal(BaseJournalBackend):
+        def read_logs(self, log_number_from: int) -> list[Operation]:
+            return operations_of(read_events(run))[log_number_from:]
+
+        def append_logs(self, logs: list[Operation]) -> None:
+            raise PermissionError(f"sweep {name!r} writes its study itself: {len(logs)} operations are refused")
+
+    return JournalStorage(ReadJournal())
 
 
 def _without_earlier(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":

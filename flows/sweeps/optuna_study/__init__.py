@@ -1,0 +1,1 @@
+"""The study of a sweep: the only folder that imports Optuna, the extra `sweep`."""

@@ -1,0 +1,49 @@
+"""Optuna's pruners, which stop a trial early."""
+
+import math
+
+from .samplers import imported
+
+
+class OptunaPruning:
+    """An Optuna pruner, with a study of its own that has the reports of every trial; a lower value is better.
+
+    Args:
+        name: "module:function", which returns the pruner.
+
+    Raises:
+        ValueError: If there is no such function, or it returns something else.
+
+    """
+
+    def __init__(self, name: str) -> None:
+        import optuna  # noqa: PLC0415 - an extra
+
+        self._states = {
+            "completed": optuna.trial.TrialState.COMPLETE,
+            "stopped": optuna.trial.TrialState.PRUNED,
+            "failed": optuna.trial.TrialState.FAIL,
+        }
+        pruner = imported("pruner", name)()
+        if not isinstance(pruner, optuna.pruners.BasePruner):
+            raise ValueError(f"pruner={name!r} returned a {type(pruner).__name__}: return an Optuna pruner")  # noqa: TRY004 - one error
+        self._study = optuna.create_study(pruner=pruner)
+        self._trials: dict[int, optuna.trial.Trial] = {}
+        self._last: dict[int, float] = {}
+
+    def report(self, number: int, step: int, value: float) -> bool:
+        """Add a report of a trial, and return whether the trial is to stop."""
+        if number not in self._trials:
+            self._trials[number] = self._study.ask()
+        self._trials[number].report(value, step)
+        self._last[number] = value
+        return self._trials[number].should_prune()
+
+    def end(self, number: int, state: str) -> None:
+        """Record that a trial has come to an end."""
+        if number not in self._trials:
+            return
+        last = self._last[number]
+        is_complete = state == "completed" and not math.isnan(last)
+        told = self._states[state] if state != "completed" or is_complete else self._states["failed"]
+        self._study.tell(self._trials[number], last if is_complete else None, told)
