@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
-from prefect_torch.ckpt.reporting.events import EventReceiver, Sent
+from prefect_torch.ckpt.reporting.events import EventReceiver, ReportEvent, Sent
 from prefect_torch.ckpt.reporting.exchange.exits import has_failure
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.text import show_some
@@ -229,7 +229,8 @@ class Gang:
         if self._receiver is not None:
             for event in self._receiver.drain():
                 assert recorder is not None, f"ranks that must not report sent {event}"
-                self._watch.record_report()
+                if not (isinstance(event, ReportEvent) and event.record.is_logged):  # a monitor's thread logs in a hanging rank
+                    self._watch.record_report()
                 recorder.record(event)
         if recorder is not None:
             recorder.poll()

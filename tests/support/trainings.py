@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
+from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, log_metrics, report
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Transfer
 
@@ -57,8 +57,9 @@ def come_to_an_end(how: str) -> None:
         raise ValueError("boom from the training")
     if how == "exit":
         sys.exit(3)
-    if how == "hang":
-        time.sleep(600)
+    while how == "hang":
+        log_metrics({"temperature": 60})  # as a monitor does, whatever the training does
+        time.sleep(0.5)
     if how == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(600)
