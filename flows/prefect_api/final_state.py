@@ -1,15 +1,21 @@
 """The completed state of a flow, whose result reaches the caller also where Prefect loses it on the way."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, cast
+from uuid import UUID
 
-from prefect.exceptions import MissingResult
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.exceptions import MissingResult, ObjectNotFound
+from prefect.runtime import flow_run
 from prefect.states import Completed
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_returned: ContextVar[list[Any] | None] = ContextVar("returned", default=None)  # by the flow that is called, one for each run
+# By the flow that is called: for each try, its flow run's id and its result.
+_returned: ContextVar[list[tuple[str, Any]] | None] = ContextVar("returned", default=None)
 
 
 def completed(message: str, result: R) -> R:
@@ -22,15 +28,16 @@ def completed(message: str, result: R) -> R:
     """
     returned = _returned.get()
     if returned is not None:
-        returned.append(result)
+        returned.append((flow_run.id, result))
     return cast("R", Completed(message=message, data=result))
 
 
 def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a flow, and return its result also where Prefect raises MissingResult for one that has completed.
+    """Call a flow, and return its result also where Prefect raises though it has completed.
 
     Prefect's client repeats the request for the final state when its answer is lost. The server, which has that state by then,
-    refuses the second one, and answers with a state that has no data.
+    refuses the second one, and answers with a state that has no data: MissingResult. Of a flow that has retries and returns a
+    state, Prefect's engine raises the exception of a try before the one that has completed.
 
     Args:
         call: Calls the flow.
@@ -38,14 +45,21 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
         kwargs: The same.
 
     """
-    results: list[Any] = []
+    results: list[tuple[str, Any]] = []
     token = _returned.set(results)
     try:
         return call(*args, **kwargs)
-    except MissingResult:
-        if not results:
+    except Exception as exc:
+        if not results or not (isinstance(exc, MissingResult) or _has_completed(results[-1][0])):
             raise
-        result: R = results[-1]
+        result: R = results[-1][1]
         return result
     finally:
         _returned.reset(token)
+
+
+def _has_completed(flow_run_id: str) -> bool:
+    with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:  # without an answer it has not
+        state = client.read_flow_run(UUID(flow_run_id)).state
+        return state is not None and state.is_completed()
+    return False

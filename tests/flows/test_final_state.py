@@ -1,4 +1,4 @@
-"""Final states whose request is repeated, as Prefect's client does when an answer is lost or the server says 503."""
+"""Final states whose request is repeated, as after a lost answer or the server's 503, and those of a second try."""
 
 import httpx
 import pytest
@@ -34,3 +34,25 @@ def test_a_result_arrives_though_the_answer_to_the_final_state_was_lost(answers_
     assert inner(3) == {"value": 3}
     assert outer() == [{"value": 1}, {"value": 2}]
     assert answers_lost == [201] * 4
+
+
+def test_a_try_that_completes_returns_though_one_before_it_has_raised():
+    @short_tracebacks
+    @flow(name="train", retries=1, persist_result=False)
+    def inner(fails):
+        tries.append(fails)
+        if fails[len(tries) - 1]:
+            raise ValueError(f"try {len(tries)}")
+        return completed("1 step", "done")
+
+    @flow
+    def outer():
+        return inner([True, False])
+
+    tries = []
+    assert inner([True, False]) == "done"
+    tries.clear()
+    assert outer() == "done"
+    tries.clear()
+    with pytest.raises(ValueError, match="try 2"):
+        inner([True, True])
