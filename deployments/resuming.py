@@ -7,7 +7,6 @@ from uuid import UUID
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.events.filters import EventFilter
@@ -177,13 +176,7 @@ def _same_run(client: SyncPrefectClient, crashed: FlowRun) -> dict[str, Any]:
         return parameters
     run = dict(parameters.get("run") or {})
     run["name"] = run.get("name") or name_run(client, crashed)
-    if run.get("resume") == "never" and _has_begun(client, crashed):  # the fresh start has been made
-        run["resume"] = "auto"
     return {**parameters, "run": run}
-
-
-def _has_begun(client: SyncPrefectClient, crashed: FlowRun) -> bool:
-    return bool(client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[crashed.id])), limit=1))
 
 
 def _now() -> datetime:

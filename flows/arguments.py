@@ -13,7 +13,8 @@ from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.runs.layout import check_run_name, is_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
-from prefect_torch.tasks import ScalingConfig
+from prefect_torch.flows.monitoring.restarted import restarted_before
+from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Machines
@@ -150,6 +151,14 @@ def count_call_in_task() -> TaskCall | None:
     _calls[task_run.id, task_run.run_count] += 1
     number = _calls[task_run.id, task_run.run_count]
     return TaskCall(task_run.flow_run_id, f"{task_run.task_key}/{task_run.dynamic_key}/{number}")
+
+
+def restarted_by_this(run: RunConfig) -> tuple[str, ...]:
+    """Return the flow runs that the current one restarts; empty where the start of the run does not depend on them."""
+    if run.resume != "never":
+        return ()
+    with get_client(sync_client=True) as client:
+        return restarted_before(client, client.read_flow_run(UUID(flow_run.id)))
 
 
 def default_run_name(flow_run_name: str | None, flow_run_id: str) -> str:

@@ -206,7 +206,7 @@ def _look_at_named(
     damaged: dict[str, str] = {}
     chosen = choose_checkpoint(
         store,
-        lineage=lineage_of(previous, run, None) or number,
+        lineage=lineage_of(previous, run, ()) or number,
         verify=_level(run),
         on_quarantine=damaged.__setitem__,
         dry_run=True,

@@ -15,7 +15,7 @@ from prefect_torch.flows.prefect_api.final_state import completed
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
-from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, history_of
+from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, has_begun_again, history_of
 from prefect_torch.flows.sweeps.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
 from prefect_torch.flows.sweeps.optuna_study.samplers import require_optuna
 from prefect_torch.flows.sweeps.optuna_study.study import check_search
@@ -33,11 +33,12 @@ from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.function import pack_function, reference_to
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.leadership import claim_leadership, record_outcome
+from prefect_torch.tasks.training.start import lineage_of
 from prefect_torch.tasks.training.unusable_storage import unusable_storage_explained
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import name_of_flow_run, seat_for
+from .arguments import name_of_flow_run, restarted_by_this, seat_for
 from .deployed_trials import DeployedTrials, check_deployment
 from .monitoring.events.sweep_events import SweepEvents
 from .monitoring.messages import flow_run_name
@@ -151,13 +152,15 @@ def sweep(
         failure,
     )
     led = Run.open(storage, run_config.name or name_of_flow_run())
-    is_fresh, given = run_config.resume == "never", define(function, space, training.config, search)
+    given = define(function, space, training.config, search)
     claimed = _claim(led, storage, run_config, given)
     with _outcome_recorded(led, claimed, storage):
-        definition = settle_definition(led, given, has_seed=search.seed is not None, is_fresh=is_fresh)
-        entries = _begin_journal(led, is_fresh=is_fresh)
+        entries = _begin_journal(led, may_be_new=run_config.resume == "never")
         where = f"the journal of sweep {led.name!r}"
-        events = [event for entry in entries if (event := decode_event(entry, where)) is not None and not is_fresh]
+        events = [event for entry in entries if (event := decode_event(entry, where)) is not None]
+        is_fresh = run_config.resume == "never" and not has_begun_again(events, claimed.lineage)
+        events = [] if is_fresh else events
+        definition = settle_definition(led, given, has_seed=search.seed is not None, is_fresh=is_fresh)
         journal = Journal(led, claimed.number, len(entries))
         termination = Termination(failure.grace_s)
         with (
@@ -200,12 +203,12 @@ def _outcome_recorded(led: Run, claimed: Attempt, storage: StorageSpec) -> Itera
     refresh_runs_page(storage)
 
 
-def _begin_journal(led: Run, *, is_fresh: bool) -> list[Entry]:
-    """Return the entries of a sweep's journal so far; one that begins again begins a new journal if its own is damaged."""
+def _begin_journal(led: Run, *, may_be_new: bool) -> list[Entry]:
+    """Return the entries of a sweep's journal so far; one that may begin again begins a new journal if its own is damaged."""
     try:
         return read_journal(led)
     except JournalDamagedError as exc:
-        if not is_fresh:
+        if not may_be_new:
             raise
         get_run_logger().warning("a new journal is begun: %s", exc)
         delete_journal(led)
@@ -292,13 +295,12 @@ def _claim(run: Run, storage: StorageSpec, run_config: RunConfig, given: Definit
     owner = Owner.current(flow_run.id)
     with unusable_storage_explained(run_config.storage, run.storage.url):
         download_run(storage, run.name)
-        if run_config.resume != "never":  # a sweep that is refused stays as it is
-            _refuse_other(run, given, must_exist=run_config.resume == "must")
-        return claim_leadership(
-            run, owner, lambda _: claim_attempt(run, owner, world_size=0), is_sweep=True, takeover=run_config.takeover
-        )
+        known = None if run_config.resume == "never" else find_definition(run, given)  # a sweep that is refused stays as it is
+        if known is None and run_config.resume == "must":
+            raise CheckpointNotFoundError(f"there is no sweep {run.name!r} in {storage.url}, and resume='must' asks for one")
+        continued = (owner.flow_run_id, *restarted_by_this(run_config))
 
+        def claim(previous: Attempt | None) -> Attempt:
+            return claim_attempt(run, owner, world_size=0, lineage=lineage_of(previous, run_config, continued))
 
-def _refuse_other(run: Run, given: Definition, *, must_exist: bool) -> None:
-    if find_definition(run, given) is None and must_exist:
-        raise CheckpointNotFoundError(f"there is no sweep {run.name!r} in {run.storage.url}, and resume='must' asks for one")
+        return claim_leadership(run, owner, claim, is_sweep=True, takeover=run_config.takeover)

@@ -29,7 +29,7 @@ from prefect_torch.tasks.training.job import TrainJob
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import initial_checkpoint, machines_for, name_of_flow_run, seat_for
+from .arguments import initial_checkpoint, machines_for, name_of_flow_run, restarted_by_this, seat_for
 from .cluster_runner import with_cluster_of_runner
 from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
@@ -185,4 +185,5 @@ def _job(
         checkpoint=checkpoint,
         failure=failure,
         working_dir=working_dir,
+        restarted=restarted_by_this(run),
     )

@@ -1,9 +1,12 @@
 """The restart of a crashed flow run by an automation, from the labels of the new flow run."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from uuid import UUID
 
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import ObjectNotFound
 from prefect_torch.flows.monitoring.text import page_url
 
 RESTARTS_LABEL = "prefect-torch.restarts"
@@ -40,3 +43,13 @@ class Restart:
     def url(self) -> str:
         """The page of the flow run that crashed."""
         return page_url("flow-run", self.flow_run_id)
+
+
+def restarted_before(client: SyncPrefectClient, flow_run: FlowRun) -> tuple[str, ...]:
+    """Return the flow runs of whose chain `flow_run` is the newest restart, the newest first; costs a request for each."""
+    found: list[str] = []
+    with suppress(ObjectNotFound):  # deleted by somebody: what it restarted is unknown
+        while (restart := Restart.of(flow_run)) is not None:
+            found.append(str(restart.flow_run_id))
+            flow_run = client.read_flow_run(restart.flow_run_id)
+    return tuple(found)

@@ -289,6 +289,11 @@ def history_of(events: Iterable[Event]) -> dict[int, TrialRecord]:
     return trials
 
 
+def has_begun_again(events: Iterable[Event], attempt: int) -> bool:
+    """Return whether the sweep has begun again in `attempt` or later."""
+    return any(isinstance(event, SweepLed) and event.is_fresh and event.attempt >= attempt for event in events)
+
+
 def operations_of(events: Iterable[Event]) -> list[dict[str, Any]]:
     """Return the operations of the study after `events`."""
     operations: list[dict[str, Any]] = []

@@ -1,5 +1,6 @@
 """The start of an attempt: the claim on the run, and the checkpoint that the ranks resume from."""
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 
 from prefect_torch.ckpt import Checkpoint, CheckpointNotFoundError, CheckpointStore
@@ -47,7 +48,7 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
             store,
             owner,
             world_size=job.scaling.most_workers,
-            lineage=lineage_of(previous, job.run_config, owner.flow_run_id),
+            lineage=lineage_of(previous, job.run_config, (owner.flow_run_id, *job.restarted)),
             settings=asdict(job.policy),
         )
 
@@ -102,11 +103,18 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
     return Start(ref.with_manifest(checkpoint.manifest), checkpoint.path, own, node_copy)
 
 
-def lineage_of(previous: Attempt | None, run: RunConfig, flow_run_id: str | None) -> int | None:
-    """Return the first attempt whose checkpoints the next one may restore; None if that is the next one itself."""
+def lineage_of(previous: Attempt | None, run: RunConfig, continued: Collection[str | None]) -> int | None:
+    """Return the first attempt whose checkpoints the next one may restore; None if that is the next one itself.
+
+    Args:
+        previous: The newest attempt of the run.
+        run: How the run starts.
+        continued: The flow run of the next attempt, and those that it restarts.
+
+    """
     if previous is None:
         return None
-    is_new_lineage = run.resume == "never" and previous.owner.flow_run_id != flow_run_id
+    is_new_lineage = run.resume == "never" and previous.owner.flow_run_id not in continued
     return None if is_new_lineage else previous.lineage
 
 

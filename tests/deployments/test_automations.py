@@ -21,14 +21,15 @@ from prefect.logging import disable_run_logger
 from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import newest_attempt
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt
 from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_best, make_deployment, resume_crashed
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import RunConfig
 from prefect_torch.flows.arguments import default_run_name
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
-from prefect_torch.flows.monitoring.restarted import Restart
+from prefect_torch.flows.monitoring.restarted import Restart, restarted_before
 from prefect_torch.flows.monitoring.text import page_url
+from prefect_torch.tasks.training.start import lineage_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 UPTAKE_S = 2.0  # the server takes an automation up, or its change, some time after it answered; until then it sees no event
@@ -154,13 +155,25 @@ def test_a_training_that_kubernetes_killed_for_memory_is_run_again_only_as_often
     assert resumed(client, third, max_restarts=9) is None
 
 
-def test_a_run_that_begins_anew_does_so_once_its_training_has_begun(client, trained):
-    crashed = begin(client, trained, Crashed(), name="anew", resume="never")
-    assert resumed(client, crashed).parameters["run"]["resume"] == "never"
-    begun = begin(client, trained, name="anew", resume="never")
-    client.create_task_run(judge_once, begun.id, "0", state=Running())
-    client.set_flow_run_state(begun.id, Crashed())
-    assert resumed(client, begun).parameters["run"]["resume"] == "auto"
+def test_a_run_that_begins_anew_does_so_once_whichever_of_its_flow_runs_lived_long_enough(client, trained):
+    """A task run says nothing: its process may have been killed before the claim, which alone makes the fresh start."""
+    store, anew = CheckpointStore.open("memory://anew", "anew"), RunConfig(resume="never")
+    claim_attempt(store, Owner.current("of last week"), world_size=1)
+    first = begin(client, trained, name="anew", resume="never")
+    client.create_task_run(judge_once, first.id, "0", state=Running())
+    client.set_flow_run_state(first.id, Crashed())
+    second = resumed(client, first)
+    client.set_flow_run_state(second.id, Crashed(), force=True)
+    third = resumed(client, second)
+    assert [it.parameters["run"]["resume"] for it in (second, third)] == ["never", "never"]
+
+    flow_runs = (str(third.id), *restarted_before(client, third))
+    assert flow_runs == (str(third.id), str(second.id), str(first.id))
+    assert lineage_of(newest_attempt(store), anew, flow_runs) is None
+    claim_attempt(store, Owner.current(str(first.id)), world_size=1)
+    assert lineage_of(newest_attempt(store), anew, flow_runs) == 2
+    client.delete_flow_run(second.id)
+    assert restarted_before(client, third) == (str(second.id),)
 
 
 @pytest.mark.parametrize("end", [Completed(), Failed(), Cancelled()], ids=lambda state: state.name)

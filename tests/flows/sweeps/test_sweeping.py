@@ -29,9 +29,11 @@ from prefect_torch.flows import (
     SweepResult,
     grid,
     sweep,
+    sweeping,
     train,
     uniform,
 )
+from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.journal import list_parts
 from prefect_torch.flows.sweeps.trial_storage import pin_source, undecided
@@ -141,6 +143,23 @@ def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run):
     again = sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=SearchConfig(metric="loss"), run=fresh)
     assert [trial.config for trial in again.trials] == [{"x": 3}]
     assert SweepResult.from_storage(run.storage, run.name) == again
+
+
+def test_a_sweep_that_begins_again_does_so_once_and_a_retry_of_its_flow_run_goes_on(run, monkeypatch):
+    asked, ends = SearchConfig(metric="loss"), []
+    sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=asked, run=run)
+
+    def fail_once(*arguments):
+        ends.append(SweepResult.from_storage(run.storage, run.name))
+        if len(ends) == 1:
+            raise OSError("no answer")
+        return summarize_sweep(*arguments)
+
+    monkeypatch.setattr(sweeping, "summarize_sweep", fail_once)
+    fresh = run.model_copy(update={"resume": "never"})
+    result = sweep.with_options(retries=1)("sweep_trainings:return_loss", {"x": grid([1, 2])}, search=asked, run=fresh)
+    assert [trial.config for trial in result.trials] == [{"x": 1}, {"x": 2}]
+    assert [end.trials for end in ends] == [result.trials, result.trials]
 
 
 def test_a_sweep_that_a_living_process_leads_is_refused_unless_it_is_taken_over(run):
