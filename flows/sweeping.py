@@ -25,6 +25,7 @@ from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import delete_all, pin_source, read_end, undecided, unpin_source
+from prefect_torch.flows.sweeps.unheeded import Unheeded
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
@@ -217,7 +218,7 @@ def _begin_journal(led: Run, *, may_be_new: bool) -> list[Entry]:
 
 def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: SearchConfig, termination: Termination) -> None:
     """Run trials until the search has no more."""
-    waiting, has_news = _recovered(search, storage), True
+    waiting, has_news, unheeded = _recovered(search, storage), True, Unheeded(config)
     try:
         while True:
             termination.raise_if_requested()
@@ -234,6 +235,8 @@ def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: Searc
             ended = trials.take_ended(_POLL_S)
             for number, end in ended.items():
                 _record_end(search, trials, storage, number, end, termination)
+                for line in unheeded.of(search.trials[number], storage):
+                    get_run_logger().warning("%s", line)
             has_news = bool(ended)
     except Exception as exc:
         trials.terminate(termination.cause or exc)

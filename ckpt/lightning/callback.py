@@ -126,7 +126,9 @@ class ReportCallback(CheckpointCallback):
         self._random_state = self._stored_random_state(trainer)
         if self._random_state is not None and not self._random_state["within_epoch"]:
             set_random_state(self._random_state)  # now: the Trainer's next act is to draw the epoch's first batch
-            self._random_state = None
+        if self._continues_own_run(trainer) and (stopped := _stopped_early(trainer)):
+            rank_zero_info(f"{stopped} had stopped the training at {trainer.ckpt_path}: it trains no further")
+            trainer.should_stop = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Restore the SIGTERM handler: Lightning's would wait for ranks that have not received the signal."""
@@ -142,8 +144,8 @@ class ReportCallback(CheckpointCallback):
 
         """
         self._seen_step = self.reported_step = trainer.global_step
-        if self._random_state is not None:  # not sooner: the code that begins the epoch again has drawn random numbers
-            set_random_state(self._random_state)
+        if self._random_state is not None and self._random_state["within_epoch"]:
+            set_random_state(self._random_state)  # not sooner: the code that begins the epoch again has drawn random numbers
             self._random_state = None
         if self._context is None:
             return
@@ -164,6 +166,7 @@ class ReportCallback(CheckpointCallback):
         batch_idx: int,  # noqa: ARG002 - Lightning's signature
     ) -> None:
         """Report if a multiple of `every_n_train_steps` was reached, or a checkpoint is requested."""
+        self._random_state = None
         before, self._seen_step = self._seen_step, trainer.global_step
         if self._context is None or self._is_terminating:
             return
@@ -175,6 +178,8 @@ class ReportCallback(CheckpointCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Report if it was an n-th epoch, or a report is due since its last batch or the validation after that."""
+        if self._random_state is not None:  # with max_steps, the Trainer has ended the restored epoch again, without a batch
+            set_random_state(self._random_state)
         is_due, self._is_due = self._is_due, False
         if is_due or self._is_nth_epoch(trainer):
             self._report(trainer)

@@ -47,3 +47,8 @@ def report_other(config: dict) -> None:
 
 def threshold_pruner():
     return optuna.pruners.ThresholdPruner(upper=10)
+
+
+def report_no_checkpoint(config: dict) -> None:
+    for step in range(1, 4):
+        report({"loss": config["lr"] / step}, step=step)

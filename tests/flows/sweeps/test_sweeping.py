@@ -278,6 +278,25 @@ def test_a_config_and_a_space_with_one_dict_are_merged_and_a_tuple_in_a_space_go
         assert result.best.metrics == {"loss": 6}
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"stop": {"los": 1, "training_iteration": 9}}, "stop={'los': 1} completes no trial: no report of trial 0 has 'los'"),
+        ({"scheduler": "asha", "max_t": 3}, "scheduler='asha' has not decided on trial 0: it reached step=3 without"),
+        ({"scheduler": "pbt", "perturbation_interval": 2}, "scheduler='pbt' has not decided on trial 0"),
+        ({"scheduler": "median"}, None),
+        ({"scheduler": "asha", "grace_period": 4, "max_t": 9}, None),
+    ],
+)
+def test_what_decides_nothing_for_want_of_a_metric_or_a_checkpoint_is_said_once(run, caplog, changes, expected):
+    chosen = search(sampler=None, num_trials=2, **changes)
+    result = sweep("sweep_trainings:report_no_checkpoint", {"lr": grid([1, 2])}, search=chosen, run=run)
+    assert [trial.state for trial in result.trials] == ["completed"] * 2
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [text for text in told if expected and text.startswith(expected)] == told
+    assert len(told) == (expected is not None)
+
+
 def test_a_missing_optuna_names_the_extra(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"pip install 'prefect-torch\[sweep\]'"):

@@ -1,0 +1,62 @@
+"""What a search decides by, and a completed trial never reported: without a word, every trial would run to its end."""
+
+from collections.abc import Iterator, Sequence
+
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.reporting.decisions import time_of
+from prefect_torch.ckpt.runs.history import MetricRecord, read_history
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.sweeps.history import TrialRecord
+from prefect_torch.flows.sweeps.search_config import SearchConfig
+
+
+class Unheeded:
+    """Says once of each limit, and of the scheduler, that it has decided nothing on a completed trial, and why.
+
+    Args:
+        search: The configuration of the search.
+
+    """
+
+    def __init__(self, search: SearchConfig) -> None:
+        self._search = search
+        self._limits = dict(search.stop or {})
+        self._first_decision = {
+            "asha": search.grace_period,
+            "hyperband": search.grace_period,
+            "pbt": search.perturbation_interval,
+        }.get(search.scheduler or "")
+
+    def of(self, trial: TrialRecord, storage: StorageSpec) -> Iterator[str]:
+        """Yield what is to be said of a trial that has ended; costs its history while something may be.
+
+        Args:
+            trial: The trial.
+            storage: The storage of the sweep.
+
+        """
+        if trial.state != "completed" or not (self._limits or self._first_decision):
+            return
+        records = read_history(Run.open(storage, trial.run))
+        reports = [record for record in records if not record.is_logged]
+        names = sorted({name for record in reports for name in record.metrics})
+        for name in [name for name in self._limits if not _has(name, reports)]:
+            yield (
+                f"stop={{{name!r}: {self._limits.pop(name):g}}} completes no trial: no report of trial {trial.number} has "
+                f"{name!r} as a number; its reports have {', '.join(names) or 'none at all'}"
+            )
+        if self._first_decision is None or not reports or any(report.checkpoint for report in trial.reports):
+            return
+        times = [time_of(self._search.time_attr, it.step, number, it.metrics) for number, it in enumerate(reports, 1)]
+        longest = max((time for time in times if time is not None), default=0)
+        if longest >= self._first_decision:
+            self._first_decision = None
+            yield (
+                f"scheduler={self._search.scheduler!r} has not decided on trial {trial.number}: it reached "
+                f"{self._search.time_attr}={longest:g} without a checkpoint, and decisions are made on reports with one, from "
+                "which the trial can go on; report one at least as often as there are decisions"
+            )
+
+
+def _has(name: str, reports: Sequence[MetricRecord]) -> bool:
+    return any(time_of(name, report.step, 1, report.metrics) is not None for report in reports)
