@@ -11,15 +11,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import context_or_none
 from prefect_torch.ckpt.framework_folders import folder_of_all_ranks, part_of_rank, restored_part
 from prefect_torch.ckpt.reporting.agreement import Upload
-from prefect_torch.ckpt.reporting.api import get_checkpoint, report
+from prefect_torch.ckpt.reporting.api import get_checkpoint, get_context, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
 
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_world_size
+from .resumes import has_stopped, leave_the_ended_epoch, refuse_finders
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.context import TrainContext
@@ -126,9 +128,7 @@ class ReportCallback(CheckpointCallback):
         self._random_state = self._stored_random_state(trainer)
         if self._random_state is not None and not self._random_state["within_epoch"]:
             set_random_state(self._random_state)  # now: the Trainer's next act is to draw the epoch's first batch
-        if self._continues_own_run(trainer) and (stopped := _stopped_early(trainer)):
-            rank_zero_info(f"{stopped} had stopped the training at {trainer.ckpt_path}: it trains no further")
-            trainer.should_stop = True
+            self._random_state = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Restore the SIGTERM handler: Lightning's would wait for ranks that have not received the signal."""
@@ -140,16 +140,22 @@ class ReportCallback(CheckpointCallback):
         """Count on from the Trainer's first step.
 
         Raises:
-            ValueError: If it begins before the checkpoint that this attempt continues.
+            ValueError: If it begins before the checkpoint that this attempt continues, or could not be resumed.
 
         """
         self._seen_step = self.reported_step = trainer.global_step
-        if self._random_state is not None and self._random_state["within_epoch"]:
-            set_random_state(self._random_state)  # not sooner: the code that begins the epoch again has drawn random numbers
+        if self._random_state is not None:  # not sooner: the code that begins the epoch again has drawn random numbers
+            set_random_state(self._random_state)
             self._random_state = None
+        else:
+            leave_the_ended_epoch(trainer)
+        if self._continues_own_run(trainer) and any(map(has_stopped, trainer.early_stopping_callbacks)):
+            rank_zero_info(f"EarlyStopping had stopped the training at {trainer.ckpt_path}, so it trains no further")
+            trainer.should_stop = True  # which the Trainer does not restore: it would train another epoch
         if self._context is None:
             return
         self._take_sigterm_back()
+        refuse_finders(trainer)
         restored = get_checkpoint()
         if restored is not None and trainer.global_step < restored.step:
             raise ValueError(
@@ -166,7 +172,6 @@ class ReportCallback(CheckpointCallback):
         batch_idx: int,  # noqa: ARG002 - Lightning's signature
     ) -> None:
         """Report if a multiple of `every_n_train_steps` was reached, or a checkpoint is requested."""
-        self._random_state = None
         before, self._seen_step = self._seen_step, trainer.global_step
         if self._context is None or self._is_terminating:
             return
@@ -178,8 +183,6 @@ class ReportCallback(CheckpointCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Report if it was an n-th epoch, or a report is due since its last batch or the validation after that."""
-        if self._random_state is not None:  # with max_steps, the Trainer has ended the restored epoch again, without a batch
-            set_random_state(self._random_state)
         is_due, self._is_due = self._is_due, False
         if is_due or self._is_nth_epoch(trainer):
             self._report(trainer)
@@ -199,14 +202,21 @@ class ReportCallback(CheckpointCallback):
     def _is_nth_epoch(self, trainer: Trainer) -> bool:
         return self._every_n_epochs is not None and (trainer.current_epoch + 1) % self._every_n_epochs == 0
 
+    def _continued(self, trainer: Trainer) -> Checkpoint | None:
+        """Return the checkpoint that the Trainer has loaded; None if it begins anew."""
+        return get_checkpoint() if self._context is not None and trainer.ckpt_path else None
+
+    def _continues_own_run(self, trainer: Trainer) -> bool:
+        """Return whether the Trainer has loaded a checkpoint of this run, and not one of `resume_from`."""
+        restored = self._continued(trainer)
+        return restored is not None and restored.store is not None and restored.store.name == get_context().run_name
+
     def _stored_random_state(self, trainer: Trainer) -> dict[str, Any] | None:
         """Return this rank's random state beside the checkpoint that the Trainer has loaded; None if there is none."""
-        restored = None if self._context is None else get_checkpoint()
-        if self._context is None or restored is None or not trainer.ckpt_path:
+        restored = self._continued(trainer)
+        if self._context is None or restored is None or restored.manifest.world_size != self._context.world_size:
             return None
-        if restored.manifest.world_size != self._context.world_size:
-            return None
-        return read_random_state(Path(trainer.ckpt_path).parent, self._context.world_rank)
+        return read_random_state(Path(str(trainer.ckpt_path)).parent, self._context.world_rank)
 
     def _report(self, trainer: Trainer, *, within_epoch: bool = False) -> None:
         step = trainer.global_step

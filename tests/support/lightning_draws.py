@@ -56,13 +56,13 @@ def main(*arguments):
         raise SystemExit(3) from exc
 
 
-def train(chosen, goes_on, ends_at, *place):
+def train(chosen, length, goes_on, ends_at, *place):
     """Train with a callback of the arguments `chosen`; write the end down unless it raises early, at step `ends_at`."""
     with joined(*place) as session:
         seed(session.context.attempt)
         model = Drawing(goes_on, **({} if ends_at is None else {"at_step": ends_at, "then": end}))
         callbacks = [EarlyStopping("val_loss", patience=9), ReportCallback(**chosen)]
-        trainer = make_trainer(callbacks=callbacks, max_epochs=3)
+        trainer = make_trainer(callbacks=callbacks, **length)
         with resume_path() as path:
             seed(session.context.attempt)
             trainer.fit(model, ckpt_path=path)

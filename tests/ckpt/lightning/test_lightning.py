@@ -10,7 +10,7 @@ import pytorch_lightning.demos.boring_classes
 import torch
 from exact_ends import same, same_ends
 from forked_ranks import launch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_models import BATCHES, Regression, make_trainer
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
@@ -75,20 +75,23 @@ def test_a_training_that_raised_continues_to_the_very_weights_of_an_undisturbed_
 
 
 @pytest.mark.parametrize(
-    ("chosen", "ends_at", "reported"),
+    ("chosen", "length", "ends_at", "reported"),
     [
-        ({}, 9, 8),
-        ({"on_validation_end": True}, 9, 8),
-        ({"every_n_train_steps": BATCHES}, 9, 8),
-        ({"every_n_train_steps": 3}, 6, 6),
+        ({}, {"max_epochs": 3}, 9, 8),
+        ({"on_validation_end": True}, {"max_epochs": 3}, 9, 8),
+        ({"every_n_train_steps": BATCHES}, {"max_epochs": 3}, 9, 8),
+        ({"every_n_train_steps": 3}, {"max_epochs": 3}, 6, 6),
+        ({}, {"max_epochs": -1, "max_steps": 3 * BATCHES}, 9, 8),
     ],
 )
-def test_a_resumed_training_with_early_stopping_ends_as_an_undisturbed_one_bit_for_bit(tmp_path, chosen, ends_at, reported):
+def test_a_resumed_training_with_early_stopping_ends_as_an_undisturbed_one_bit_for_bit(
+    tmp_path, chosen, length, ends_at, reported
+):
     """From the end of an epoch; from within one with a loader that goes on there."""
     goes_on = "where it was" if reported % BATCHES else "from the start"
     for name, early, code in [("undisturbed", None, 0), ("resumed", ends_at, 3), ("resumed", None, 0)]:
         (tmp_path / name).mkdir(exist_ok=True)
-        assert launch("lightning_draws", (chosen, goes_on, early), 1, tmp_path / name) == [code]
+        assert launch("lightning_draws", (chosen, length, goes_on, early), 1, tmp_path / name) == [code]
         if code:
             assert CheckpointStore.open(tmp_path / name, "run").latest().step == reported
     undisturbed, resumed = tmp_path / "undisturbed", tmp_path / "resumed"
@@ -287,6 +290,34 @@ def test_a_trainer_that_writes_in_the_background_by_itself_is_refused(store):
         pytest.raises(ValueError, match=r'AsyncCheckpointIO would have half a file reported; .* upload="async"'),
     ):
         make_trainer(callbacks=[ReportCallback()], plugins=[AsyncCheckpointIO()]).fit(Regression())
+
+
+@pytest.mark.parametrize("stops", [{"patience": 1, "min_delta": 100}, {"stopping_threshold": 100.0}])
+@pytest.mark.parametrize("length", [{"max_epochs": 4}, {"max_epochs": -1, "max_steps": 4 * BATCHES}])
+def test_what_early_stopping_has_ended_is_not_trained_on_after_a_restart(store, stops, length):
+    def stopped():
+        trainer = make_trainer(callbacks=[EarlyStopping("val_loss", **stops), ReportCallback()], **length)
+        with in_training(Attempt(store).session()), resume_path() as path:
+            trainer.fit(model := Regression(), ckpt_path=path)
+        return weights(model), trainer.current_epoch, trainer.global_step
+
+    (before, *end), (after, *end_again) = stopped(), stopped()
+    assert end[0] < 4
+    assert end_again == end
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("finder", [LearningRateFinder(num_training_steps=2), BatchSizeFinder(steps_per_trial=1, max_trials=1)])
+def test_a_callback_that_searches_at_every_start_is_refused_at_the_first(store, finder):
+    class Sized(Regression):
+        lr, batch_size = 0.05, 8
+
+    with (
+        as_rank(Attempt(store).session()),
+        pytest.raises(ValueError, match=rf"{type(finder).__name__} searches at every start"),
+    ):
+        make_trainer(callbacks=[finder, ReportCallback()]).fit(Sized())
+    assert store.list() == []
 
 
 def test_a_trainer_of_the_other_package_is_refused(tmp_path):

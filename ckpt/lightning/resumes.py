@@ -1,0 +1,45 @@
+"""What a Trainer that resumes does not restore, or does once more, and how it is made to go on as if undisturbed.
+
+Part of `prefect_torch.ckpt.lightning.callback`.
+"""
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
+from lightning.pytorch.loops.loop import _Loop
+
+
+def has_stopped(callback: EarlyStopping) -> bool:
+    """Return whether the callback has stopped the training, by the state that was restored."""
+    reason = callback.state_dict().get("stopping_reason", 0)  # Lightning 2.6 stores it
+    return bool(reason) or callback.wait_count >= max(1, callback.patience)
+
+
+def leave_the_ended_epoch(trainer: Trainer) -> None:
+    """Begin the next epoch where the one that was restored has ended.
+
+    With `max_steps`, a Trainer would end that epoch again, without a batch: hooks that read the epoch's metrics or outputs,
+    EarlyStopping's among them, would find none and raise, and the next epoch would draw another order.
+    """
+    loop = trainer.fit_loop
+    if not getattr(loop, "restarted_on_epoch_end", False):  # Lightning before 2.6 does not tell
+        return
+    # With `max_steps`, the setter of FitLoop always says that it is restarting.
+    _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # a property
+    loop.update_restart_stage()
+    loop.epoch_progress.increment_completed()
+
+
+def refuse_finders(trainer: Trainer) -> None:
+    """Raise if a callback trains by itself before the training begins.
+
+    Raises:
+        ValueError: Naming what to do instead.
+
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in a function of another module
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder):
+            name = type(callback).__name__
+            raise ValueError(  # noqa: TRY004 - the Trainer's arguments are wrong
+                f"{name} searches at every start, and the Trainer then forgets the position that it resumes from; leave it "
+                "out, and search with lightning.pytorch.tuner.Tuner where resume_path() yields None"
+            )
