@@ -206,7 +206,8 @@ class _Scan(ast.NodeVisitor):
                 if name in ATTRIBUTES:
                     found = _Meaning(ATTRIBUTES[name], is_value=True)
                 else:  # of a value, only methods lead on to Ray's: result.metrics is a dict like any other
-                    found = _Meaning(name) if owner and (not owner.is_value or name in RETURNS) else None
+                    leads_on = owner is not None and (not owner.is_value or name in RETURNS or name in PARAMETERS)
+                    found = _Meaning(name) if leads_on else None
             case ast.Call():
                 called = self._meaning(node.func)
                 found = None if called is None or called.is_value else self._returned(called.name)

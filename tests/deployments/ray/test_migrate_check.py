@@ -173,8 +173,28 @@ def test_what_tune_has_of_a_trainings_is_listed_as_that_and_the_rest_for_itself(
     """) == [
         *("train.get_context", "train.TrainContext.get_trial_id", "tune.Tuner", "tune.Tuner(trainable=)"),
         *("tune.Tuner(run_config=)", "train.RunConfig"),
-        *("train.RunConfig(stop=)", "tune.Tuner.fit", "tune.ResultGrid.get_best_result", "train.Result.checkpoint"),
-        "train.Checkpoint.to_directory",
+        *("train.RunConfig(stop=)", "tune.Tuner.fit", "tune.ResultGrid.get_best_result"),
+        *("tune.ResultGrid.get_best_result(metric='loss')", "tune.ResultGrid.get_best_result(mode='min')"),
+        *("train.Result.checkpoint", "train.Checkpoint.to_directory"),
+    ]
+
+
+def test_the_arguments_of_tunes_classes_and_of_a_results_methods_are_told_one_by_one(check):
+    code, out, _ = check("""
+        from ray.tune.schedulers.pbt import PopulationBasedTraining
+        from ray.tune.tuner import Tuner
+        PopulationBasedTraining("step", perturbation_interval=2, quantile_fraction=0.5, hyperparam_mutations={})
+        Tuner.restore("s3://bucket/sweep", print, restart_errored=True).fit().get_dataframe(filter_metric="loss")
+    """)
+    found = re.findall(r"ray\.tune\.\S*?(\w+)\((\w+)=\) +(\w+)", out)
+    assert code == 1
+    assert found == [
+        ("PopulationBasedTraining", "quantile_fraction", "missing"),
+        ("PopulationBasedTraining", "hyperparam_mutations", "different"),
+        ("restore", "path", "different"),
+        ("restore", "trainable", "same"),
+        ("restore", "restart_errored", "different"),
+        ("get_dataframe", "filter_metric", "missing"),
     ]
 
 
