@@ -152,6 +152,8 @@ class ReportCallback(TrainerCallback):
 def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
     """Return `trainer` with a ReportCallback, its own or a new one; any Trainer as it is outside of a training function.
 
+    A resume also restores what its callbacks have counted, such as the patience of EarlyStoppingCallback.
+
     Raises:
         ValueError: If it does not train on exactly the ranks that exist, ranks write to different directories, or it would
             save by itself on SIGTERM.
@@ -163,6 +165,7 @@ def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
     _check_arguments(trainer.args, context)
     if not any(isinstance(callback, ReportCallback) for callback in trainer.callback_handler.callbacks):
         trainer.add_callback(ReportCallback())
+    trainer.args.restore_callback_states_from_checkpoint = True  # by default the Trainer begins to count anew
     return trainer
 
 

@@ -13,7 +13,7 @@ from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
 from prefect_torch.ckpt.transformers.callback import load_renamed_weights
 from ranks import Attempt, as_rank, folder, in_training, read_files
-from transformers import GPT2Config, GPT2LMHeadModel, ViTForImageClassification
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, ViTForImageClassification
 from transformers_models import Before, make_model, make_trainer, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,6 +119,22 @@ def test_only_checkpoints_are_reported_where_logs_are_not_wanted(store, tmp_path
         (3, ["epoch", "step"]),
         (6, ["epoch", "eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "step"]),
     ]
+
+
+def test_a_resumed_training_with_early_stopping_stops_where_an_undisturbed_one_does(store, tmp_path):
+    def end():
+        raise ValueError("boom")
+
+    def fit_with_patience(attempt, **others):
+        patience = EarlyStoppingCallback(2, early_stopping_threshold=100)  # the first evaluation is the best
+        stops = {"save_steps": 2, "eval_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+        return fit(attempt, tmp_path / "output", patience, **stops, **others).state.global_step
+
+    assert fit_with_patience(Attempt(CheckpointStore.open(tmp_path / "other", "run"))) == 6
+    with pytest.raises(ValueError, match="boom"):
+        fit_with_patience(Attempt(store), before=Before(5, end))
+    assert store.latest().step == 4
+    assert fit_with_patience(Attempt(store)) == 6
 
 
 def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store, tmp_path):
