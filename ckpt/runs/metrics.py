@@ -40,7 +40,8 @@ def _clean_mapping(metrics: Mapping[str, object], path: str, depth: int, *, read
     cleaned: Metrics = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise ValueError(f"metric name {name!r} under {path or 'the top level'!r} must be a string")  # noqa: TRY004 - same
+            where = f" in {path!r}" if path else ""
+            raise ValueError(f"the metric name {name!r}{where} is no string: give {str(name)!r}")  # noqa: TRY004 - same
         if name == _NON_FINITE:
             raise ValueError(f"the metric name {_NON_FINITE!r} is reserved")
         plain = str.__str__(name)  # str() of an enum is its name, not its text
