@@ -104,6 +104,8 @@ def normalized(spec: StorageSpec) -> StorageSpec:
             f"the {scheme}:// URL holds credentials, which would be shown wherever the URL is: give them as a block, as "
             "environment variables or in a profile"
         )
+    if scheme in OBJECT_STORES and not rest.partition("/")[0]:
+        raise ValueError(f"{spec.url} names no bucket: write {scheme}://bucket/prefix")
     if scheme in OBJECT_STORES and ("?" in rest or "#" in rest):
         raise ValueError(
             f"{scheme}://{re.split('[?#]', rest)[0]} goes on with '?' or '#': write %3F or %23 in a directory's name"

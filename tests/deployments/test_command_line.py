@@ -536,6 +536,8 @@ def test_an_id_may_be_the_beginning_of_one(local, command):
     [
         (("ls", "/nowhere"), 1, "there is no directory /nowhere"),
         (("ls", "nosuch://x"), 1, "nosuch:// cannot be a storage"),
+        (("ls", "s3://"), 1, "s3:// names no bucket: write s3://bucket/prefix"),
+        (("ls", "s3://a b/x"), 1, "s3://a b/x cannot be opened: invalid domain character"),
         (("ls", "{local}", "../run"), 1, "run name '../run': use"),
         (("ls", "{local}", "none"), 1, "there is no run 'none' in"),
         (("ls",), 2, "Missing argument 'STORAGE'; see prefect-torch ls --help"),
@@ -555,6 +557,15 @@ def test_an_error_is_one_line_that_says_what_to_do(local, command, arguments, co
     assert (got, out) == (code, "")
     assert err.startswith("prefect-torch: ")
     assert said in err
+
+
+def test_a_refusal_has_one_advice(local, command, tmp_path):
+    train(local)
+    Path(local, "run", "attempts").rename(tmp_path / "elsewhere")
+    Path(local, "run", "attempts").symlink_to(tmp_path / "elsewhere")
+    code, _, err = command("show", local, "run")
+    assert (code, "leads out of the storage" in err) == (1, True)
+    assert err.endswith(": give that as the storage\n")
 
 
 def test_a_storage_that_refuses_is_one_line(moto, monkeypatch, command):

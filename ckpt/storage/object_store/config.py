@@ -93,7 +93,7 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
 
     try:
         return open_waiting(max(1.0, min(deadline_s, _LONGEST_WAIT_S))), open_waiting(_UPLOAD_WAIT_S)
-    except obstore.exceptions.BaseError as exc:
+    except (obstore.exceptions.BaseError, ValueError) as exc:  # the latter of a URL, and names none
         raise ValueError(f"{url} cannot be opened: {first_reason(exc)}") from exc
 
 

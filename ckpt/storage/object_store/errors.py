@@ -48,7 +48,7 @@ def _translate_refused(error: Exception, where: str, reason: str) -> Exception |
             f"this machine's clock differs from that of {where} by {_show_skew(text)}, so every request is refused: set it"
         )
     if classify(error) == "credentials":
-        return CredentialsExpiredError(f"the credentials for {where} have expired, or are unknown there: {reason}")
+        return CredentialsExpiredError(f"the credentials for {where} have expired, or are unknown there: renew them ({reason})")
     if _METADATA_HOST in text:
         return PermissionError(
             f"no credentials were found for {where}: give a block, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; "
