@@ -38,11 +38,12 @@ _CONNECT_S = 20.0
 _SILENT_S = 30.0
 _POLL_S = 1.0
 _END_S = 10.0
+_PORTS = range(1, 1 << 16)
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one leader to the end; return 0, or 1 where there is none, or it refuses this machine."""
+    """Serve one leader to the end; return 0, 1 if there is none or it refuses this machine, or 2 for no address."""
     parser = argparse.ArgumentParser(prog="prefect-torch agent", description="Start ranks of a training on this machine.")
     parser.add_argument("leader", metavar="HOST:PORT", help="where the leader of the training waits")
     parser.add_argument("--name", default=socket.gethostname(), help="this machine's name in messages")
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         connection, link = _connect(options.leader, key)
+    except ValueError as exc:
+        print(exc, file=sys.stderr)  # noqa: T201 - a program
+        return 2
     except OSError as exc:
         print(f"no connection to the leader at {options.leader}: {exc}", file=sys.stderr)  # noqa: T201 - a program
         return 1
@@ -66,10 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("give 1 or more")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give 1 or more")
+    return int(text)
 
 
 def _take_gpus(most: int | None, leader: str) -> "GpuSeat":
@@ -80,6 +83,8 @@ def _take_gpus(most: int | None, leader: str) -> "GpuSeat":
 
 def _connect(leader: str, key: str) -> tuple[socket.socket, Link]:
     host, _, port = leader.rpartition(":")
+    if not (host and port.isdecimal() and int(port) in _PORTS):
+        raise ValueError(f"{leader!r} is no address of a leader: give HOST:PORT, with a port of 1 to {_PORTS[-1]}")
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S)
     return connection, greet_leader(connection, key, _CONNECT_S, _SILENT_S)
 

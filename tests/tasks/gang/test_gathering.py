@@ -34,10 +34,18 @@ def test_a_machine_without_a_free_gpu_is_no_machine():
         assert gathering.missing() == ["a: no GPU of it is free"]
 
 
-def test_an_agent_has_room_for_a_rank_at_least(capsys):
+@pytest.mark.parametrize("slots", ["0", "abc"])
+def test_an_agent_has_room_for_a_rank_at_least(capsys, slots):
     with pytest.raises(SystemExit):
-        agent.main(["127.0.0.1:1", "--slots", "0"])
-    assert "give 1 or more" in capsys.readouterr().err
+        agent.main(["127.0.0.1:1", "--slots", slots])
+    assert f"argument --slots: '{slots}': give 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("leader", ["nohost", "host:abc", "host:0", "host:99999", ":1"])
+def test_an_address_that_leads_nowhere_is_one_line(capsys, monkeypatch, leader):
+    monkeypatch.setenv(agent.KEY_VARIABLE, "key")
+    assert agent.main([leader]) == 2
+    assert capsys.readouterr().err == f"'{leader}' is no address of a leader: give HOST:PORT, with a port of 1 to 65535\n"
 
 
 def test_a_port_that_is_taken_leaves_no_thread():
