@@ -28,7 +28,10 @@ def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:
     """
     api = PREFECT_API_URL.value()
     if not api:
-        raise FileNotFoundError(f"the log of flow run {flow_run_id} is in Prefect: set PREFECT_API_URL to the API that ran it")
+        raise FileNotFoundError(
+            f"the log of flow run {flow_run_id} is in Prefect: set PREFECT_API_URL to the API that ran it, or, "
+            "if the flow started a server of its own, to that of `prefect server start` on its machine"
+        )
     try:
         with get_client(sync_client=True) as client:
             client.read_flow_run(UUID(flow_run_id))

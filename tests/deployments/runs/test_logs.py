@@ -29,7 +29,10 @@ def test_without_files_and_an_api_it_says_what_to_set(local, command, tmp_path):
         code, _, err = command("logs", local, "run")
     assert (code, err) == (
         1,
-        f"prefect-torch: the log of flow run {flow_run_id} is in Prefect: set PREFECT_API_URL to the API that ran it\n",
+        (
+            f"prefect-torch: the log of flow run {flow_run_id} is in Prefect: set PREFECT_API_URL to the API that ran it, or, "
+            "if the flow started a server of its own, to that of `prefect server start` on its machine\n"
+        ),
     )
 
 
