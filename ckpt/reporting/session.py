@@ -186,7 +186,8 @@ class RankSession:
         self._background.wait_and_raise()
         if self._rounds.desynchronized is not None:
             raise self._rounds.desynchronized
-        self._peers.leave(RankExit(self.context.world_rank, self._num_reports, "returned"))
+        own = RankExit(self.context.world_rank, self._num_reports, "returned")
+        self._peers.leave(own)
         exits = self._peers.wait_for_all_exits()
         self._requests.forget_answers()
         lost = [it for it in exits if not it.has_returned]
@@ -194,10 +195,7 @@ class RankSession:
             raise PeerGoneError(f"{lost[0]}, so the training of rank {self.context.world_rank} has no result")
         uneven = [it for it in exits if it.reports != self._num_reports]
         if uneven:
-            raise ReportMismatchError(
-                f"{uneven[0]}, but rank {self.context.world_rank} returned after {self._num_reports} reports; "
-                "call report() equally often on every rank"
-            )
+            raise ReportMismatchError(f"{uneven[0]}, but {own}; call report() equally often on every rank")
 
     def fail(self, detail: str, flush_s: float) -> None:
         """Announce to the other ranks that this one's function raised, after a last wait for background commits.

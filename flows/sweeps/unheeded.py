@@ -13,6 +13,8 @@ from prefect_torch.flows.sweeps.search_config import SearchConfig
 class Unheeded:
     """Says once of each limit, and of the scheduler, that it has decided nothing on a completed trial, and why.
 
+    Of one that the first such trial has heeded, nothing is said.
+
     Args:
         search: The configuration of the search.
 
@@ -40,12 +42,16 @@ class Unheeded:
         records = read_history(Run.open(storage, trial.run))
         reports = [record for record in records if not record.is_logged]
         names = sorted({name for record in reports for name in record.metrics})
-        for name in [name for name in self._limits if not _has(name, reports)]:
-            yield (
-                f"stop={{{name!r}: {self._limits.pop(name):g}}} completes no trial: no report of trial {trial.number} has "
-                f"{name!r} as a number; its reports have {', '.join(names) or 'none at all'}"
-            )
-        if self._first_decision is None or not reports or any(report.checkpoint for report in trial.reports):
+        limits, self._limits = self._limits, {}
+        for name, limit in limits.items():
+            if not _has(name, reports):
+                yield (
+                    f"stop={{{name!r}: {limit:g}}} completes no trial: no report of trial {trial.number} has {name!r} as a "
+                    f"number; its reports have {', '.join(names) or 'none at all'}"
+                )
+        if any(report.checkpoint for report in trial.reports):
+            self._first_decision = None
+        if self._first_decision is None or not reports:
             return
         times = [time_of(self._search.time_attr, it.step, number, it.metrics) for number, it in enumerate(reports, 1)]
         longest = max((time for time in times if time is not None), default=0)

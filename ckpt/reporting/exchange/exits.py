@@ -18,7 +18,7 @@ class RankExit:
 
     Attributes:
         rank: The rank.
-        reports: How many reports it completed, or None where its process died and this is unknleft.
+        reports: How many reports it completed, or None where its process died and this is unknown.
         status: Whether its function returned, raised, or its process died.
         detail: The error or the signal.
 
@@ -36,7 +36,7 @@ class RankExit:
 
     def __str__(self) -> str:
         """Return the exit in one line."""
-        after = "" if self.reports is None else f" after {self.reports} reports"
+        after = "" if self.reports is None else f" after {self.reports} report{'' if self.reports == 1 else 's'}"
         return f"rank {self.rank} {self.status}{after}{f' ({self.detail})' if self.detail else ''}"
 
 

@@ -64,10 +64,10 @@ def test_one_request_a_node_reaches_the_store_of_all_ranks(store):
 
     attempt.key_value.set = count
     assert attempt.run(lambda session, _: session.report({})) == [None] * WORLD
-    assert sorted(key for key in sent if key.startswith("report 0")) == [
-        "report 0",
-        "report 0/begun",
-        *(f"report 0/node {number}" for number in range(len(NODES))),
+    assert sorted(key for key in sent if key.startswith("report 1")) == [
+        "report 1",
+        "report 1/begun",
+        *(f"report 1/node {number}" for number in range(len(NODES))),
     ]
 
 
@@ -90,7 +90,7 @@ def test_a_late_rank_keeps_all_waiting_and_then_all_agree(store, late, monkeypat
 
     assert Attempt(store, WORLD, NODES).run(work) == [None] * WORLD
     node = next(number for number, first in ((2, 5), (1, 3), (0, 0)) if late >= first)
-    whom = f"rank 0 has waited 0.1 s in report 0 for a rank of node {node}, and goes on" if late else "for rank 0, and goes on"
+    whom = f"rank 0 has waited 0.1 s in report 1 for a rank of node {node}, and goes on" if late else "for rank 0, and goes on"
     assert any(whom in line for line in lines)
 
 
@@ -125,7 +125,7 @@ def test_a_rank_that_returns_early_is_named_on_all_others(store, early):
     errors = Attempt(store, WORLD, NODES).run(work)
     assert all(isinstance(error, (ReportMismatchError, PeerGoneError)) for error in errors)
     del errors[early]
-    assert all(f"rank {early} returned after 1 reports" in str(error) for error in errors)
+    assert all(f"rank {early} returned after 1 report" in str(error) for error in errors)
 
 
 def test_the_answer_of_rank_0_reaches_ranks_whose_neighbours_never_ask(store):

@@ -584,7 +584,7 @@ def test_ranks_that_part_fail_at_the_end_though_the_error_was_swallowed(store, e
 
     errors = Attempt(store, 2).run(train)
     assert isinstance(errors[1 - early], ReportMismatchError)
-    assert f"rank {early} returned after 1 reports" in str(errors[1 - early])
+    assert f"rank {early} returned after 1 report" in str(errors[1 - early])
 
 
 def test_a_run_that_was_deleted_under_the_training_is_noticed_at_the_next_report(store, tmp_path):

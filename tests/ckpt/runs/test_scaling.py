@@ -142,10 +142,10 @@ def test_the_newest_attempt_costs_one_read_and_a_torn_claim_is_passed_over():
 def play_other_ranks(key_value, world_size):
     """Tell what the other ranks tell in a report of a file each, and that they ended."""
     for rank in range(1, world_size):
-        key_value.set(f"report 0/{rank}", Intent(rank, 0, "sync", [f"m{rank}"]).encode())
+        key_value.set(f"report 1/{rank}", Intent(rank, 0, "sync", [f"m{rank}"]).encode())
         files = [{"path": f"m{rank}", "bytes": 4, "digest": DIGEST, "rank": rank}]
         part = {"files": files, "state": None, "stall_s": None, "stored_s": 0.0}
-        key_value.set(f"report 0/files/{rank}", json.dumps(part).encode())
+        key_value.set(f"report 1/files/{rank}", json.dumps(part).encode())
         announce_exit(key_value, RankExit(rank, 1, "returned"))
 
 
@@ -168,7 +168,7 @@ def test_all_ranks_learn_how_all_ended_from_a_few_words():
     announce_exit(key_value, RankExit(0, 7, "failed"))  # the first word counts
     assert peers[0].wait_for_all_exits() == [RankExit(0, 1, "returned")]
     assert peers[1].wait_for_all_exits() == [RankExit(0, 1, "returned")]
-    assert len(key_value.get(["all ended"], 1.0)[0]) < 200
+    assert len(key_value.get(["all left"], 1.0)[0]) < 200
     assert len(read_exits(key_value)) == 100
     assert not has_failure(key_value)
 
@@ -195,7 +195,7 @@ def test_an_error_names_some_of_many_ranks_that_left():
     for rank in range(1, 50):
         announce_exit(key_value, RankExit(rank, 1, "died" if rank == 40 else "returned"))
     with pytest.raises(
-        PeerGoneError, match=r"^rank 40 died .*; rank 7 returned after 1 reports; and 41 more, so report 0 of rank 0"
+        PeerGoneError, match=r"^rank 40 died .*; rank 7 returned after 1 report; and 41 more, so report 0 of rank 0"
     ):
         Peers(key_value, 0, 51).exchange("report 0", b"")
 
