@@ -1,5 +1,6 @@
 """How the forms of the Prefect UI show the options of a training."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import (
@@ -7,12 +8,14 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
     SerializerFunctionWrapHandler,
+    ValidationError,
     model_serializer,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError
 
 
 def shown_as(title: str, description: str, **more: Any) -> Any:
@@ -83,6 +86,36 @@ class FormModel(BaseModel):
             return values
         fields = cls.model_fields
         return {name: it for name, it in values.items() if it != "" or name not in fields or fields[name].default is not None}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_known_inputs(cls, values: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
+        """Tell of an input that does not exist which one may be meant: names differ from those of Ray and Lightning."""
+        try:
+            return handler(values)
+        except ValidationError as exc:
+            errors = exc.errors(include_url=False, include_input=False)
+            if all(error["type"] != "extra_forbidden" for error in errors):
+                raise
+            raise ValidationError.from_exception_data(
+                exc.title,
+                [
+                    InitErrorDetails(
+                        type=PydanticCustomError(error["type"], "{message}", {"message": error["msg"] + cls._hint(error)}),
+                        loc=error["loc"],
+                        input=None,
+                    )
+                    for error in errors
+                ],
+                hide_input=True,
+            ) from None
+
+    @classmethod
+    def _hint(cls, error: ErrorDetails) -> str:
+        if error["type"] != "extra_forbidden" or len(error["loc"]) > 1:
+            return ""
+        nearest = get_close_matches(str(error["loc"][0]), cls.model_fields, 1)
+        return f"; is {nearest[0]!r} meant?" if nearest else f"; there are {', '.join(cls.model_fields)}"
 
     @model_serializer(mode="wrap")
     def _leave_out_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -119,7 +119,12 @@ WRONG = [
         "scaling.num_workers: Input should be a valid",
     ),
     ({**FN, "scaling": {"backend": "tcp"}}, "'tcp' is not one of", "scaling.backend: Input should be 'gloo', 'nccl'"),
-    ({**FN, "scaling": {"nodes": 2}}, "'nodes' was unexpected", "scaling.nodes: Extra inputs are not permitted"),
+    ({**FN, "scaling": {"nodes": 2}}, "'nodes' was unexpected", "scaling.nodes: Extra inputs are not permitted; there are num"),
+    (
+        {**FN, "run": {"storage_path": "x"}},
+        "was unexpected",
+        "run.storage_path: Extra inputs are not permitted; is 'storage' me",
+    ),
     ({**FN, "run": {"name": "../x"}}, "'../x' does not match", "run.name: run name '../x': use 1 to 200 letters"),
     ({**FN, "run": {"storage": 5}}, "5 is not valid under any", "checkpoints cannot be stored with a int: give a path"),
     ({**FN, "run": {"storage": ""}}, "'' is not valid under any", "storage is empty: give a path, a URL"),
