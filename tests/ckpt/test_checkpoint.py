@@ -429,8 +429,11 @@ def test_to_directory_gives_the_caller_files_of_their_own(kind, tmp_path, reques
     assert Checkpoint.from_directory(directory).get_metadata() == {"a": 1}
 
 
-def test_to_directory_makes_a_folder_of_its_own_if_none_is_given(local, tmp_path):
-    directory = Path(commit(local, tmp_path, model="x").to_directory())
+def test_to_directory_makes_a_folder_of_its_own_if_none_is_given(local, tmp_path, monkeypatch):
+    checkpoint = commit(local, tmp_path, model="x")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    directory = Path(checkpoint.to_directory())
+    assert directory.parent == tmp_path
     assert (directory / "model").read_bytes() == b"x"
 
 
