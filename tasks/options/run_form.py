@@ -1,7 +1,7 @@
 """How the forms of the Prefect UI show the options of a training."""
 
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 from pydantic import (
     BaseModel,
@@ -101,7 +101,9 @@ class FormModel(BaseModel):
                 exc.title,
                 [
                     InitErrorDetails(
-                        type=PydanticCustomError(error["type"], "{message}", {"message": error["msg"] + cls._hint(error)}),
+                        type=PydanticCustomError(
+                            cast("Any", error["type"]), "{message}", {"message": error["msg"] + cls._hint(error)}
+                        ),
                         loc=error["loc"],
                         input=None,
                     )
@@ -112,9 +114,10 @@ class FormModel(BaseModel):
 
     @classmethod
     def _hint(cls, error: ErrorDetails) -> str:
-        if error["type"] != "extra_forbidden" or len(error["loc"]) > 1:
+        name, *below = map(str, error["loc"] or ("",))
+        if error["type"] != "extra_forbidden" or below:
             return ""
-        nearest = get_close_matches(str(error["loc"][0]), cls.model_fields, 1)
+        nearest = get_close_matches(name, cls.model_fields, 1)
         return f"; is {nearest[0]!r} meant?" if nearest else f"; there are {', '.join(cls.model_fields)}"
 
     @model_serializer(mode="wrap")
