@@ -235,7 +235,7 @@ def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: Searc
             ended = trials.take_ended(_POLL_S)
             for number, end in ended.items():
                 _record_end(search, trials, storage, number, end, termination)
-                for line in unheeded.of(search.trials[number], storage):
+                for line in unheeded.of(search.trials[number], search.first_decision(number), storage):
                     get_run_logger().warning("%s", line)
             has_news = bool(ended)
     except Exception as exc:

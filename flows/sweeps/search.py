@@ -128,6 +128,10 @@ class Search:
         before = trial.reports_before + count_reports() if _ITERATION in (time_attr, *stop) else 0
         return DecisionPoints(time_attr, trial.milestone, self._scheduler.asks_always, stop, before)
 
+    def first_decision(self, number: int) -> float | None:
+        """Return the time at whose first checkpoint it is decided on a trial; None if checkpoints decide nothing."""
+        return None if self._scheduler.asks_always else self._scheduler.first_milestone(number)
+
     def give_up(self, error: Exception) -> None:
         """End the sweep with `error`: a decision could not be recorded."""
         self._error = error

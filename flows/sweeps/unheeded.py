@@ -23,21 +23,23 @@ class Unheeded:
     def __init__(self, search: SearchConfig) -> None:
         self._search = search
         self._limits = dict(search.stop or {})
-        self._first_decision = {
-            "asha": search.grace_period,
-            "hyperband": search.grace_period,
-            "pbt": search.perturbation_interval,
-        }.get(search.scheduler or "")
+        self._awaits_decision = True
 
-    def of(self, trial: TrialRecord, storage: StorageSpec) -> Iterator[str]:
+    def of(self, trial: TrialRecord, first_decision: float | None, storage: StorageSpec) -> Iterator[str]:
         """Yield what is to be said of a trial that has ended; costs its history while something may be.
 
         Args:
             trial: The trial.
+            first_decision: The time at whose first checkpoint it was to be decided on it; None for none.
             storage: The storage of the sweep.
 
         """
-        if trial.state != "completed" or not (self._limits or self._first_decision):
+        if trial.state != "completed":
+            return
+        if any(report.checkpoint for report in trial.reports):
+            self._awaits_decision = False
+        due = first_decision if self._awaits_decision else None
+        if due is None and not self._limits:
             return
         records = read_history(Run.open(storage, trial.run))
         reports = [record for record in records if not record.is_logged]
@@ -49,14 +51,12 @@ class Unheeded:
                     f"stop={{{name!r}: {limit:g}}} completes no trial: no report of trial {trial.number} has {name!r} as a "
                     f"number; its reports have {', '.join(names) or 'none at all'}"
                 )
-        if any(report.checkpoint for report in trial.reports):
-            self._first_decision = None
-        if self._first_decision is None or not reports:
+        if due is None:
             return
         times = [time_of(self._search.time_attr, it.step, number, it.metrics) for number, it in enumerate(reports, 1)]
         longest = max((time for time in times if time is not None), default=0)
-        if longest >= self._first_decision:
-            self._first_decision = None
+        if longest >= due:
+            self._awaits_decision = False
             yield (
                 f"scheduler={self._search.scheduler!r} has not decided on trial {trial.number}: it reached "
                 f"{self._search.time_attr}={longest:g} without a checkpoint, and decisions are made on reports with one, from "
