@@ -1,9 +1,10 @@
-"""A look at the tensors that count as equal on all ranks, since ranks that hold others would store a mixture of them."""
+"""Samples of the tensors that count as equal on all ranks: unequal ones would be stored as a mixture."""
 
 from collections.abc import Collection, Sequence
 
 import torch
 import xxhash
+from prefect_torch.ckpt.state.staging.buffer import memory_of
 from prefect_torch.ckpt.state.staging.device_copies import brought_to_host
 
 from .flatten import Leaf
@@ -23,21 +24,18 @@ class ReplicaSampler:
         """Return what is in each of `parts`, the modules and optimizers, as two digests; nothing at most reports.
 
         The first is of the names of up to eight tensors, the second of one element of each. Buffers are left out, of which
-        rank 0's are stored, and so are DTensors. Costs a few milliseconds, and one copy for all elements of a device.
+        rank 0's are stored, and so are DTensors. Costs a few milliseconds, and a copy from each device for each part.
         """
         self._reports += 1
         return _sample(leaves, parts) if self._reports.bit_count() == 1 else {}
 
 
 def _sample(leaves: Sequence[Leaf], parts: Collection[str]) -> dict[str, Sequence[str]]:
-    looked_at = {
-        part: _spread([leaf for leaf in leaves if leaf.name.startswith(f"{part}.") and _is_replica(leaf)]) for part in parts
-    }
-    found = iter(brought_to_host([_middle(leaf.value) for of_part in looked_at.values() for leaf in of_part]))
     samples: dict[str, Sequence[str]] = {}
-    for part, of_part in looked_at.items():
-        names = " ".join(leaf.name for leaf in of_part).encode()
-        data = b"".join(next(found).view(torch.uint8).numpy().tobytes() for _ in of_part)
+    for part in parts:
+        chosen = _spread([leaf for leaf in leaves if leaf.name.startswith(f"{part}.") and _is_replica(leaf)])
+        names = " ".join(leaf.name for leaf in chosen).encode()
+        data = b"".join(map(memory_of, brought_to_host([_middle(leaf.value) for leaf in chosen])))
         samples[part] = [xxhash.xxh3_64_hexdigest(names), xxhash.xxh3_64_hexdigest(data)]
     return samples
 

@@ -90,7 +90,7 @@ class FormModel(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _name_known_inputs(cls, values: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        """Tell of an input that does not exist which one may be meant: names differ from those of Ray and Lightning."""
+        """Name in the error of an input that does not exist the one that may be meant: names differ from those of Ray."""
         try:
             return handler(values)
         except ValidationError as exc:

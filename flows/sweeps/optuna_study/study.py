@@ -1,8 +1,7 @@
 """The suggestions of a sweep, by Optuna, whose study is a list of operations that the sweep's journal holds.
 
-A sampler is made anew for each suggestion, seeded with
-the sweep's seed and the trial's number: its suggestion depends on these and on the study, and on nothing that a killed process
-would lose.
+A sampler is made anew for each suggestion, seeded with the sweep's seed and the trial's number: its suggestion depends on these
+and on the study, and on nothing that a killed process would lose.
 """
 
 import hashlib

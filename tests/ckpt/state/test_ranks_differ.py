@@ -385,13 +385,12 @@ class TestReplicas:
     """Modules and optimizers under one name, which count as equal on all ranks."""
 
     @staticmethod
-    def trained(seed, steps=1):
+    def trained(seed):
         torch.manual_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
         optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(steps):
-            model(torch.rand(5, 3)).sum().backward()
-            optimizer.step()
+        model(torch.rand(5, 3)).sum().backward()
+        optimizer.step()
         return {"model": model, "optimizer": optimizer}
 
     def test_a_model_that_each_rank_trains_by_itself_is_warned_of_once(self, store, caplog):
