@@ -189,7 +189,7 @@ def uploads_may_go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert go_on.wait(30)
         return put_file(self, key, path)
 
-    def wait_with_all(self: LocalStorage, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+    def wait_with_all(self: LocalStorage, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
         assert go_on.wait(30)
         return put_files(self, files, owned=owned)
 

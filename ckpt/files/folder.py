@@ -7,7 +7,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,22 +124,22 @@ def group_files(directory: Path, paths: Iterable[str], *, owned: bool, most: int
     """
     links = {folder for folder in _folders(paths) if (directory / folder).is_symlink()} if owned else set()
     groups: list[FileGroup] = []
-    small: dict[bool, list[tuple[str, int]]] = {False: [], True: []}
+    small: dict[bool, dict[str, int]] = {False: {}, True: {}}
     for path in paths:
         is_owned = owned and not (links and any(folder in links for folder in _folders([path])))
         if (size := _size(f"{directory}/{path}")) >= _LARGE_BYTES:
             groups.append(FileGroup((path,), is_owned))
         else:
-            small[is_owned].append((path, size))
+            small[is_owned][path] = size
     for is_owned, sized in small.items():
         groups.extend(FileGroup(paths, is_owned) for paths in _together(sized, most))
     return groups
 
 
-def _together(sized: Iterable[tuple[str, int]], most: int | None) -> Iterator[tuple[str, ...]]:
+def _together(sized: Mapping[str, int], most: int | None) -> Iterator[tuple[str, ...]]:
     group: list[str] = []
     num_bytes = 0
-    for path, size in sized:
+    for path, size in sized.items():
         group.append(path)
         num_bytes += size
         if num_bytes >= _GROUP_BYTES or len(group) == most:

@@ -18,7 +18,6 @@ from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of, merge_files
 from prefect_torch.ckpt.runs.pruning import collect_garbage
-from prefect_torch.ckpt.runs.records import fields_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.parallel import for_each
@@ -267,7 +266,7 @@ def _put_group(run: Run, checkpoint_id: str, directory: Path, group: FileGroup) 
     if len(group.paths) == 1 and not group.owned:
         (path,) = group.paths
         return {path: run.storage.put_file(f"{folder}{path}", directory / path)}
-    moved = run.storage.put_files({f"{folder}{path}": directory / path for path in group.paths}, owned=group.owned)
+    moved = run.storage.put_files({f"{folder}{path}": f"{directory}/{path}" for path in group.paths}, owned=group.owned)
     return {key.removeprefix(folder): it for key, it in moved.items()}
 
 
@@ -324,7 +323,8 @@ def _encode_part(work: Callable[[], Part]) -> bytes:
         part = work()
     except Exception as exc:  # noqa: BLE001 - all ranks must receive any error rather than wait
         return json.dumps({"error": asdict(RemoteError.of(exc))}).encode()
-    files = [fields_of(entry) for entry in part.files]
+    # Column by column: objects of their own for each of many files would bring on a collection of all garbage.
+    files = [[getattr(entry, name) for entry in part.files] for name in FileEntry.__slots__]
     return json.dumps({"files": files, "state": part.state, "stall_s": part.stall_s, "stored_s": part.stored_s}).encode()
 
 
@@ -335,7 +335,7 @@ def _decode_part(rank: int, data: bytes) -> Part:
         raise kind(
             f"rank {rank} could not store its part: {part['error']['message']}; the previous checkpoint is still the latest"
         )
-    return Part([FileEntry(**entry) for entry in part["files"]], part["state"], part["stall_s"], part["stored_s"])
+    return Part(list(map(FileEntry, *part["files"])), part["state"], part["stall_s"], part["stored_s"])
 
 
 def _raise_error(data: bytes) -> None:

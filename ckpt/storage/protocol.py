@@ -91,13 +91,13 @@ class Storage(Protocol):
         """Store the file at `path`; durable when this returns."""
         ...
 
-    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+    def put_files(self, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
         """Store several files, by key; all are durable when this returns, where possible for less than one by one.
 
         After an error, or a death, any of them may be stored, also in part: no reader may know their keys yet.
 
         Args:
-            files: The path of each file, by its key.
+            files: The path of each file, by its key; strings where there are many, as a `Path` costs what a small write does.
             owned: Whether the storage may give them a second name (a hard link) instead of copying: the caller removes the
                 first one, once they are part of a checkpoint, before anybody writes to them again.
 

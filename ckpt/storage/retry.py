@@ -120,7 +120,7 @@ class RetryingStorage:
         """Store the file at `path`."""
         return self._retry("storing", key, lambda storage: storage.put_file(key, path))
 
-    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+    def put_files(self, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
         """Store several files; a retry stores all of them."""
         return self._retry("storing", next(iter(files), ""), lambda storage: storage.put_files(files, owned=owned))
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from wrapped_storage import WrappedStorage
@@ -62,7 +63,7 @@ class FaultyStorage(WrappedStorage):
         if fires and self.torn and verb == "put_files":
             *whole, (key, path) = list(args[0].items())[: len(args[0]) // 2 + 1]
             self.inner.put_files(dict(whole), **kwargs)
-            data = path.read_bytes()
+            data = Path(path).read_bytes()
             self.inner.put_bytes(key, data[: len(data) // 2])
         if fires and not self.after:
             raise self.error

@@ -30,9 +30,9 @@ class MemoryStorage:
     def put_file(self, key: str, path: Path) -> Transfer:
         return self.put_buffers(key, [memoryview(path.read_bytes())])
 
-    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+    def put_files(self, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
         del owned
-        return {key: self.put_file(key, path) for key, path in files.items()}
+        return {key: self.put_file(key, Path(path)) for key, path in files.items()}
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         data = b"".join(parts)

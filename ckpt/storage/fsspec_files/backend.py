@@ -86,10 +86,10 @@ class FsspecStorage:
         path.stat()  # raises if it is missing, before anything is created
         return self._put(key, store)
 
-    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+    def put_files(self, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
         """Store several files, as many concurrently as there are connections; their local copies stay."""
         del owned
-        return dict(zip(files, for_each(files.items(), lambda file: self.put_file(*file)), strict=True))
+        return dict(zip(files, for_each(files.items(), lambda file: self.put_file(file[0], Path(file[1]))), strict=True))
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         """Store `parts` as one object; the filesystem may buffer them in addition."""

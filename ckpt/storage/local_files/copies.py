@@ -71,7 +71,7 @@ def copy_file(source: io.FileIO, target: io.FileIO) -> Transfer:
     return digest.transfer()
 
 
-def read_small(path: Path) -> bytes | None:
+def read_small(path: str | Path) -> bytes | None:
     """Return the content of a file of less than 64 KiB, with as few system calls as possible; None if it is another."""
     source = os.open(path, os.O_RDONLY)
     try:

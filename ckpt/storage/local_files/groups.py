@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
 
 
-def store_group(root: RootFolder, files: Mapping[str, Path], *, owned: bool) -> dict[str, Transfer]:
+def store_group(root: RootFolder, files: Mapping[str, str | Path], *, owned: bool) -> dict[str, Transfer]:
     """Store files by key, all durable when this returns, and return their sizes and digests.
 
     They are written under their own names, and a rename for each is saved: a killed process leaves any part of them. After
@@ -39,7 +39,7 @@ def store_group(root: RootFolder, files: Mapping[str, Path], *, owned: bool) -> 
             before anybody writes to it again.
 
     """
-    by_folder: dict[str, dict[str, Path]] = defaultdict(dict)
+    by_folder: dict[str, dict[str, str | Path]] = defaultdict(dict)
     for key, path in files.items():
         folder, _, name = key.rpartition("/")
         by_folder[folder][name] = path
@@ -51,22 +51,42 @@ def store_group(root: RootFolder, files: Mapping[str, Path], *, owned: bool) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """The place of one file to store.
+class _Folder:
+    """A directory to store files in.
 
     Attributes:
-        way: Its directory.
-        name: Its name there.
-        is_covered: Whether a sync of the filesystem will make it durable.
+        key: Its key; "" for the storage itself.
+        way: The open directory.
+        is_covered: Whether a sync of the filesystem will make its files durable.
 
     """
 
+    key: str
     way: Way
-    name: str
     is_covered: bool
 
-    def path(self) -> Path:
-        return self.way.path(self.name)
+    def create(self, name: str) -> int:
+        """Create the file `name`, and return a descriptor for writing it."""
+        try:
+            return self.way.create(name)
+        except FileExistsError:  # of an earlier try; it may be read, so it is not written over
+            self.way.unlink(name)
+            return self.way.create(name)
+
+    def link(self, name: str, path: Path) -> bool:
+        """Give the file at `path` the second name `name`; return whether it can have one: two mounts may be one filesystem."""
+        link = partial(os.link, path, name, dst_dir_fd=self.way.folder, follow_symlinks=False)
+        try:
+            try:
+                link()
+            except FileExistsError:  # of an earlier try
+                self.way.unlink(name)
+                link()
+        except OSError as exc:
+            if exc.errno not in _CANNOT_LINK:
+                raise
+            return False
+        return True
 
 
 class _Group:
@@ -89,100 +109,74 @@ class _Group:
         if kind is not None:
             self._discard()
 
-    def store(self, folder: str, named: Mapping[str, Path], *, owned: bool) -> None:
+    def store(self, key: str, named: Mapping[str, str | Path], *, owned: bool) -> None:
         """Write the files of one directory, or find out which may be linked into it."""
-        with self._root.make(folder) as way:
-            is_covered = self._sync.covers(way)
-            if not is_covered:
-                self._uncovered.append(folder)
-            prefix = f"{folder}/" if folder else ""
+        with self._root.make(key) as way:
+            folder = _Folder(key, way, self._sync.covers(way))
+            if not folder.is_covered:
+                self._uncovered.append(key)
             for name, path in named.items():
-                place = _Place(way, name, is_covered)
-                taken = self._take(folder, place, path) if owned else None
-                self.stored[f"{prefix}{name}"] = taken or self._write(folder, place, path)
+                if not (owned and self._take(folder, name, Path(path))):
+                    self._write(folder, name, path)
 
-    def _take(self, folder: str, place: _Place, path: Path) -> Transfer | None:
-        """Return the digest of a file to link; None for one to copy."""
-        if not _is_the_callers_alone(place.way, path.lstat()):
-            return None
+    def _take(self, folder: _Folder, name: str, path: Path) -> bool:
+        """Digest a file to link, and return whether it may be linked; else it is to be copied."""
+        if not _is_the_callers_alone(folder.way, path.lstat()):
+            return False
         os.utime(path)  # an object's time is that of its put, which is what garbage collection goes by
         before = path.lstat()
-        self._begin_sync(place, path)
+        if not folder.is_covered:
+            self._sync.begin(path)
         taken = digest_file(path)
         if _version(path.lstat()) != _version(before):  # somebody still writes: a copy holds what its digest says
-            return None
-        self._links[folder][place.name] = path
-        return taken
+            return False
+        self._links[folder.key][name] = path
+        self._keep(folder, name, taken)
+        return True
 
-    def _write(self, folder: str, place: _Place, path: Path) -> Transfer:
-        self._written[folder].append(place.name)
+    def _write(self, folder: _Folder, name: str, path: str | Path) -> None:
+        self._written[folder.key].append(name)
         if (data := read_small(path)) is not None:
             self._space.take(len(data))
-            written = write_small(data, _create(place), place.path)
+            written = write_small(data, folder.create(name), lambda: folder.way.path(name))
         else:
             with io.FileIO(path) as source:
                 self._space.take(os.fstat(source.fileno()).st_size)
-                with io.FileIO(_create(place), "w") as target:
+                with io.FileIO(folder.create(name), "w") as target:
                     written = copy_file(source, target)
-                    require_whole(target.fileno(), written, place.path)
-        self._begin_sync(place)
-        return written
+                    require_whole(target.fileno(), written, lambda: folder.way.path(name))
+        if not folder.is_covered:
+            self._sync.begin(folder.way.path(name))
+        self._keep(folder, name, written)
 
-    def _begin_sync(self, place: _Place, source: Path | None = None) -> None:
-        """Begin to make the bytes at `place`, or at `source`, durable, unless a sync of the filesystem will."""
-        if not place.is_covered:
-            self._sync.begin(source or place.path())
+    def _keep(self, folder: _Folder, name: str, stored: Transfer) -> None:
+        self.stored[f"{folder.key}/{name}" if folder.key else name] = stored
 
     def finish(self) -> None:
         """Make the files durable, then link those that may be linked, then make the names durable."""
         self._sync.wait()
-        for folder, named in self._links.items():
-            prefix = f"{folder}/" if folder else ""
-            with self._root.make(folder) as way:
+        for key, named in self._links.items():
+            with self._root.make(key) as way:
+                folder = _Folder(key, way, key not in self._uncovered)
                 for name, path in named.items():
-                    place = _Place(way, name, folder not in self._uncovered)
-                    if _link(place, path):
-                        self._written[folder].append(name)
+                    if folder.link(name, path):
+                        self._written[key].append(name)
                     else:
-                        self.stored[f"{prefix}{name}"] = self._write(folder, place, path)
-        for folder in self._uncovered:
-            with self._root.make(folder) as way:
+                        self._write(folder, name, path)
+        for key in self._uncovered:
+            with self._root.make(key) as way:
                 way.sync()
         if self._links:
             self._sync.wait()
 
     def _discard(self) -> None:
         """Remove what was written."""
-        for folder, names in self._written.items():
-            with suppress(OSError), self._root.make(folder) as way:  # the first error counts
+        for key, names in self._written.items():
+            with suppress(OSError), self._root.make(key) as way:  # the first error counts
                 for name in names:
                     with suppress(OSError):
                         way.unlink(name)
                 way.remove_if_empty()
-
-
-def _create(place: _Place) -> int:
-    try:
-        return place.way.create(place.name)
-    except FileExistsError:  # of an earlier try; it may be read, so it is not written over
-        place.way.unlink(place.name)
-        return place.way.create(place.name)
-
-
-def _link(place: _Place, path: Path) -> bool:
-    """Give the file at `path` a second name, and return whether that is possible: two mounts may be of one filesystem."""
-    link = partial(os.link, path, place.name, dst_dir_fd=place.way.folder, follow_symlinks=False)
-    try:
-        try:
-            link()
-        except FileExistsError:  # of an earlier try
-            place.way.unlink(place.name)
-            link()
-    except OSError as exc:
-        if exc.errno not in _CANNOT_LINK:
-            raise
-        return False
-    return True
 
 
 def _is_the_callers_alone(way: Way, status: os.stat_result) -> bool:

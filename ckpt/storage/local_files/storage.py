@@ -54,7 +54,7 @@ class LocalStorage:
             FreeSpace(self._root.path).take(os.fstat(source.fileno()).st_size)
             return self._write(key, lambda target: copy_file(source, target))
 
-    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+    def put_files(self, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
         """Copy files, or link them if they are `owned` and on this filesystem; all are durable when this returns.
 
         From 64 files on, they are made durable by one sync of the filesystem, which also waits for what others have written.

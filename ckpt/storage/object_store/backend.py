@@ -68,10 +68,10 @@ class ObstoreStorage:
         with path.open("rb", buffering=0) as file:
             return self._put_parts(key, size, lambda part_bytes: iter(partial(file.read, part_bytes), b""))
 
-    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+    def put_files(self, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
         """Store several files, eight concurrently; their local copies stay."""
         del owned
-        return dict(zip(files, for_each(files.items(), lambda file: self.put_file(*file)), strict=True))
+        return dict(zip(files, for_each(files.items(), lambda file: self.put_file(file[0], Path(file[1]))), strict=True))
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         """Store `parts` as one object: one request up to 8 MiB, else parts of it from memory, four concurrently."""

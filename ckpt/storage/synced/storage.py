@@ -50,7 +50,7 @@ class SyncedStorage(LocalStorage):
         self._upload([key])
         return done
 
-    def put_files(self, files: Mapping[str, Path], *, owned: bool = False) -> dict[str, Transfer]:
+    def put_files(self, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
         """Copy or move files, and upload them together."""
         done = super().put_files(files, owned=owned)
         self._upload(files)
