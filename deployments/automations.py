@@ -10,13 +10,13 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ActionTypes
-from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
 from prefect_torch.flows.monitoring.text import show_duration
+from prefect_torch.flows.prefect_api.deployments import read_deployment
 
 from .job_templates import has_variable
 from .resuming import resume
@@ -46,7 +46,7 @@ def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: tim
 
     """
     with get_client(sync_client=True) as client:
-        trained = _read_deployment(client, deployment)
+        trained = read_deployment(client, deployment)
         if trained.work_pool_name is None:
             raise ValueError(
                 f"deployment {trained.name!r} has no work pool in which its resumer could run: "
@@ -126,8 +126,8 @@ def evaluate_new_best(
 
     """
     with get_client(sync_client=True) as client:
-        evaluator = _read_deployment(client, deployment)
-        trained = None if trained_by is None else _read_deployment(client, trained_by)
+        evaluator = read_deployment(client, deployment)
+        trained = None if trained_by is None else read_deployment(client, trained_by)
     labels = {"run": run, "storage": storage}
     of = [it for it in (None if trained is None else _full_name(trained), run, storage) if it is not None]
     return _create_or_update(
@@ -210,22 +210,6 @@ def _create_or_update(automation: AutomationCore) -> Automation:
             client.update_automation(known[0].id, AutomationCore(**automation.model_dump(exclude={"owner_resource"})))
         automation_id = known[0].id if known else client.create_automation(automation)
     return Automation(id=automation_id, **automation.model_dump())
-
-
-def _read_deployment(client: SyncPrefectClient, deployment: str | UUID) -> DeploymentResponse:
-    try:
-        if isinstance(deployment, UUID):
-            return client.read_deployment(deployment)
-        return client.read_deployment_by_name(deployment)
-    except ObjectNotFound as exc:  # Prefect's own has no text
-        known = ", ".join(_full_names(client)) or "none"
-        raise ObjectNotFound(exc.http_exc, f"there is no deployment {str(deployment)!r}; those deployed are: {known}") from None
-
-
-def _full_names(client: SyncPrefectClient) -> list[str]:
-    deployments = client.read_deployments()
-    flows = {flow_id: client.read_flow(flow_id).name for flow_id in {it.flow_id for it in deployments}}
-    return sorted(f"{flows[it.flow_id]}/{it.name}" for it in deployments)
 
 
 def _full_name(deployment: DeploymentResponse) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import WorkPool
-from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, ParameterTypeError, SignatureMismatchError
 from prefect_torch.flows import FailureConfig, PlanLine, ScalingConfig, TrainingPlan, plan, train
+from prefect_torch.flows.prefect_api.deployments import read_deployment
 
 from .job_templates import default_of, has_variable
 from .training import grace_in, read_work_pool
@@ -28,7 +28,11 @@ def plan_deployment(deployment: str, parameters: Mapping[str, Any] | None = None
         ValueError: If there is no such deployment, or a parameter is invalid.
 
     """
-    found = _read_deployment(deployment if "/" in deployment else f"train/{deployment}")
+    with get_client(sync_client=True) as client:
+        try:
+            found = read_deployment(client, deployment if "/" in deployment else f"train/{deployment}")
+        except ObjectNotFound as exc:
+            raise ValueError(str(exc)) from None
     given = {**found.parameters, **(parameters or {})}
     planned = plan_parameters(given)
     if found.work_pool_name is None:
@@ -61,14 +65,6 @@ def _arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
         return train.validate_parameters(dict(parameters))
     except (SignatureMismatchError, ParameterTypeError) as exc:
         raise ValueError(str(exc)) from exc
-
-
-def _read_deployment(name: str) -> DeploymentResponse:
-    try:
-        with get_client(sync_client=True) as client:
-            return client.read_deployment_by_name(name)
-    except ObjectNotFound:  # Prefect's own has no text
-        raise ValueError(f"there is no deployment {name!r}: `prefect deployment ls` lists them") from None
 
 
 def _look_at_pool(

@@ -27,6 +27,7 @@ from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.options.config import UNLIMITED
 
 from .monitoring.messages import portable_storage, tag_of
+from .prefect_api.deployments import read_deployment
 from .trial_runs import Training, TrialDecisions
 
 _FLOW = "train"
@@ -50,9 +51,9 @@ def check_deployment(name: str, run_config: RunConfig, storage: StorageSpec) -> 
         raise ValueError(f"trials_on={name!r} needs a storage that all machines reach themselves, not {storage.url}")
     with get_client(sync_client=True) as client:
         try:
-            client.read_deployment_by_name(name)
-        except ObjectNotFound:
-            raise ValueError(f"trials_on={name!r}: Prefect has no deployment of that name") from None
+            read_deployment(client, name)
+        except ObjectNotFound as exc:
+            raise ValueError(f"trials_on={name!r}: {exc}") from None
 
 
 class DeployedTrials:

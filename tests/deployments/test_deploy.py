@@ -182,7 +182,7 @@ def test_a_deployment_is_planned_with_its_work_pool(tmp_path, command, as_json):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere"], "there is no deployment 'train/nowhere': `prefect deployment ls` lists them"),
+        (["nowhere"], "there is no deployment 'train/nowhere'; those deployed are: "),
         (["--params", "{"], "--params is no JSON"),
         (["--params", "[]"], "--params is no JSON object"),
         ([], "the parameters lack the training function"),

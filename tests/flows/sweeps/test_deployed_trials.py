@@ -85,7 +85,7 @@ def test_trials_are_flow_runs_of_a_deployment_that_pause_and_go_on_from_their_ch
 
 WRONG = [
     ("gpu", {}, r"trials_on='gpu': give a deployment of the flow 'train', such as 'train/gpu'"),
-    ("train/nowhere", {}, "trials_on='train/nowhere': Prefect has no deployment of that name"),
+    ("train/nowhere", {}, "trials_on='train/nowhere': there is no deployment 'train/nowhere'; those deployed are: "),
     ("train/gpu", {"storage": "memory://here"}, "needs a storage that all machines reach themselves"),
 ]
 
