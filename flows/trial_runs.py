@@ -13,7 +13,7 @@ from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.prefect_api.client import SubflowClients
-from prefect_torch.flows.prefect_api.final_state import completed
+from prefect_torch.flows.prefect_api.final_state import call_for_result, completed
 from prefect_torch.flows.prefect_api.settings import settings_with, using
 from prefect_torch.flows.sweeps.definition import config_of_trial
 from prefect_torch.flows.sweeps.history import TrialRecord, TrialState
@@ -264,8 +264,9 @@ class LocalTrials:
             without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
             assert self._clients is not None
             with self._clients.used(), using(without_heartbeats):  # the trial sends its own
-                run = running.trial.run
-                self._clients.call(trial, run, {"run": run, "config": self._training.config_of(running.trial)})
+                run, config = running.trial.run, self._training.config_of(running.trial)
+                # By itself: among the results of the sweep's tries, a trial's would be returned where the sweep raises.
+                call_for_result(self._clients.call, trial, run, {"run": run, "config": config})
         except BaseException as exc:  # noqa: BLE001 - a trial's failure costs that trial
             running.error = exc
         with self._ended:

@@ -255,6 +255,12 @@ def test_a_storage_that_is_away_at_the_end_hides_neither_the_result_nor_the_fail
 
 
 def test_a_sweep_whose_journal_is_damaged_has_failed_and_begins_again_where_it_is_told_to(run):
+def test_a_sweep_fails_though_the_flow_runs_of_its_trials_have_completed(run):
+    asked = search(metric="f1", num_trials=1)
+    with pytest.raises(SweepFailedError, match=r"all 1 trials of sweep 'digits' have failed; the first: no report .* 'f1'"):
+        sweep("sweep_trainings:return_loss", {"x": uniform(0, 1)}, search=asked, run=run)
+
+
     space, asked = {"x": grid([1, 2])}, SearchConfig(metric="loss")
     sweep("sweep_trainings:return_loss", space, search=asked, run=run)
     led = Run.open(run.storage, run.name)
