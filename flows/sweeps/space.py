@@ -262,6 +262,7 @@ def _parse(value: Any, place: str) -> Node:
         nodes = tuple((key, _parse(item, f"{place}[{key!r}]")) for key, item in value.items())
         inner = Nested(nodes)
         return inner if not place or _has_domains(inner) else Constant(as_stored(value))
+    _refuse_domains(value, place)
     try:
         return Constant(as_stored(value))
     except (TypeError, ValueError) as exc:
@@ -269,6 +270,18 @@ def _parse(value: Any, place: str) -> Node:
             f"space{place}={value!r} is neither JSON nor a domain: give numbers, texts, lists and dicts, and choose among "
             "functions or classes by their names"
         ) from exc
+
+
+def _refuse_domains(value: Any, place: str) -> None:
+    """Raise if a list holds a domain, of which nothing would be chosen: a parameter has a name."""
+    if isinstance(value, Mapping) and isinstance(kind := value.get("kind"), str) and kind in _FIELDS:
+        raise ValueError(
+            f"space{place} is a domain in a list, and each value that is chosen needs a name: give a dict instead of the list, "
+            "and make the list in your function"
+        )
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in inner:
+        _refuse_domains(item, f"{place}[{key!r}]")
 
 
 def _parse_domain(domain: Mapping[str, Any], place: str) -> Node:

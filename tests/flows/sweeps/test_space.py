@@ -22,6 +22,8 @@ WRONG = [
     ({"lr": uniform(float("nan"), 1)}, "low=nan is no number"),
     ({"a": choice([])}, r"space\['a'\]: values=\[\] is no list"),
     ({"a": {"b": choice([{"c": loguniform(-1, 1)}])}}, r"space\['a'\]\['b'\]\[0\]\['c'\]: low=-1 has no logarithm"),
+    ({"lr": uniform(0, 1), "layers": [8, choice([16, 32])]}, r"space\['layers'\]\[1\] is a domain in a list"),
+    ({"net": choice([([{"width": randint(1, 9)}], "relu")])}, r"space\['net'\]\[0\]\[0\]\[0\]\['width'\] is a domain in a"),
     ({"net": choice([1, 2]), "layer": object()}, r"space\['layer'\]=.* is neither JSON nor a domain"),
 ]
 
@@ -86,8 +88,9 @@ def test_steps_reach_the_upper_end_where_they_do_in_decimals(low, high, step, la
 
 
 def test_what_all_trials_have_is_as_it_is_stored_however_deep():
-    space = parse_space({"x": uniform(0, 1), "plain": {"betas": (0.9, 0.99)}, "pair": (1, (2,))})
+    space = parse_space({"x": uniform(0, 1), "plain": {"betas": (0.9, 0.99)}, "pair": (1, (2,)), "steps": [{"kind": "relu"}]})
     assert {name: node.value for name, node in space.items if name != "x"} == {
         "plain": {"betas": [0.9, 0.99]},
         "pair": [1, [2]],
+        "steps": [{"kind": "relu"}],
     }
