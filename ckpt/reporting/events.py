@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
@@ -66,6 +66,7 @@ class DecisionRequest:
         num_reports: The number of reports of the run up to this one.
         metrics: Its metrics.
         checkpoint: The id of its checkpoint, or None.
+        earlier: The newest value of each metric of the reports before it, which the leader adds.
 
     """
 
@@ -74,6 +75,12 @@ class DecisionRequest:
     num_reports: int
     metrics: Metrics
     checkpoint: str | None
+    earlier: Metrics = field(default_factory=dict)
+
+    @property
+    def newest(self) -> Metrics:
+        """The newest value of each metric, of this report or an earlier one."""
+        return {**self.earlier, **{name: value for name, value in self.metrics.items() if value is not None}}
 
 
 Sent: TypeAlias = ReportEvent | CommitEvent | DecisionRequest

@@ -146,19 +146,19 @@ class Search:
             report = RungReport(at if at is not None and math.isfinite(at) else math.nan, value, request.checkpoint)
             if trial.reports and _is_same(trial.reports[-1], report):  # a leader asks again: this process was started again
                 return Verdict(trial.state == "running", trial.milestone)
-            if score is None and self._search.scheduler is not None:
+            if score is None:
                 return self._decide_without_metric(trial, request)
             decision = self._decide({**self.trials, number: replace(trial, reports=(*trial.reports, report))}, trial, request)
             cloned = None if decision.clone is None else self._clone(number, decision.clone)
             if decision.state != "running":
-                self._tell(replace(trial, reports=(*trial.reports, report)), decision.state, metrics)
+                self._tell(replace(trial, reports=(*trial.reports, report)), decision.state, request.newest)
             self.recorded.record(
                 TrialReported(
                     number,
                     report.time,
                     value,
                     request.checkpoint,
-                    metrics,
+                    request.newest,
                     decision.state,
                     decision.milestone,
                     decision.reason,
@@ -173,7 +173,7 @@ class Search:
         limit = reached_limit(self._search, request)
         if limit is None:
             return Verdict(True, trial.milestone)
-        end = TrialEnd("completed", limit, request.metrics)
+        end = TrialEnd("completed", limit, request.newest)
         if all(math.isnan(report.value) for report in trial.reports):
             end = judge(end, self.metrics)
         self.end(trial.number, end, is_judged=True)

@@ -81,7 +81,8 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> De
         if manifest.id in decided or (at is not None and at <= last):
             continue
         if points.ask(manifest.step, count, manifest.reported, has_checkpoint=True):
-            return DecisionRequest(0, manifest.step, count, manifest.reported, manifest.id)
+            before = [record for record in read_history(run) if record.step < manifest.step]
+            return DecisionRequest(0, manifest.step, count, manifest.reported, manifest.id, newest_of_each(before))
     return None
 
 

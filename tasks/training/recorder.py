@@ -10,7 +10,7 @@ from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, Sent
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
-from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_of_each, read_history
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.text import utc_now
@@ -60,6 +60,9 @@ class RunRecorder:
         self._history = HistoryWriter(store, attempt, recorded=None if lost else newest)
         for record in lost:
             self._history.append(record)
+        # For decisions alone, and of a run that goes on: else it costs reads of the whole history for nothing.
+        before = [] if job.decisions is None or restored is None else [*read_history(store), *lost]
+        self._newest_metrics = newest_of_each(before)
         # A policy that keeps all checkpoints, perhaps a hundred thousand, needs none of their manifests.
         known = [] if job.policy.num_to_keep is None else replace(store, memory=memory).readable(listed)
         self._retention = RetentionSchedule(job, attempt, known, restored_id, observers, memory)
@@ -73,7 +76,8 @@ class RunRecorder:
         """Record a report or a commit of rank 0, or decide on its request; returns immediately."""
         if isinstance(event, DecisionRequest):
             assert self.on_request is not None, f"ranks that must not ask sent {event}"
-            self._submit(partial(self.on_request, event), "a decision could not be made, so the training ends with this report")
+            decide = partial(self.on_request, replace(event, earlier=dict(self._newest_metrics)))
+            self._submit(decide, "a decision could not be made, so the training ends with this report")
             return
         self._observers.notify(event)
         if isinstance(event, CommitEvent):
@@ -88,6 +92,7 @@ class RunRecorder:
                 self._unrecorded[event.id] = event
         else:
             self._history.append(event.record)
+            self._newest_metrics.update(newest_of_each([event.record]))
             if self.on_first_report is not None and not event.record.is_logged:
                 self._submit(self.on_first_report, "the node's copy of the restored checkpoint could not be removed")
                 self.on_first_report = None

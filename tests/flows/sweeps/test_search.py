@@ -333,6 +333,18 @@ def test_a_metric_that_only_some_reports_have_is_decided_by_those():
     assert (search.trials[number].state, search.trials[number].reason) == ("completed", "step=9 has reached 9")
 
 
+@pytest.mark.parametrize("scheduler", [None, "median"])
+def test_a_trial_that_a_limit_ends_has_the_newest_value_of_each_metric_or_has_failed_without_its_own(scheduler):
+    config = configured(scheduler=scheduler, grace_period=9, stop={"training_iteration": 3})
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
+    for earlier in ({"loss": 0.5, "size": 1}, {"size": 1}):
+        number = search.next_trial().number
+        assert not search.decide(number, DecisionRequest(0, 1, 3, {"size": 2, "loss": None}, "a", earlier)).goes_on
+    assert [trial.state for trial in search.trials.values()] == ["completed", "failed"]
+    assert search.trials[0].metrics == {"loss": 0.5, "size": 2}
+    assert search.trials[1].reason.startswith("no report of the trial has the metric 'loss'")
+
+
 def test_a_sampler_whose_package_is_missing_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"sampler='cmaes' needs the package cmaes: pip install 'prefect-torch\[sweep\]'"):

@@ -328,6 +328,13 @@ def test_a_report_whose_decision_was_not_recorded_is_decided_by_what_it_committe
     assert undecided(run, trial, None) is None
 
 
+def test_a_stopped_trial_has_metrics_that_only_other_reports_have(run):
+    asked = search(num_trials=1, sampler=None, stop={"training_iteration": 4})
+    result = sweep("sweep_trainings:report_apart", {"loss": grid([3, 4])}, search=asked, run=run)
+    assert result.best.metrics == {"loss": 3, "size": 1}
+    assert [record.step for record in result.best.result.history] == [0, 0, 1, 1]
+
+
 def job_commit(run: Run, step: int) -> None:
     checkpoint_id = new_id(1, step)
     metrics = {"loss": 1.0, "epoch": step}
