@@ -1,6 +1,7 @@
 """A trial's run in the storage: how it has ended, what it reported and was not decided, what is pinned and deleted of it."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -50,13 +51,16 @@ def end_of_returned(run: Run, value: object) -> TrialEnd:
 def count_reports(run: Run) -> int:
     """Return how often a trial has reported up to its latest checkpoint; a step that was trained again counts once."""
     newest = run.find_newest(run.read_or_leave_out)
-    return 0 if newest is None else len(_reported_steps(run, [newest], newest.step))
+    return 0 if newest is None else _count_up_to(run, [newest], newest.step)
 
 
-def _reported_steps(run: Run, manifests: Sequence[Manifest], last: int) -> set[int]:
-    """Return the steps of a trial's reports up to `last`; a kill may have lost records of reports that have a checkpoint."""
-    steps = {record.step for record in read_history(run) if not record.is_logged}
-    return {step for step in steps | {manifest.step for manifest in manifests} if step <= last}
+def _count_up_to(run: Run, manifests: Sequence[Manifest], last: int) -> int:
+    """Return the number of a trial's reports up to a step; a kill may have lost records of reports that have a checkpoint."""
+    recorded = Counter((record.step, record.attempt) for record in read_history(run) if not record.is_logged)
+    by_step = {manifest.step: 1 for manifest in manifests}
+    for (step, _), count in recorded.items():
+        by_step[step] = max(count, by_step.get(step, 0))
+    return sum(count for step, count in by_step.items() if step <= last)
 
 
 def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> DecisionRequest | None:
@@ -76,7 +80,7 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> De
     decided = {report.checkpoint for report in trial.reports}
     last = trial.reports[-1].time if trial.reports else -math.inf
     for manifest in manifests:
-        count = trial.reports_before + len(_reported_steps(run, manifests, manifest.step))
+        count = trial.reports_before + _count_up_to(run, manifests, manifest.step)
         at = time_of(points.time_attr, manifest.step, count, manifest.reported)
         if manifest.id in decided or (at is not None and at <= last):
             continue

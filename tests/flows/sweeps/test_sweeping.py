@@ -17,6 +17,7 @@ from prefect_servers import rows, wait_until
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
@@ -36,7 +37,7 @@ from prefect_torch.flows import (
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.journal import list_parts
-from prefect_torch.flows.sweeps.trial_storage import pin_source, undecided
+from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, undecided
 from prefect_torch.tasks.training import leadership
 from told_trainings import events_about
 
@@ -254,13 +255,13 @@ def test_a_storage_that_is_away_at_the_end_hides_neither_the_result_nor_the_fail
         assert f"the outcome of attempt 1 of run {name!r} could not be written: the storage did not answer" in caplog.messages
 
 
-def test_a_sweep_whose_journal_is_damaged_has_failed_and_begins_again_where_it_is_told_to(run):
 def test_a_sweep_fails_though_the_flow_runs_of_its_trials_have_completed(run):
     asked = search(metric="f1", num_trials=1)
     with pytest.raises(SweepFailedError, match=r"all 1 trials of sweep 'digits' have failed; the first: no report .* 'f1'"):
         sweep("sweep_trainings:return_loss", {"x": uniform(0, 1)}, search=asked, run=run)
 
 
+def test_a_sweep_whose_journal_is_damaged_has_failed_and_begins_again_where_it_is_told_to(run):
     space, asked = {"x": grid([1, 2])}, SearchConfig(metric="loss")
     sweep("sweep_trainings:return_loss", space, search=asked, run=run)
     led = Run.open(run.storage, run.name)
@@ -326,6 +327,17 @@ def test_a_report_whose_decision_was_not_recorded_is_decided_by_what_it_committe
     assert undecided(run, cloned, DecisionPoints("training_iteration", 5)).step == 2
     assert undecided(run, trial, DecisionPoints(stop={"epoch": 1})).step == 1
     assert undecided(run, trial, None) is None
+
+
+def test_each_report_of_a_step_counts_and_a_step_that_was_trained_again_once(tmp_path):
+    run = Run.open(tmp_path, "sweep/trial-0000-0123abcd")
+    for attempt, steps in ((1, (0, 0, 1)), (2, (1, 1, 2))):
+        writer = HistoryWriter(run, attempt)
+        for step in steps:
+            writer.append(MetricRecord(attempt, step, {"loss": 1.0}, None, "2026-01-01T00:00:00+00:00"))
+        writer.close()
+    job_commit(run, 2)
+    assert count_reports(run) == 5
 
 
 def test_a_stopped_trial_has_metrics_that_only_other_reports_have(run):
