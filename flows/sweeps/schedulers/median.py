@@ -13,10 +13,13 @@ from .scheduling import Decision, Promotion, RunToTheEnd, sort_key
 class Median:
     """Stops a trial whose best value is worse than the median of the others' averages up to the same time.
 
+    Others count that have come as far, as in Ray Tune: the averages of those that were stopped before are of their bad
+    beginnings alone, and with many of them no trial would be worse.
+
     Attributes:
         grace_period: No trial is stopped before this time.
         max_t: The time at which a trial is complete; None for none.
-        min_trials: How many others must have reports up to that time.
+        min_trials: How many others must have come as far.
 
     """
 
@@ -36,7 +39,8 @@ class Median:
         time = trial.reports[-1].time
         if self.max_t is not None and time >= self.max_t:
             return Decision("completed", reason=f"max_t={self.max_t:g}")
-        averages = [mean for other in history.values() if other.number != number and (mean := _mean(other, time)) is not None]
+        others = (it for it in history.values() if it.number != number and it.reports and it.reports[-1].time >= time)
+        averages = [mean for other in others if (mean := _mean(other, time)) is not None]
         if time < self.grace_period or len(averages) < self.min_trials:
             return Decision("running", self.grace_period)
         best = min((report.value for report in trial.reports), key=sort_key)

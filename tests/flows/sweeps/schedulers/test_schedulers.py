@@ -181,6 +181,18 @@ def test_the_median_rule_never_stops_the_best_nor_before_the_grace_period(data, 
             assert best_of([trial]) > best_of([it for it in history.values() if it is not trial])
 
 
+def test_the_median_is_of_the_trials_that_have_come_as_far():
+    def trial(number, state, *values):
+        reports = tuple(RungReport(time, value) for time, value in enumerate(values, 1))
+        return TrialRecord(number, f"run-{number}", {}, number, state=state, reports=reports)
+
+    good = [trial(number, "completed", 1.0, 0.4) for number in range(3)]
+    bad = [trial(number, "stopped", 9.0) for number in range(3, 9)]
+    history = {it.number: it for it in (*good, *bad, trial(9, "running", 2.0, 2.0))}
+    assert Median(1).decide(history, 9).reason == "worse than the median of 3 trials at 2"
+    assert Median(1).decide({number: it for number, it in history.items() if number != 0}, 9).state == "running"
+
+
 def best_of(trials) -> float:
     values = [one.value for trial in trials for one in trial.reports]
     return min((value for value in values if not math.isnan(value)), default=math.inf)
