@@ -146,8 +146,8 @@ class Search:
             report = RungReport(at if at is not None and math.isfinite(at) else math.nan, value, request.checkpoint)
             if trial.reports and _is_same(trial.reports[-1], report):  # a leader asks again: this process was started again
                 return Verdict(trial.state == "running", trial.milestone)
-            if score is None:
-                return self._decide_without_metric(trial, request)
+            if score is None or len(self.metrics) > 1:  # several are no matter of a scheduler, and Optuna takes none on the way
+                return self._decide_by_limit(trial, request)
             decision = self._decide({**self.trials, number: replace(trial, reports=(*trial.reports, report))}, trial, request)
             cloned = None if decision.clone is None else self._clone(number, decision.clone)
             if decision.state != "running":
@@ -168,8 +168,8 @@ class Search:
             )
             return Verdict(decision.state == "running", decision.milestone)
 
-    def _decide_without_metric(self, trial: TrialRecord, request: DecisionRequest) -> Verdict:
-        """Return that a trial goes on to a report with the metric, and asks there; at a limit, it has failed if it had none."""
+    def _decide_by_limit(self, trial: TrialRecord, request: DecisionRequest) -> Verdict:
+        """Return that a trial goes on to a report with the metric, and asks there; at a limit, it fails if it lacks one."""
         limit = reached_limit(self._search, request)
         if limit is None:
             return Verdict(True, trial.milestone)

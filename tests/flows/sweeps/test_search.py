@@ -345,6 +345,15 @@ def test_a_trial_that_a_limit_ends_has_the_newest_value_of_each_metric_or_has_fa
     assert search.trials[1].reason.startswith("no report of the trial has the metric 'loss'")
 
 
+def test_a_limit_ends_trials_of_several_metrics():
+    config = configured(metric=["loss", "size"], mode=["min", "max"], sampler="nsga2", stop={"step": 3})
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
+    for metrics in ({"loss": 0.5, "size": 1}, {"loss": 0.5}):
+        assert not search.decide(search.next_trial().number, DecisionRequest(0, 3, 1, metrics, "a")).goes_on
+    assert [trial.state for trial in search.trials.values()] == ["completed", "failed"]
+    assert search.trials[1].reason == "no report of the trial has the metric 'size'; its reports have loss"
+
+
 def test_a_sampler_whose_package_is_missing_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"sampler='cmaes' needs the package cmaes: pip install 'prefect-torch\[sweep\]'"):
