@@ -44,7 +44,20 @@ class Definition:
 
 
 def define(function: str, space: dict[str, Any], config: dict[str, Any], search: SearchConfig) -> Definition:
-    """Return the definition of a new sweep."""
+    """Return the definition of a new sweep.
+
+    Raises:
+        ValueError: If JSON cannot hold a value of the config, naming it.
+
+    """
+    for name, value in config.items():
+        try:
+            as_stored(value)
+        except (TypeError, ValueError) as exc:
+            raise ValueError(
+                f"config[{name!r}]={value!r} is not JSON, as which a sweep stores its config: give numbers, texts, lists and "
+                "dicts, and make the object in your function"
+            ) from exc
     seed = secrets.randbelow(_LARGEST_SEED) if search.seed is None else search.seed
     given = search.model_dump(mode="json")
     return Definition(function, as_stored(space), dict(config), search.metrics, list(search.modes), seed, given, utc_now())

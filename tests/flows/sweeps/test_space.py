@@ -2,9 +2,11 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
-from prefect_torch.flows import choice, grid, loguniform, randint, uniform
+from prefect_torch.flows import SearchConfig, choice, grid, loguniform, randint, uniform
+from prefect_torch.flows.sweeps.definition import define
 from prefect_torch.flows.sweeps.schedulers.pbt import RandomDraw
 from prefect_torch.flows.sweeps.space import parse_space
 
@@ -32,6 +34,11 @@ WRONG = [
 def test_what_cannot_be_searched_is_refused_with_its_place(space, problem):
     with pytest.raises(ValueError, match=problem):
         parse_space(space)
+
+
+def test_a_config_that_json_cannot_hold_is_refused_with_its_name():
+    with pytest.raises(ValueError, match=r"config\['data'\]=\{'path': .*Path\('data'\)\} is not JSON"):
+        define("my:fn", {"lr": uniform(0, 1)}, {"epochs": 9, "data": {"path": Path("data")}}, SearchConfig(metric="loss"))
 
 
 NESTED = {
