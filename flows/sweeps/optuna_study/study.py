@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from prefect_torch.flows.sweeps.search_config import SearchConfig
-from prefect_torch.flows.sweeps.space import Nested, Parameters
+from prefect_torch.flows.sweeps.space import Nested, Parameters, as_stored
 
 from .pruning import OptunaPruning
 from .samplers import check_sampler, imported_sampler, sampler_of
@@ -92,8 +92,8 @@ def _initial_points(search: SearchConfig, space: Nested) -> list[Parameters]:
 
 def _initial(space: Nested, number: int, point: Mapping[str, Any]) -> Parameters:
     try:
-        return space.parameters("", point)
-    except ValueError as exc:
+        return space.parameters("", as_stored(point))  # as the options are: a tuple is a list
+    except (TypeError, ValueError) as exc:
         raise ValueError(f"initial_points[{number}]: {exc}") from None
 
 

@@ -10,7 +10,7 @@ from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.flows import SearchConfig, SweepFailedError, choice, grid, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.history import decode_event
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
-from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study
+from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, check_search
 from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import parse_space
@@ -343,6 +343,16 @@ def test_a_trial_that_a_limit_ends_has_the_newest_value_of_each_metric_or_has_fa
     assert [trial.state for trial in search.trials.values()] == ["completed", "failed"]
     assert search.trials[0].metrics == {"loss": 0.5, "size": 2}
     assert search.trials[1].reason.startswith("no report of the trial has the metric 'loss'")
+
+
+def test_an_initial_point_may_have_a_tuple_of_the_space():
+    space = {"betas": choice([(0.9, 0.99), (0.8, 0.9)])}
+    search = Search(
+        configured(initial_points=[{"betas": (0.8, 0.9)}]), parse_space(space), 0, RecordedTrials([], [].append), "sweep"
+    )
+    assert search.next_trial().config == {"betas": [0.8, 0.9]}
+    with pytest.raises(ValueError, match=r"initial_points\[0\]: Object of type set is not JSON"):
+        check_search(configured(initial_points=[{"betas": {0.8, 0.9}}]), parse_space(space))
 
 
 def test_a_limit_ends_trials_of_several_metrics():
