@@ -154,7 +154,11 @@ class PrefectDDPStrategy(_OnExistingRanks, DDPStrategy):
 
 
 class PrefectModelParallelStrategy(_OnExistingRanks, ModelParallelStrategy):
-    """Lightning's FSDP2 and tensor parallelism on the ranks that exist; takes ModelParallelStrategy's arguments."""
+    """Lightning's FSDP2 and tensor parallelism on the ranks that exist; takes ModelParallelStrategy's arguments.
+
+    By default the ranks of a machine are tensor parallel, and get the same batches. FSDP2 alone needs `tensor_parallel_size=1`
+    and the number of ranks as `data_parallel_size`, and a module that shards on `self.device_mesh["data_parallel"]`.
+    """
 
 
 def prepare_trainer(trainer: Trainer) -> Trainer:
