@@ -55,6 +55,10 @@ def threshold_pruner():
     return optuna.pruners.ThresholdPruner(upper=10)
 
 
+def hyperband_pruner():
+    return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=9, reduction_factor=3)
+
+
 def report_no_checkpoint(config: dict) -> None:
     for step in range(1, 4):
         report({"loss": config["lr"] / step}, step=step)

@@ -27,7 +27,8 @@ class OptunaPruning:
         pruner = imported("pruner", name)()
         if not isinstance(pruner, optuna.pruners.BasePruner):
             raise ValueError(f"pruner={name!r} returned a {type(pruner).__name__}: return an Optuna pruner")  # noqa: TRY004 - one error
-        self._study = optuna.create_study(pruner=pruner)
+        # A name that lasts: HyperbandPruner chooses a trial's bracket by it, and Optuna's own would be another after a kill.
+        self._study = optuna.create_study(pruner=pruner, study_name="sweep")
         self._trials: dict[int, optuna.trial.Trial] = {}
         self._last: dict[int, float] = {}
 

@@ -9,6 +9,7 @@ from prefect_torch.ckpt.reporting.decisions import Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.flows import SearchConfig, SweepFailedError, choice, grid, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.history import decode_event
+from prefect_torch.flows.sweeps.optuna_study.pruning import OptunaPruning
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
 from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, check_search
 from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
@@ -65,6 +66,14 @@ def test_a_pruner_of_optunas_stops_bad_trials_also_after_a_kill(pruner):
     for stop_after in range(5, simulation.total, 20):
         killed.lead(stop_after)
     assert [trial.state for trial in killed.lead().trials.values()] == states
+
+
+def test_a_pruner_has_the_same_brackets_after_a_kill():
+    def verdicts():
+        pruning = OptunaPruning("sweep_trainings:hyperband_pruner")
+        return [pruning.report(number, step, number % 7) for number in range(30) for step in (1, 3, 9)]
+
+    assert verdicts() == verdicts()
 
 
 WRONG_NAMES = [
