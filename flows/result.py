@@ -85,7 +85,8 @@ class Result:
         if last is not None:
             outcome += f", {len(self.history)} report{'s' * (len(self.history) != 1)} up to step {last}"
         if self.error is not None:
-            outcome += f"; {str(self.error).strip().splitlines()[-1] if str(self.error).strip() else type(self.error).__name__}"
+            line, _, _ = str(self.error).strip().partition("\n")
+            outcome += f"; {line or type(self.error).__name__}"
         return result_html(self.path, outcome, self.history, [(it.path, metrics) for it, metrics in self.best_checkpoints])
 
     def get_best_checkpoint(self, metric: str, mode: Order) -> Checkpoint:

@@ -32,6 +32,7 @@ from servers import ACCESS_KEY, SECRET_KEY, free_port
 
 SCRIPT = str(Path(sys.executable).with_name("prefect-torch"))
 LOSSES = [0.9, 0.2, float("nan"), 0.4, 0.5]
+ERROR = "rank 1 of attempt 2 failed: ValueError: bad [red]loss\n\nTraceback\nValueError: bad [red]loss\nof two lines\n"
 
 
 def train(storage, run_name="run", losses=LOSSES, ending="completed"):
@@ -54,7 +55,7 @@ def train(storage, run_name="run", losses=LOSSES, ending="completed"):
     settings = asdict(RetentionPolicy(2, "loss", "min"))
     last = claim_attempt(store, Owner.current("a-flow-run"), world_size=2, settings=settings)
     if ending is not None:
-        write_outcome(store, Outcome(last.number, ending, "a-flow-run", "user", "Traceback\nValueError: bad [red]loss"))
+        write_outcome(store, Outcome(last.number, ending, "a-flow-run", "user", ERROR))
     return store
 
 
@@ -231,7 +232,7 @@ def test_a_run_is_shown(storage, command, as_json):
     quarantine(store, next(store.ids()), "model is short")
     shown = as_json("show", storage, "run")
     assert [attempt["state"] for attempt in shown["attempts"]][1] == "failed"
-    assert shown["attempts"][1]["error"] == "Traceback\nValueError: bad [red]loss"
+    assert shown["attempts"][1]["error"] == ERROR
     assert shown["attempts"][1]["flow_run_id"] == "a-flow-run"
     assert shown["reports"] == 5
     loss = next(metric for metric in shown["metrics"] if metric["name"] == "loss")
@@ -239,9 +240,17 @@ def test_a_run_is_shown(storage, command, as_json):
     assert shown["quarantined"][0]["reason"] == "model is short"
     _, out, _ = command("show", storage, "run")
     assert "flow run a-flow-run, process" in out
-    assert "user: ValueError: bad [red]loss" in out
+    assert "\nuser: rank 1 of attempt 2 failed: ValueError: bad [red]loss\n" in out
     assert "5 reports from 20" in out
     assert "quarantined as damaged: " in out
+
+
+def test_a_metric_that_is_a_text_has_no_extremes(local, command):
+    store = train(local)
+    history = HistoryWriter(store, 2)
+    history.append(MetricRecord(2, 9, {"phase": "warm"}, None, "2026-01-01T00:00:00+00:00"))
+    history.flush()
+    assert re.search(r"^phase +1 +warm +warm +- +-$", command("show", local, "run")[1], re.MULTILINE)
 
 
 def test_a_run_and_a_checkpoint_fit_on_a_narrow_terminal(tmp_path):

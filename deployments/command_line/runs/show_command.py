@@ -135,11 +135,17 @@ def _print_run(run: dict[str, Any]) -> None:
         summaries = [MetricSummary(**fields) for fields in run["metrics"]]
         print_table(
             ["metric", "reports", "first", "last", "min", "max"],
-            ([it.name, it.reports, *(show_metric(number) for number in it.numbers())] for it in summaries),
+            map(_metric_row, summaries),
             right={"reports", "first", "last", "min", "max"},
         )
     for damaged in run["quarantined"]:
         say(f"quarantined as damaged: {damaged['id']}: {damaged['reason']}", "red")
+
+
+def _metric_row(summary: "MetricSummary") -> Iterator[object]:
+    yield summary.name
+    yield summary.reports
+    yield from (None if it is None else show_metric(it) for it in summary.numbers())
 
 
 def _attempt_row(attempt: dict[str, Any]) -> Iterator[object]:
@@ -156,7 +162,7 @@ def _print_attempt(attempt: dict[str, Any]) -> None:
     say("")
     say(f"attempt {attempt['number']}: {flow_run}process {attempt['pid']} on {attempt['host']}")
     if (reason := _reason(attempt["kind"], attempt["error"])) is not None:
-        say(f"  {reason}", RUN_STYLES.get(attempt["state"], ""))
+        say(reason, RUN_STYLES.get(attempt["state"], ""))
 
 
 def _to_second(iso: str | None) -> str | None:
@@ -165,9 +171,9 @@ def _to_second(iso: str | None) -> str | None:
 
 
 def _reason(kind: str | None, error: str | None) -> str | None:
-    """Return the kind and the last line of the error; --json has the whole traceback."""
-    lines = (error or "").strip().splitlines()
-    return f"{kind}: {lines[-1].strip()}" if kind and lines else kind or (lines[-1].strip() if lines else None)
+    """Return the kind and the first line of the error, as the summary page does; --json has the whole traceback."""
+    line = (error or "").strip().partition("\n")[0]
+    return ": ".join(filter(None, [kind, line])) or None
 
 
 def _print_checkpoint(checkpoint: dict[str, Any]) -> None:

@@ -39,8 +39,8 @@ def test_what_was_trained_again_is_pale():
 
 def test_a_result_without_numbers_and_one_that_failed_are_shown():
     assert "not completed, 1 attempt</p>" in result()._repr_html_()
-    failed = result(error=RuntimeError("one\n<two>"), attempts=2, history=[record(2, 3, note="x")])._repr_html_()
-    assert "failed, 2 attempts, 1 report up to step 3; &lt;two&gt;</p>" in failed
+    failed = result(error=RuntimeError("<one>\n\nTraceback\ntwo"), attempts=2, history=[record(2, 3, note="x")])._repr_html_()
+    assert "failed, 2 attempts, 1 report up to step 3; &lt;one&gt;</p>" in failed
     assert "<svg" not in failed
 
 
