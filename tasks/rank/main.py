@@ -40,7 +40,7 @@ from .node_store import open_node
 from .plain_result import encode_result
 from .rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
 from .spec import RankResult, RankSpec
-from .tracebacks import user_traceback
+from .tracebacks import message_line, user_traceback
 from .working_dir import unpacked, within
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
 
 
 def _one_line(exc: BaseException) -> str:
-    return _printable(traceback.format_exception_only(exc)[-1].strip().partition("\n")[0])
+    return _printable(message_line(exc))
 
 
 def _printable(text: str) -> str:

@@ -19,6 +19,14 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
+def message_line(error: BaseException) -> str:
+    """Return the type of `error` and the first line of its message, as a traceback has them before its notes (`add_note`)."""
+    described = TracebackException.from_exception(error)
+    described.__notes__ = None
+    *_, last = described.format_exception_only()  # before it, a SyntaxError has lines of the code
+    return last.strip().partition("\n")[0]
+
+
 def is_from_here(error: BaseException) -> bool:
     """Return whether this package is among the callers that `error` has passed."""
     return any(file.startswith(_PACKAGE) for file in _files(error))
