@@ -1,12 +1,14 @@
 """Numbers, durations, times, links and foreign text as pages and the terminal show them."""
 
 from datetime import datetime, timezone
+from textwrap import wrap
 from uuid import UUID
 
 from prefect.utilities.urls import url_for
 from prefect_torch.ckpt.runs.metrics import MetricValue
 
 _SHORT = 160
+_CODE_WIDTH = 64  # what a block of code shows in a window of 1280 pixels, between the UI's two sidebars
 _MARKUP = str.maketrans({character: f"\\{character}" for character in r"\`*_[]<>|~$"})
 
 
@@ -55,6 +57,16 @@ def shorten(text: str, longest: int = _SHORT) -> str:
     """Return `text` on one line, cut to `longest` characters."""
     line = " ".join(text.split())
     return line if len(line) <= longest else f"{line[: longest - 1].rstrip()}…"
+
+
+def fold_code(line: str, width: int = _CODE_WIDTH) -> list[str]:
+    """Return a line of code or of a traceback in lines that fit into a block of code, which the UI does not fold."""
+    if len(line) <= width:
+        return [line]
+    if not line.strip(" ~^"):
+        return []  # marks of the line above, which is folded, too
+    indent = line[: min(len(line) - len(line.lstrip()), width // 2)]
+    return wrap(line.strip(), width, initial_indent=indent, subsequent_indent=f"{indent}    ", break_on_hyphens=False)
 
 
 def plain_text(text: str) -> str:

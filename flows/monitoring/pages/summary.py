@@ -9,7 +9,7 @@ from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.flows.monitoring.pages.drawing.chart import MAX_PANELS, draw_curves, draw_time
 from prefect_torch.flows.monitoring.pages.drawing.curves import Curve
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
-from prefect_torch.flows.monitoring.text import plain_text, shorten, show_duration, show_number, show_time
+from prefect_torch.flows.monitoring.text import fold_code, plain_text, shorten, show_duration, show_number, show_time
 
 from .attempt_log import AttemptLog, position_of, resume_points
 from .goodput import TimeSpent, time_spent
@@ -98,7 +98,8 @@ def _head(run: str, view: RunView, context: SummaryContext, now_s: float, spent:
     if context.setup is not None and context.setup.restart is not None:
         yield from ("", restart_line(context.setup.restart))
     if newest is not None and newest.outcome is not None and newest.outcome.error is not None:
-        yield from ("", "```text", newest.outcome.error[-_LONGEST_ERROR:].replace("```", "'''").strip(), "```")
+        error = newest.outcome.error[-_LONGEST_ERROR:].replace("```", "'''").strip()
+        yield from ("", "```text", *(part for line in error.splitlines() for part in fold_code(line)), "```")
 
 
 def _metrics(view: RunView, first: str | None, order: Order) -> Iterator[str]:

@@ -129,6 +129,17 @@ def test_errors_are_shortened_in_the_list_whole_at_the_top_and_no_markdown(store
     assert "Traceback" in fence[1]
 
 
+def test_an_error_is_folded_to_the_width_of_a_block_of_code(store):
+    frame = f'  File "/home/ada/my_training.py", line 7, in train_fn\n    {"call(argument) + " * 9}1\n{" " * 90}~~^~~'
+    error = f"rank 1 failed: ValueError: {'word ' * 20}{'x' * 100}\n\nTraceback (most recent call last):\n{frame}\nValueError"
+    page = page_of(view_of(store, AttemptStarted(claim(1), None), AttemptEnded(Outcome(1, "failed", "a", "user", error))))
+    lines = page.split("```")[1].removeprefix("text\n").splitlines()
+    assert max(map(len, lines)) <= 64
+    assert "".join(lines).replace(" ", "") == re.sub("[ \n]", "", error.replace("~~^~~", ""))
+    assert [line.startswith(" " * 8) for line in lines[lines.index("Traceback (most recent call last):") :]].count(True) == 2
+    assert '  File "/home/ada/my_training.py", line 7, in train_fn' in lines
+
+
 def test_links_lead_to_the_newest_attempts_ranks(store):
     ranks = {number: {rank: f"http://ui/{number}-{rank}" for rank in range(20)} for number in range(1, 9)}
     context = SummaryContext("s3://b/run", flow_runs={2: "http://ui/two", 8: "http://ui/eight"}, ranks=ranks)
