@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -107,9 +108,21 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Run the console script."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without some characters
     sys.exit(run())
+
+
+def _open_missing_streams() -> None:
+    """Discard what goes to a stream that the caller has closed (`>&-`), and let no later file take its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
 
 
 class _Notes(logging.Handler):

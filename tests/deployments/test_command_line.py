@@ -657,6 +657,15 @@ def test_a_reader_that_has_seen_enough_is_no_error(local, options):
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_are_no_error(local, tmp_path, closed):
+    train(local)
+    pull = f'exec "$0" pull "$1" run latest "$2" {closed}'
+    done = subprocess.run(["sh", "-c", pull, SCRIPT, local, tmp_path / "pulled"], check=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert (tmp_path / "pulled/same").read_bytes() == b"same"
+
+
 def test_colours_are_for_terminals(local):
     train(local)
     shown, code = on_terminal("ls", local)
