@@ -39,6 +39,13 @@ def python_command(module: str) -> list[str]:
     return [sys.executable, "-u", "-c", RUN, module]
 
 
+def fill_closed_streams() -> None:
+    """Let no pipe have the number of a standard stream that is closed (`2>&-`), which a new process would overwrite."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
+        pass
+    os.close(number)
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
     """Everything that a process has from the one that starts it; a rank may be forked only where a new process had the same.
@@ -81,6 +88,7 @@ class ForkServer:
 
     def __init__(self, context: ProcessContext) -> None:
         self.has_refused = False
+        fill_closed_streams()
         self._control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with end:
             self._process = subprocess.Popen(
@@ -89,6 +97,8 @@ class ForkServer:
                 pass_fds=[end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                # Where it was closed, a socket may have its number, which the server would not get.
+                stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
                 start_new_session=True,
             )
         self._is_ready = False

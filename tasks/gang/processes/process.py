@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prefect_torch.tasks.rank.starting.fork_server import Descriptors, environment_header
 
-from .fork_servers import ForkServer
+from .fork_servers import ForkServer, fill_closed_streams
 from .output import OutputLines
 
 _GUARD = Path(__file__).parents[2] / "rank/starting/guard.py"
@@ -84,6 +84,7 @@ class RankProcess:
         self._failure: bytes = b""
         self._guard: subprocess.Popen[bytes] | None = None
         program = _Program(command, environment, stdin, held)
+        fill_closed_streams()
         read, self._stdin = os.pipe()
         self._output, output = os.pipe()
         lifeline, self._lifeline = os.pipe()

@@ -41,6 +41,18 @@ drawn = [random.random(), numpy.random.rand(), torch.rand(()).item()]
 print("SHOWN " + json.dumps([same, drawn]), flush=True)
 os._exit(0)
 """
+LEAD = f"""
+import os, sys
+from prefect_torch.tasks.gang.processes.fork_servers import ForkServers, python_command
+from prefect_torch.tasks.gang.processes.process import RankProcess
+servers = ForkServers()
+with open(sys.argv[1], "rb") as spec, open(sys.argv[2], "w") as told:
+    stdin = spec.read()
+    for server in (servers.find(os.environ), None):
+        process = RankProcess(python_command("{RANK}"), {{**os.environ, "RANK": "3"}}, stdin, (), server)
+        print(*(line for lines in process.lines(0.1) for line in lines), process.reap().returncode, file=told)
+servers.close()
+"""
 WAIT = "import os, time\nprint('UP', os.getpid(), os.getppid(), os.environ['RANK'], flush=True)\ntime.sleep(600)\n"
 
 
@@ -196,6 +208,14 @@ for lines in process.lines(0.02):
     for line in lines:
         print(line, flush=True)
 """
+
+
+def test_closed_streams_of_the_supervisor_are_not_those_of_its_ranks(tmp_path):
+    (tmp_path / "function.py").write_text("import os, sys\nfn = print\nprint('UP', file=sys.stderr, flush=True)\nos._exit(0)\n")
+    (tmp_path / "spec").write_bytes(spec_of(tmp_path / "function.py"))
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", LEAD, tmp_path / "spec", tmp_path / "told"]
+    assert subprocess.run(command, env=variables(), check=False).returncode == 0
+    assert (tmp_path / "told").read_text() == "UP 0\nUP 0\n"
 
 
 def test_a_supervisor_that_is_killed_takes_the_rank_and_the_server_along(tmp_path):
