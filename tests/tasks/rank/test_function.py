@@ -1,12 +1,14 @@
 import functools
 import gc
 import inspect
+import linecache
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -272,3 +274,17 @@ def test_a_relative_import_in_a_file_is_answered_with_its_module(folder, root, m
     ) as caught:
         unpack_function(packed)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_traceback_shows_the_lines_of_a_notebooks_cell():
+    cell, text = "/tmp/ipykernel_1/2.py", "def train_fn(config):\n    return 1 / config['zero']  # of a cell\n"
+    linecache.cache[cell] = (len(text), None, text.splitlines(keepends=True), cell)
+    defined = {"__name__": "__main__"}
+    exec(compile(text, cell, "exec"), defined)
+    packed = pack_function(defined["train_fn"], {"zero": 0})
+    del linecache.cache[cell]
+    function, config = unpack_function(packed)
+    with pytest.raises(ZeroDivisionError) as caught:
+        function(config)
+    assert "return 1 / config['zero']  # of a cell" in "".join(traceback.format_exception(caught.value))
+    del linecache.cache[cell]
