@@ -8,6 +8,7 @@ from typing import Any, cast
 from uuid import UUID
 
 import prefect
+from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import WorkPool
 from prefect.deployments.runner import RunnerDeployment
@@ -167,7 +168,7 @@ def _as_json(value: BaseModel | dict[str, Any]) -> dict[str, Any]:
 
 def _with_named_block(run: RunConfig | None) -> RunConfig | None:
     """Return `run` with the name of its block instead of the fields: a deployment's parameters are visible to everybody."""
-    if run is None or isinstance(run.storage, str):
+    if run is None or not isinstance(run.storage, Block):
         return run
     name = run.storage._block_document_name  # noqa: SLF001 - Prefect has no public name for it
     if name is None:

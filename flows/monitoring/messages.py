@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterator
 
 from prefect import get_run_logger
+from prefect.blocks.core import Block
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect_torch.ckpt import RetentionPolicy, StorageSpec
@@ -66,8 +67,8 @@ def command_for(run_config: RunConfig, storage: StorageSpec, name: str) -> str |
 def portable_storage(run_config: RunConfig, storage: StorageSpec) -> str:
     """Return the storage as commands and Python take it in any directory: its path, its URL, or the name of its block."""
     given = run_config.storage
-    if isinstance(given, str):
-        return given if is_block_slug(given) else storage.url
+    if not isinstance(given, Block):
+        return str(given) if is_block_slug(str(given)) else storage.url
     name = given._block_document_name  # noqa: SLF001 - Prefect has no public name for it
     return storage.url if name is None else f"{given.get_block_type_slug()}/{name}"
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Annotated, Any
 
 from prefect.blocks.core import Block
@@ -72,7 +73,10 @@ def _masked(value: Any) -> Any:
 _Text = Annotated[str, Field(title="Path or URL", json_schema_extra={"minLength": 1, "pattern": rf"^(?!{URL_WITH_LOGIN})"})]
 # An object of another integration's block: a form shows only those that this package can name, and takes "gcs-bucket/NAME".
 _CloudBlock = SkipJsonSchema[InstanceOf[Block]]
-StorageChoice = Annotated[_Text | StorageBlock | _CloudBlock, BeforeValidator(check_choice), WrapSerializer(_mask_settings)]
+_Path = SkipJsonSchema[InstanceOf[Path]]  # for type checkers: `check_choice` has made a text of it
+StorageChoice = Annotated[
+    _Text | StorageBlock | _CloudBlock | _Path, BeforeValidator(check_choice), WrapSerializer(_mask_settings)
+]
 
 
 def configured_storage(storage: StorageLike, deadline_s: float | None = None, sync: SyncConfig | None = None) -> StorageSpec:
