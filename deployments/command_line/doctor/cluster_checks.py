@@ -32,7 +32,11 @@ def check_cluster(named: str, num_ranks: int | None, storage: str | None) -> Ite
 
     cluster = _cluster(named)
     hosts = getattr(cluster, "hosts", [None])
-    found = inspect_machines(cluster, num_ranks or len(hosts), None if storage is None else parse_storage(storage))
+    try:
+        found = inspect_machines(cluster, num_ranks or len(hosts), None if storage is None else parse_storage(storage))
+    except ImportError as exc:  # of its client
+        yield Finding("cluster", "wrong", str(exc))
+        return
     if not found:
         yield Finding("cluster", "wrong", "it lent no machine", "see whether it has room, and the leader's address")
     shared = ", ".join(f"{name} {version}" for name, version in versions().items())

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from .cluster import Agents
@@ -38,7 +39,23 @@ def import_client(module: str, name: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError:
-        sys.exit(f"{name} is not installed: pip install 'prefect-torch[{extra}]'")
+        sys.exit(_missing(name, extra))
+
+
+def check_client(module: str, name: str, extra: str) -> None:
+    """Refuse a training whose flow lacks a client: to ask the cluster again would not bring it.
+
+    Raises:
+        ImportError: If the module is not installed.
+
+    """
+    if find_spec(module) is None:
+        raise ImportError(_missing(name, extra))
+
+
+def _missing(name: str, extra: str) -> str:
+    """Return what to install where a client is missing."""
+    return f"{name} is not installed: pip install 'prefect-torch[{extra}]'"
 
 
 def say(*words: object) -> None:

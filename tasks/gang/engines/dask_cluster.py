@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from .client_process import run_client_process
+from .client_process import check_client, run_client_process
 from .cluster import Agents, Cluster, MachineRequest
 
 
@@ -35,6 +35,7 @@ class DaskCluster(Cluster):
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Submit an agent to each worker that is not to be avoided, from a process of its own."""
+        check_client("distributed", "Dask", "dask")
         order = {
             "address": self.address,
             "ranks_per_worker": self.ranks_per_worker,

@@ -10,6 +10,7 @@ from typing import Any
 from prefect import get_run_logger
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
+from .client_process import check_client
 from .kubernetes_job import JOB_SET_GROUP, JOB_SET_VERSION, AgentPods, job, job_set, secret
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -29,12 +30,8 @@ class KubernetesApi:
     """
 
     def __init__(self, namespace: str | None) -> None:
-        try:
-            kubernetes: Any = import_module("kubernetes")  # its types are incomplete, and it is an extra
-        except ModuleNotFoundError as exc:
-            raise NotEnoughMachinesError(
-                "Kubernetes' client is not installed: pip install 'prefect-torch[kubernetes]'"
-            ) from exc
+        check_client("kubernetes", "Kubernetes' client", "kubernetes")
+        kubernetes: Any = import_module("kubernetes")  # its types are incomplete, and it is an extra
         from urllib3.exceptions import HTTPError  # noqa: PLC0415 - the client's own dependency
 
         self.errors: tuple[type[Exception], ...] = (kubernetes.client.ApiException, HTTPError)

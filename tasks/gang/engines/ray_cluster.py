@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from .client_process import run_client_process
+from .client_process import check_client, run_client_process
 from .cluster import Agents, Cluster, MachineRequest
 
 
@@ -39,6 +39,7 @@ class RayCluster(Cluster):
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Reserve a placement group in a process of its own, whose end releases it."""
+        check_client("ray", "Ray", "ray")
         order = {
             "address": self.address,
             "resources": self.resources_per_worker or {"CPU": 1.0, **({"GPU": 1.0} if wanted.use_gpu else {})},

@@ -5,9 +5,11 @@ import shlex
 import sys
 
 import pytest
-from prefect_torch.deployments.command_line.doctor.cluster_checks import _finding
+from prefect_torch.deployments.command_line.doctor.cluster_checks import _finding, check_cluster
+from prefect_torch.tasks.gang.engines import client_process
 from prefect_torch.tasks.gang.machine.inspection import InspectedMachine
 
+RAY = '{"kind": "ray", "leader_address": "127.0.0.1"}'
 GOOD = {"gpus": [], "nccl": None, "shared_memory": 2**30, "leader": None, "storage": None}
 
 
@@ -60,3 +62,9 @@ def test_what_is_wrong_with_a_machine_is_said_with_advice(change, clock_s, statu
     assert (finding.check, finding.status) == ("machine a", status)
     assert text in finding.found
     assert bool(finding.advice) == (status != "ok")
+
+
+def test_a_cluster_whose_client_is_missing_is_wrong(monkeypatch):
+    monkeypatch.setattr(client_process, "find_spec", lambda name: None)
+    (found,) = check_cluster(RAY, 1, None)
+    assert (found.status, found.found) == ("wrong", "Ray is not installed: pip install 'prefect-torch[ray]'")

@@ -5,11 +5,13 @@ import threading
 import time
 
 import pytest
-from prefect_torch.tasks import Hosts
+from prefect_torch.tasks import DaskCluster, Hosts, KubernetesCluster, RayCluster
+from prefect_torch.tasks.gang.engines import client_process
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
 from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine.gathering import gather
+from prefect_torch.tasks.rank.failures import counts_against
 
 
 def test_a_command_that_brings_no_agent_is_quoted(monkeypatch):
@@ -46,6 +48,22 @@ def test_an_address_that_leads_nowhere_is_one_line(capsys, monkeypatch, leader):
     monkeypatch.setenv(agent.KEY_VARIABLE, "key")
     assert agent.main([leader]) == 2
     assert capsys.readouterr().err == f"'{leader}' is no address of a leader: give HOST:PORT, with a port of 1 to 65535\n"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        (RayCluster(), r"^Ray is not installed: pip install 'prefect-torch\[ray\]'$"),
+        (DaskCluster(address="tcp://127.0.0.1:1"), r"^Dask is .*\[dask\]'$"),
+        (KubernetesCluster(), r"^Kubernetes' client is .*\[kubernetes\]'$"),
+    ],
+)
+def test_a_cluster_whose_client_is_missing_is_refused_and_not_asked_again(monkeypatch, cluster, said):
+    monkeypatch.setattr(client_process, "find_spec", lambda name: None)
+    lent = cluster.model_copy(update={"leader_address": "127.0.0.1"})
+    with pytest.raises(ImportError, match=said) as caught, gather(lent, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())):
+        pass
+    assert counts_against(caught.value) == "final"
 
 
 def test_a_port_that_is_taken_leaves_no_thread():
