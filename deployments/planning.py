@@ -4,9 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import WorkPool
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, ParameterTypeError, SignatureMismatchError
+from prefect.settings import PREFECT_API_URL
 from prefect_torch.flows import FailureConfig, PlanLine, ScalingConfig, TrainingPlan, plan, train
 from prefect_torch.flows.prefect_api.deployments import read_deployment
 
@@ -26,13 +29,10 @@ def plan_deployment(deployment: str, parameters: Mapping[str, Any] | None = None
 
     Raises:
         ValueError: If there is no such deployment, or a parameter is invalid.
+        ConnectionError: If Prefect's API does not answer, or refuses.
 
     """
-    with get_client(sync_client=True) as client:
-        try:
-            found = read_deployment(client, deployment if "/" in deployment else f"train/{deployment}")
-        except ObjectNotFound as exc:
-            raise ValueError(str(exc)) from None
+    found = _find(deployment if "/" in deployment else f"train/{deployment}")
     given = {**found.parameters, **(parameters or {})}
     planned = plan_parameters(given)
     if found.work_pool_name is None:
@@ -65,6 +65,17 @@ def _arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
         return train.validate_parameters(dict(parameters))
     except (SignatureMismatchError, ParameterTypeError) as exc:
         raise ValueError(str(exc)) from exc
+
+
+def _find(name: str) -> DeploymentResponse:
+    try:
+        with get_client(sync_client=True) as client:
+            return read_deployment(client, name)
+    except ObjectNotFound as exc:
+        raise ValueError(str(exc)) from None
+    except (httpx.HTTPError, RuntimeError) as exc:  # RuntimeError: it was not reached at all
+        said = f"{PREFECT_API_URL.value()} does not give deployment {name!r}: {exc or type(exc).__name__}"
+        raise ConnectionError(f"{said}; set PREFECT_API_URL, and PREFECT_API_AUTH_STRING if it asks for it") from exc
 
 
 def _look_at_pool(

@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter
 from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -599,6 +601,25 @@ def test_a_block_whose_server_is_away_is_one_line(command):
         code, _, err = command("ls", "s3-bucket/none")
     assert code == 1
     assert "is PREFECT_API_URL the server that has it?" in err
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_error(401)
+
+    def log_message(self, *words):
+        pass
+
+
+def test_a_plan_whose_server_is_away_or_refuses_is_one_line(command):
+    with HTTPServer(("127.0.0.1", 0), Refusing) as refusing:
+        threading.Thread(target=refusing.serve_forever, daemon=True).start()
+        for port, why in ((free_port(), "refused"), (refusing.server_port, "401")):
+            with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}/api"}):
+                code, _, err = command("plan", "train/none")
+            assert code == 1
+            assert re.search(f"/api does not give deployment 'train/none': .*{why}.*PREFECT_API_AUTH_STRING", err)
+        refusing.shutdown()
 
 
 def test_every_key_of_json_is_named_in_the_help(local, as_json, command):
