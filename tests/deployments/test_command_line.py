@@ -543,6 +543,22 @@ def test_an_id_may_be_the_beginning_of_one(local, command):
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [("delete", "", "--yes"), ("pin", ""), ("copy", "", "to"), ("pull", "", "to"), ("pull", "latest", ""), ("pull", "")],
+)
+def test_a_shell_variable_without_a_value_names_nothing(local, command, arguments, tmp_path, monkeypatch):
+    store = train(local, losses=[0.5])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    name, *rest = arguments
+    code, _, err = command(name, local, "run", *rest)
+    assert code > 0
+    assert re.search("(ID|DIRECTORY) is empty: give ", err)
+    assert len(list(store.ids())) == 1
+    assert not any(file for file in (tmp_path / "here").rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         (("ls", "/nowhere"), 1, "there is no directory /nowhere"),

@@ -64,6 +64,8 @@ def pull(
     if key is not None and not consolidate:
         raise click.UsageError("--key is an option of --consolidate: give both")
     *chosen, directory = names
+    if not directory:
+        raise click.UsageError('DIRECTORY is empty: give "." for the working directory')
     target = Path(directory).expanduser()
     file = (target if target.suffix == ".safetensors" else target / _WHOLE) if consolidate else None
     _check_free(target, file, force=force)

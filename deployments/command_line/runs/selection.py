@@ -60,7 +60,7 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None
 
     Raises:
         CheckpointNotFoundError: If there is no such checkpoint.
-        ValueError: If several ids begin with `text`.
+        ValueError: If several ids begin with `text`, or it is empty.
 
     """
     if is_id(text):
@@ -78,6 +78,8 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None
 
 
 def _only_id(store: CheckpointStore, beginning: str) -> str:
+    if not beginning:  # every id begins with it: of a run with one checkpoint, a shell variable without a value would name that
+        raise ValueError("ID is empty: give an id as listed by ls, latest or best")
     matching = [checkpoint_id for checkpoint_id in store.ids() if checkpoint_id.startswith(beginning)]
     if not matching:
         raise CheckpointNotFoundError(
