@@ -10,7 +10,7 @@ from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.files.folder import files_with_other_names, scan_files
-from prefect_torch.ckpt.reporting.api import get_checkpoint
+from prefect_torch.ckpt.reporting.api import get_checkpoint, newest_step
 from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 CHECKPOINT_NAME = "checkpoint"
@@ -48,6 +48,32 @@ def check_world_size(who: str, size: int, context: TrainContext) -> None:
             f"the {who} counts {size} ranks but the training has {context.world_size}; make it in the training function, with "
             "the environment as it is, and start it with no other launcher"
         )
+
+
+def check_first_step(step: int, advice: str) -> None:
+    """Raise unless a framework's Trainer continues where this training function is.
+
+    Args:
+        step: The step that the Trainer begins with.
+        advice: How the Trainer receives a checkpoint: "give ...".
+
+    Raises:
+        ValueError: If it begins before the checkpoint that this attempt continues, or before a report of another Trainer: its
+            own reports would be refused, or taken for the other's in a restart.
+
+    """
+    if step >= newest_step():
+        return
+    restored = get_checkpoint()
+    if restored is not None and step < restored.step:
+        raise ValueError(
+            f"the training continues from {restored.path} at step {restored.step}, but the Trainer begins with step {step}; "
+            f"{advice}"
+        )
+    raise ValueError(
+        f"this training function has reported step {newest_step()}, and another Trainer begins with step {step}: train once in "
+        "a function, since a restart could not tell the checkpoints of one from those of the other; call train() for each"
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import context_or_none
-from prefect_torch.ckpt.framework_folders import folder_of_all_ranks, part_of_rank, restored_part
+from prefect_torch.ckpt.framework_folders import check_first_step, folder_of_all_ranks, part_of_rank, restored_part
 from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import get_checkpoint, get_context, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
@@ -140,7 +140,8 @@ class ReportCallback(CheckpointCallback):
         """Count on from the Trainer's first step.
 
         Raises:
-            ValueError: If it begins before the checkpoint that this attempt continues, or could not be resumed.
+            ValueError: If it begins before the checkpoint that this attempt continues or another Trainer's reports, or could
+                not be resumed.
 
         """
         self._seen_step = self.reported_step = trainer.global_step
@@ -156,12 +157,7 @@ class ReportCallback(CheckpointCallback):
             return
         self._take_sigterm_back()
         refuse_finders(trainer)
-        restored = get_checkpoint()
-        if restored is not None and trainer.global_step < restored.step:
-            raise ValueError(
-                f"the training continues from {restored.path} at step {restored.step}, but the Trainer begins with step "
-                f"{trainer.global_step}; give trainer.fit() the ckpt_path that resume_path() yields"
-            )
+        check_first_step(trainer.global_step, "give trainer.fit() the ckpt_path that resume_path() yields")
 
     def on_train_batch_end(
         self,

@@ -135,6 +135,16 @@ def get_checkpoint() -> Checkpoint | None:
     return _require_session("get_checkpoint").restored
 
 
+def newest_step() -> int:
+    """Return the step of the newest report, or of the restored checkpoint before the first; -1 if there is none.
+
+    Raises:
+        RuntimeError: Outside of a training function.
+
+    """
+    return _require_session("newest_step").newest_step
+
+
 def get_context() -> TrainContext:
     """Return this rank's context: its place in the training.
 

@@ -146,6 +146,11 @@ class RankSession:
             raise SystemExit
 
     @property
+    def newest_step(self) -> int:
+        """The step of the newest report, or of the restored checkpoint before the first; -1 if there is none."""
+        return self._last_step
+
+    @property
     def is_cut_short(self) -> bool:
         """Whether rank 0 was told to end, or has made a checkpoint its last one, since termination is requested."""
         return self._requests.stop_requested or self._rounds.has_last_checkpoint

@@ -13,9 +13,15 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, gather_object
 from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
-from prefect_torch.ckpt.framework_folders import CHECKPOINT_NAME, check_world_size, part_of_rank, restored_part
+from prefect_torch.ckpt.framework_folders import (
+    CHECKPOINT_NAME,
+    check_first_step,
+    check_world_size,
+    part_of_rank,
+    restored_part,
+)
 from prefect_torch.ckpt.reporting.agreement import Upload
-from prefect_torch.ckpt.reporting.api import get_checkpoint, log_metrics, report
+from prefect_torch.ckpt.reporting.api import log_metrics, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
 from safetensors import safe_open
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -76,7 +82,7 @@ class ReportCallback(TrainerCallback):
 
         Raises:
             ValueError: If the Trainer is one that `prepare_trainer` refuses, or begins before the checkpoint that this attempt
-                continues.
+                continues or another Trainer's reports.
 
         """
         self._context = context_or_none()
@@ -89,12 +95,7 @@ class ReportCallback(TrainerCallback):
                 )
             return
         _check_arguments(args, self._context)
-        restored = get_checkpoint()
-        if restored is not None and state.global_step < restored.step:
-            raise ValueError(
-                f"the training continues from {restored.path} at step {restored.step}, but the Trainer begins with step "
-                f"{state.global_step}; give trainer.train() the resume_from_checkpoint that resume_path() yields"
-            )
+        check_first_step(state.global_step, "give trainer.train() the resume_from_checkpoint that resume_path() yields")
         if _resumed_from is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
             load_renamed_weights(model, _resumed_from)
 

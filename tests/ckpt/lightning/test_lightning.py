@@ -265,6 +265,15 @@ def test_a_resume_that_was_forgotten_is_refused(store):
         make_trainer(callbacks=[ReportCallback()]).fit(Regression())
 
 
+def test_a_second_trainer_in_a_function_is_refused_before_it_trains(store):
+    with in_training(Attempt(store).session()):
+        make_trainer(callbacks=[ReportCallback()], max_epochs=2).fit(Regression())
+        trainer = make_trainer(callbacks=[ReportCallback(every_n_epochs=9)], max_epochs=9)
+        with pytest.raises(ValueError, match=rf"has reported step {2 * BATCHES}, and another Trainer begins with step 0"):
+            trainer.fit(Regression())
+    assert trainer.global_step == 0
+
+
 def test_a_checkpoint_of_another_kind_is_refused(store, tmp_path):
     attempt = Attempt(store)
     attempt.run(lambda session, rank: session.report({}, folder(tmp_path / "folder", model=b"x")))

@@ -202,6 +202,15 @@ def test_a_resume_that_was_forgotten_is_refused(store, tmp_path):
         prepare_trainer(make_trainer(tmp_path / "output")).train()
 
 
+def test_a_second_trainer_in_a_function_is_refused_before_it_trains(store, tmp_path):
+    with in_training(Attempt(store).session()):
+        prepare_trainer(make_trainer(tmp_path / "first", max_steps=3)).train()
+        second = prepare_trainer(make_trainer(tmp_path / "second", max_steps=9))
+        with pytest.raises(ValueError, match="has reported step 3, and another Trainer begins with step 0"):
+            second.train()
+    assert second.state.global_step == 0
+
+
 def test_a_checkpoint_of_another_kind_is_refused(store, tmp_path):
     attempt = Attempt(store)
     attempt.run(lambda session, rank: session.report({}, folder(tmp_path / "folder", model=b"x")))
