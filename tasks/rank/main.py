@@ -12,7 +12,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -57,8 +57,7 @@ def main() -> None:
     sys.argv = [spec.function.name]
     with ExitStack() as held:
         result = _run(spec, held)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush_output()
         with os.fdopen(result_fd, "wb") as pipe:
             pipe.write(pickle.dumps(result) if spec.master_host is None else encode_result(result))
     # Not sys.exit: a failed collective or a thread of the user that hangs must not keep the process alive.
@@ -283,8 +282,15 @@ def _this_process_only() -> Iterator[None]:
         raise
     finally:
         if os.getpid() != pid:
-            sys.stdout.flush()
+            _flush_output()
             os._exit(returncode)
+
+
+def _flush_output() -> None:
+    """Flush what the function has printed, if its streams can: it may have closed them, or put anything in their place."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
 
 
 def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
@@ -311,7 +317,8 @@ def _dump_value(value: Any) -> bytes | None:
     try:
         return dump_on_cpu(value)
     except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
-        print(f"the return value is dropped, since it cannot be pickled: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
+        with suppress(Exception):  # as for `_flush_output`
+            print(f"the return value is dropped, since it cannot be pickled: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
         return None
 
 

@@ -584,13 +584,14 @@ def test_a_storage_that_cannot_be_written_is_told_before_any_rank_starts(tmp_pat
         train("trainings:train_epochs", epochs(1), run=RunConfig(name="run", storage=str(tmp_path / "file")))
 
 
-@pytest.mark.parametrize("how", ["fork", "huge", "endless", "unloadable"])
+@pytest.mark.parametrize("how", ["fork", "closed", "huge", "endless", "unloadable"])
 def test_a_finished_training_completes_whatever_it_returns(run, how):
     result = train("trainings:end_oddly", {"how": how}, run=run)
     assert result.completed
-    assert (result.return_value == how) is (how == "fork")
+    is_kept = how in ("fork", "closed")
+    assert (result.return_value == how) is is_kept
     stored = Result.from_storage(run.storage, "run")
-    assert stored.return_value == ("fork" if how == "fork" else None)
+    assert stored.return_value == (how if is_kept else None)
     assert sum(path.stat().st_size for path in Path(run.storage).rglob("*.json")) < 100_000
 
 

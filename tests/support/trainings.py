@@ -185,6 +185,11 @@ def end_oddly(config: dict) -> object:
         raise Interrupted("from the training")
     if how == "fork" and os.fork() == 0:
         return "the child's"
+    if how == "closed":
+        sys.stdout.close()
+        sys.stderr = None
+        if os.fork() == 0:
+            return "the child's"
     if how == "huge":
         return ["x" * 1000] * 2000
     if how == "endless":
