@@ -1,7 +1,7 @@
 """Leaving the machine on request: a flow run that is suspended, or gives way to a more urgent one, goes on later."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 
@@ -18,6 +18,7 @@ from prefect.client.schemas.filters import (
     WorkQueueFilterId,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkQueue
+from prefect.context import FlowRunContext
 from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.states import Scheduled
 from prefect_torch.tasks.gang.termination import Interruption, Termination
@@ -29,10 +30,27 @@ _UNDER_WAY = [StateType.PENDING, StateType.RUNNING]
 
 
 @contextmanager
+def spared_from_suspension() -> Iterator[Callable[[], State | None]]:
+    """Let Prefect raise nothing in the body once the flow run is suspended; yield what returns that state, or None.
+
+    Prefect raises Pause in every thread of a suspended flow run that submits, begins or ends a task: a leader would leave its
+    ranks without their grace, and without a record of the attempt.
+    """
+    context = FlowRunContext.get()
+    if context is None:
+        yield lambda: None
+        return
+    request = context.flow_run_suspension_request
+    with context.model_copy(update={"flow_run_suspension_request": type(request)()}):
+        yield request.get_state
+
+
+@contextmanager
 def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterator[None]:
     """Let the flow run of the body be suspended, and give way if that is wanted; costs a request every five seconds.
 
-    A flow run without a deployment, or below another flow run, can do neither: Prefect could not start it again.
+    A flow run without a deployment, or below another flow run, can do neither: Prefect could not start it again. The latter
+    leaves when the flow run above it is suspended.
 
     Args:
         termination: Where the request is recorded; its ranks have the grace for a last checkpoint.
@@ -43,31 +61,36 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
 
     """
     this = current_flow_run()
-    if this.deployment_id is None or this.parent_task_run_id is not None:
-        yield
-        return
+    can_begin_again = this.deployment_id is not None and this.parent_task_run_id is None
     has_ended = threading.Event()
-    watch = threading.Thread(
-        target=copy_context().run,
-        args=(_watch, this, termination, has_ended, yields_to_urgent),
-        name="interruptions",
-        daemon=True,
-    )
-    watch.start()
-    try:
-        yield
-    except Interruption as exc:
-        with get_client(sync_client=True) as client:
-            state = _leave(client, this, exc)
-        raise Pause(state=state) from None
-    finally:
-        has_ended.set()
+    with spared_from_suspension() as suspended:
+
+        def find() -> Interruption | None:
+            if not can_begin_again:
+                return None if suspended() is None else Interruption("suspended")
+            with get_client(sync_client=True) as client:
+                return find_interruption(client, this, yields_to_urgent=yields_to_urgent)
+
+        watch = threading.Thread(
+            target=copy_context().run, args=(_watch, find, termination, has_ended), name="interruptions", daemon=True
+        )
+        watch.start()
+        try:
+            yield
+        except Interruption as exc:
+            if not can_begin_again:
+                raise Pause(state=suspended()) from None
+            with get_client(sync_client=True) as client:
+                state = _leave(client, this, exc)
+            raise Pause(state=state) from None
+        finally:
+            has_ended.set()
 
 
-def _watch(this: FlowRun, termination: Termination, has_ended: threading.Event, yields_to_urgent: bool) -> None:
+def _watch(find: Callable[[], Interruption | None], termination: Termination, has_ended: threading.Event) -> None:
     while not has_ended.wait(_POLL_S) and not termination.is_requested:
-        with suppress(httpx.HTTPError, PrefectHTTPStatusError), get_client(sync_client=True) as client:  # looked for again
-            if (found := find_interruption(client, this, yields_to_urgent=yields_to_urgent)) is not None:
+        with suppress(httpx.HTTPError, PrefectHTTPStatusError):  # looked for again
+            if (found := find()) is not None:
                 termination.request(found)
 
 

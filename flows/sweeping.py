@@ -41,6 +41,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import name_of_flow_run, restarted_by_this, seat_for
 from .deployed_trials import DeployedTrials, check_deployment
+from .interruptions import spared_from_suspension
 from .monitoring.events.sweep_events import SweepEvents
 from .monitoring.messages import flow_run_name
 from .monitoring.pages.runs_page import refresh_runs_page
@@ -180,7 +181,8 @@ def sweep(
             trials: TrialRuns = LocalTrials(training, searched)
             if trials_on is not None:
                 trials = DeployedTrials(training, searched, led, trials_on, function)
-            with outlast_api_outages(), show_sweep(led, definition, searched, search, run_config):
+            # A sweep that is suspended goes on to its end: its trials could not tell that from a failure.
+            with outlast_api_outages(), spared_from_suspension(), show_sweep(led, definition, searched, search, run_config):
                 searched.lead(claimed.number, is_fresh=is_fresh)
                 termination.outlast(lambda: _lead(searched, trials, storage, search, termination))
     result = SweepResult.of(led, definition, searched.trials)

@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 from forked_programs import Popen
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Pending, Running, Scheduled, Suspended
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import read_outcomes
-from prefect_torch.flows import train
-from prefect_torch.flows.interruptions import find_interruption
+from prefect_torch.flows import interruptions, train
+from prefect_torch.flows.interruptions import find_interruption, interruptible, spared_from_suspension
+from prefect_torch.tasks.gang.termination import Termination
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -72,6 +77,7 @@ def test_an_interrupted_training_leaves_after_a_last_checkpoint_and_goes_on_in_i
         client,
         pool,
         config={"started": str(started)},
+        checkpoint={"num_to_keep": 1},  # so that there is something to prune when it leaves
         run={"name": "run", "storage": str(tmp_path / "store"), "yields_to_urgent": True},
     )
     store = CheckpointStore.open(tmp_path / "store", "run")
@@ -89,7 +95,7 @@ def test_an_interrupted_training_leaves_after_a_last_checkpoint_and_goes_on_in_i
     state = client.read_flow_run(flow_run.id).state
     (outcome,) = read_outcomes(store)
     assert (outcome.ending, outcome.kind) == ("preempted", None), output
-    assert f"work is safe up to step 0 ({last.id})" in outcome.error
+    assert f"work is safe up to step 1 ({last.id})" in outcome.error
     if how == "suspended":
         assert (state.type, state.name) == ("PAUSED", "Suspended"), output
         assert outcome.error.startswith("suspended; ")
@@ -103,6 +109,47 @@ def test_an_interrupted_training_leaves_after_a_last_checkpoint_and_goes_on_in_i
     assert client.read_flow_run(flow_run.id).state.is_completed(), output
     assert [it.ending for it in read_outcomes(store)] == ["preempted", "completed"]
     assert read_outcomes(store)[1].return_value == {"resumed": last.id}
+
+
+@task(cache_policy=NO_CACHE)
+def prune_something():
+    return "pruned"
+
+
+def test_no_task_of_a_training_is_hindered_once_its_flow_run_is_suspended():
+    @flow
+    def suspended():
+        request = FlowRunContext.get().flow_run_suspension_request
+        with spared_from_suspension() as state:
+            assert state() is None
+            request.mark_requested(Suspended())
+            yielded.extend([prune_something.submit().result(), state().name])
+        prune_something.submit()  # here Prefect raises
+
+    yielded = []
+    with pytest.raises(Pause):
+        suspended()
+    assert yielded == ["pruned", "Suspended"]
+
+
+def test_a_training_in_a_flow_that_is_suspended_leaves_in_its_grace(monkeypatch):
+    monkeypatch.setattr(interruptions, "_POLL_S", 0.01)
+    termination, pruned = Termination(5.0), []
+
+    def lead():
+        wait_until(lambda: termination.is_requested, "the request", every_s=0.01)
+        pruned.append(prune_something.submit().result())
+
+    @flow
+    def suspended():
+        request = FlowRunContext.get().flow_run_suspension_request
+        with interruptible(termination, yields_to_urgent=False):
+            request.mark_requested(Suspended())
+            termination.outlast(lead)
+
+    with pytest.raises(Pause) as raised:
+        suspended()
+    assert (raised.value.state.name, termination.cause.reason, pruned) == ("Suspended", "suspended", ["pruned"])
 
 
 def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
