@@ -19,7 +19,7 @@ from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_f
 
 from .cluster_runner import use_threads
 from .leading import set_terminated_state
-from .monitoring.terminal import HiddenAtTerminal, filter_terminals, show_short
+from .monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals, show_short
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,10 +89,14 @@ _HIDDEN_AT_TERMINAL = HiddenAtTerminal(_is_raised_to_caller)
 
 
 def shorten_logs() -> None:
-    """Attach the filter to Prefect's loggers of its engine, of flows and of their runs, once in a process."""
+    """Attach the filter to Prefect's loggers of its engine, of flows and of their runs, once in a process.
+
+    No flow ends because nobody reads its lines any longer.
+    """
     for name in ("prefect.engine", "prefect.flows", "prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_SHORT_TRACEBACKS)  # adding it again has no effect
     filter_terminals(_HIDDEN_AT_TERMINAL)
+    outlive_terminals()
 
 
 class ShortTracebackFlow(Flow[P, R]):

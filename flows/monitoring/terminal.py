@@ -1,13 +1,17 @@
 """What a terminal shows of a failure: the sentence and the caller's frames, once."""
 
 import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect_torch.tasks.rank.tracebacks import user_traceback
+from rich.console import Console
 
 _MARK = "_prefect_torch_shown_short"
 
@@ -37,10 +41,31 @@ def show_short(error: BaseException) -> None:
 
 def filter_terminals(hidden: HiddenAtTerminal) -> None:
     """Attach the filter to Prefect's console handlers; adding it again has no effect."""
+    for handler in _console_handlers():
+        handler.addFilter(hidden)
+
+
+def outlive_terminals() -> None:
+    """Let lines be lost once nobody reads Prefect's console; rich would end the thread that logs, by SystemExit.
+
+    A worker that is killed leaves its flow runs so, and a pipe whose reader is gone.
+    """
+    for handler in _console_handlers():
+        handler.console.on_broken_pipe = partial(_fall_silent, handler.console)  # type: ignore[method-assign] # rich's own hook
+
+
+def _console_handlers() -> Iterator[PrefectConsoleHandler]:
     for name in (None, "prefect"):
         for handler in logging.getLogger(name).handlers:
             if isinstance(handler, PrefectConsoleHandler):
-                handler.addFilter(hidden)
+                yield handler
+
+
+def _fall_silent(console: Console) -> None:
+    console.quiet = True
+    # What is left in the stream's buffer would fail at the exit. A stream that leads elsewhere may have no descriptor.
+    with suppress(AttributeError, OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), console.file.fileno())
 
 
 def _print_short(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

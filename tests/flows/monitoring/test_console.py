@@ -24,6 +24,7 @@ from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, read_outco
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows import Result
 from prefect_torch.flows.monitoring.console import console_progress
+from prefect_torch.flows.short_tracebacks import shorten_logs
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -239,3 +240,19 @@ def test_a_training_at_a_terminal_is_shown_and_ctrl_c_leaves_the_terminal_in_ord
     assert is_erased(terminal, "attempt 1 preempted"), "the bar of a training that was terminated is gone"
     assert "Task run 'train-digits' - Finished in state" not in after
     assert process.returncode == -signal.SIGINT
+
+
+def test_a_console_that_nobody_reads_any_longer_ends_no_flow():
+    reading, writing = os.pipe()
+    logger = logging.getLogger("prefect")
+    with os.fdopen(writing, "w") as stream:
+        handler = PrefectConsoleHandler(stream)
+        logger.addHandler(handler)
+        try:
+            shorten_logs()
+            os.close(reading)
+            logger.warning("nobody reads this")
+            logger.warning("nor this")
+        finally:
+            logger.removeHandler(handler)
+    assert handler.console.quiet
