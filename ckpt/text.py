@@ -36,6 +36,14 @@ def show_some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
+def clip(text: str, most: int = 10_000) -> str:
+    """Return a text of any length as one for a message: of a longer one the beginning, what is left out, and the end."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} [{len(text) - 2 * half} characters left out] {text[-half:]}"
+
+
 def utc_now() -> str:
     """Return the time by this machine's clock: UTC, ISO 8601."""
     return datetime.now(timezone.utc).isoformat()

@@ -10,6 +10,7 @@ from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 from prefect_torch.ckpt.state.plan import WriteItem
 from prefect_torch.ckpt.state.planner import StateDecision, StatePlanner
+from prefect_torch.ckpt.text import clip
 
 from .agreement import Agreement, Intent, Upload, decide, decode_intents, merge_intents
 from .background import BackgroundCommits
@@ -89,7 +90,7 @@ class Rounds:
             CheckpointError: From `error`, the failure of a background commit.
 
         """
-        intent = Intent(self._peers.rank, step, error=f"{type(error).__name__}: {error}")
+        intent = Intent(self._peers.rank, step, error=clip(f"{type(error).__name__}: {error}"))
         try:
             agreement = self._take_part(intent, lambda: None)
         except CheckpointError:  # the ranks are desynchronized, which `finish` raises; `error` comes first

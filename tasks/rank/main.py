@@ -23,6 +23,7 @@ from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.storage.synced.first_download import download_missing
+from prefect_torch.ckpt.text import clip
 from prefect_torch.tasks.rank.resources.available_memory import available_bytes
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others, take_device
@@ -45,6 +46,8 @@ from .working_dir import unpacked, within
 
 if TYPE_CHECKING:
     import torch
+
+_MOST_TEXT = 100_000  # characters of a traceback
 
 
 def main() -> None:
@@ -294,18 +297,19 @@ def _flush_output() -> None:
 
 
 def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
-    text = _printable(user_traceback(exc))
+    text = _printable(clip(user_traceback(exc), _MOST_TEXT))
     try:
-        pickled = dump_on_cpu(exc)
-        pickle.loads(pickled)  # noqa: S301 - many exceptions pickle but do not unpickle
-        str(exc).encode()  # Prefect cannot store a state whose text holds a lone surrogate
+        # Prefect cannot store a state whose text holds a lone surrogate, which does not encode, nor one of many megabytes.
+        pickled = dump_on_cpu(exc) if len(str(exc).encode()) <= _MOST_TEXT else None
+        if pickled is not None:
+            pickle.loads(pickled)  # noqa: S301 - many exceptions pickle but do not unpickle
     except Exception:  # noqa: BLE001 - the text is sent in any case
         pickled = None
     return RankResult(kind=kind, error=_one_line(exc), traceback=text, exception=pickled)
 
 
 def _one_line(exc: BaseException) -> str:
-    return _printable(message_line(exc))
+    return _printable(clip(message_line(exc)))
 
 
 def _printable(text: str) -> str:

@@ -596,7 +596,12 @@ def test_a_finished_training_completes_whatever_it_returns(run, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("surrogate", r"ValueError: a lone \\ud800 surrogate"), ("base exception", "Interrupted")]
+    ("how", "message"),
+    [
+        ("surrogate", r"ValueError: a lone \\ud800 surrogate"),
+        ("enormous", r"ValueError: z+ \[199\d+ characters left out\] z+"),
+        ("base exception", "Interrupted"),
+    ],
 )
 def test_an_odd_exception_is_the_users_and_told_with_its_traceback(run, how, message):
     with pytest.raises(RankFailedError, match=message):
@@ -604,6 +609,7 @@ def test_an_odd_exception_is_the_users_and_told_with_its_traceback(run, how, mes
     told = Result.from_storage(run.storage, "run")
     assert told.attempts == 1
     assert "in end_oddly" in str(told.error)
+    assert len(str(told.error)) < 200_000
 
 
 def test_a_function_that_would_not_run_is_told_once(run):

@@ -182,6 +182,8 @@ def end_oddly(config: dict) -> object:
     how = config["how"]
     if how == "surrogate":
         raise ValueError("a lone \ud800 surrogate")
+    if how == "enormous":  # more than a message between ranks, or a state of Prefect, takes
+        raise ValueError("z" * 20_000_000)
     if how == "base exception":
         raise Interrupted("from the training")
     if how == "fork" and os.fork() == 0:

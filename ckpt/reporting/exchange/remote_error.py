@@ -11,6 +11,7 @@ from prefect_torch.ckpt.errors import (
     StorageFullError,
     is_of_full_disk,
 )
+from prefect_torch.ckpt.text import clip
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,10 @@ class RemoteError:
     def of(cls, error: BaseException) -> "RemoteError":
         """Return the error that other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
         if isinstance(error, (CommitFailedError, FencedError, ReportMismatchError)):
-            return cls(type(error).__name__, str(error))
+            return cls(type(error).__name__, clip(str(error)))
         if is_of_full_disk(error):
-            return cls(StorageFullError.__name__, str(error))
-        return cls(CommitFailedError.__name__, f"{type(error).__name__}: {error}")
+            return cls(StorageFullError.__name__, clip(str(error)))
+        return cls(CommitFailedError.__name__, clip(f"{type(error).__name__}: {error}"))
 
     def exception(self) -> CheckpointError:
         """Return the exception to raise."""
