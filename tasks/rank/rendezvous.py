@@ -16,6 +16,8 @@ _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
 _SOON_S = 5.0
 _KEYS_AT_ONCE = 256  # in one poll: ten thousand take the server 30 ms
+_MOST_BYTES = 4 * 2**20  # of one value: of more than 8 MiB, torch's server closes the connection
+_IN_PARTS = b"prefect-torch: parts "
 
 
 def heartbeat_key(rank: int) -> str:
@@ -98,18 +100,22 @@ def wait_for_key(key_value: "TcpKeyValue", key: str, longest_s: float) -> bytes:
 
 
 class TcpKeyValue:
-    """A TCPStore as the KeyValue that `prefect_torch.ckpt` speaks; its keys have a prefix that those of process groups lack."""
+    """A TCPStore as the KeyValue that `prefect_torch.ckpt` speaks; its keys have a prefix that those of process groups lack.
+
+    A value of more than 4 MiB, such as the names of 10^5 files, is stored in parts under keys of their own.
+    """
 
     def __init__(self, store: Any) -> None:
         self.store = store
+        self._num_parts: dict[str, int] = {}  # of the values that this end has set or read in parts
 
     def set(self, key: str, value: bytes) -> None:
         """Store `value`."""
-        self.store.set(_name(key), value)
+        self.store.set(_name(key), self._in_parts(key, value))
 
     def set_all(self, values: Mapping[str, bytes]) -> None:
         """Store several values in one request."""
-        self.store.multi_set([_name(key) for key in values], list(values.values()))
+        self.store.multi_set([_name(key) for key in values], [self._in_parts(key, value) for key, value in values.items()])
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Return the values of `keys` as soon as all are set.
@@ -127,7 +133,7 @@ class TcpKeyValue:
                     raise TimeoutError(f"not set within {timeout_s} s: one of {', '.join(awaited)}")
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, longest_s)
-        return [bytes(value) for value in self.store.multi_get(names)]
+        return [self._whole(key, bytes(value)) for key, value in zip(keys, self.store.multi_get(names), strict=True)]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return the sum."""
@@ -139,8 +145,31 @@ class TcpKeyValue:
 
     def delete(self, key: str) -> None:
         """Delete `key`, if it is set."""
+        self._forget_parts(key)
         with suppress(KeyError):
             self.store.delete_key(_name(key))
+
+    def _in_parts(self, key: str, value: bytes) -> bytes:
+        """Return `value`, or, once its parts are stored, what tells of them: the server hears one connection in order."""
+        self._forget_parts(key)
+        if len(value) <= _MOST_BYTES and not value.startswith(_IN_PARTS):
+            return value
+        parts = [value[start : start + _MOST_BYTES] for start in range(0, len(value), _MOST_BYTES)]
+        for number, part in enumerate(parts):
+            self.store.set(_part_name(key, number), part)
+        self._num_parts[key] = len(parts)
+        return _IN_PARTS + str(len(parts)).encode()
+
+    def _whole(self, key: str, value: bytes) -> bytes:
+        if not value.startswith(_IN_PARTS):
+            return value
+        num_parts = int(value[len(_IN_PARTS) :])
+        self._num_parts[key] = num_parts
+        return b"".join(bytes(self.store.get(_part_name(key, number))) for number in range(num_parts))
+
+    def _forget_parts(self, key: str) -> None:
+        for number in range(self._num_parts.pop(key, 0)):
+            self.store.delete_key(_part_name(key, number))
 
 
 def _tcp_store(*args: Any, **options: Any) -> Any:
@@ -152,3 +181,7 @@ def _tcp_store(*args: Any, **options: Any) -> Any:
 
 def _name(key: str) -> str:
     return f"prefect-torch/{key}"
+
+
+def _part_name(key: str, number: int) -> str:
+    return f"prefect-torch part {number}/{key}"

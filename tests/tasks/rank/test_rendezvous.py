@@ -1,3 +1,4 @@
+import os
 import threading
 import time
 from datetime import timedelta
@@ -5,7 +6,7 @@ from datetime import timedelta
 import pytest
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks.rank import rendezvous
-from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
+from prefect_torch.tasks.rank.rendezvous import Rendezvous, TcpKeyValue, connect
 from torch.distributed import DistStoreError
 
 
@@ -27,6 +28,22 @@ def test_what_one_sets_the_other_gets(key_values):
     assert other.get(["a b/c", "empty"], 1.0) == [b"\x00\xff" * 1000, b""]
     assert other.check("empty")
     assert not other.check("missing")
+
+
+def test_a_value_of_any_size_and_content_is_got_whole_and_leaves_nothing(key_values):
+    one, other = key_values
+    large = os.urandom(9 * 2**20)  # torch's server takes 8 MiB
+    values = {"large": large, "twice": large[:-1], "alike": rendezvous._IN_PARTS + b"2"}
+    one.set("alike", large)
+    one.set_all(values)
+    assert other.get(list(values), 10.0) == list(values.values())
+    one.set("twice", b"small")
+    assert other.get(["twice"], 10.0) == [b"small"]
+    for key in values:
+        other.delete(key)
+        assert not other.check(key)
+    if isinstance(one, TcpKeyValue):
+        assert other.store.num_keys() <= 1  # torch's own
 
 
 def test_a_get_waits_until_all_are_set(key_values):
