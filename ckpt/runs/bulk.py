@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -40,10 +41,16 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else objects of a process that forks would be thawed
+            if not _has_frozen():  # else objects of a process that forks would be thawed
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+@cache
+def _has_frozen() -> bool:
+    """Return whether this process has frozen objects, which it does before it reads any; a count of all takes milliseconds."""
+    return gc.get_freeze_count() > 0
 
 
 def all_are(kinds: Collection[type], values: Iterable[object]) -> bool:
