@@ -298,7 +298,7 @@ MUTANTS = [
     *mutants_of(
         "ckpt/storage/local_files/groups.py",
         "tests/ckpt/storage/test_groups.py",
-        ("self._written[folder].append(name)", "pass"),
+        ("self._written[folder.key].append(name)", "pass"),
         ("if exc.errno not in _CANNOT_LINK:", "if True:"),
         ("status.st_nlink == 1", "True"),
     ),

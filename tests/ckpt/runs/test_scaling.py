@@ -1,7 +1,6 @@
 """What operations cost with many checkpoints and many ranks, in requests as an object store counts them."""
 
 import _thread
-import json
 import pickle
 import threading
 from dataclasses import replace
@@ -13,13 +12,14 @@ from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError, TrainContext
 from prefect_torch.ckpt.errors import PeerGoneError
 from prefect_torch.ckpt.reporting.agreement import Intent
+from prefect_torch.ckpt.reporting.commit import Part, _encode_part
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, has_failure, read_exits
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, read_history
-from prefect_torch.ckpt.runs.manifest import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import FileEntry, ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.parallel import read_all
 from ranks import folder
@@ -143,9 +143,8 @@ def play_other_ranks(key_value, world_size):
     """Tell what the other ranks tell in a report of a file each, and that they ended."""
     for rank in range(1, world_size):
         key_value.set(f"report 1/{rank}", Intent(rank, 0, "sync", [f"m{rank}"]).encode())
-        files = [{"path": f"m{rank}", "bytes": 4, "digest": DIGEST, "rank": rank}]
-        part = {"files": files, "state": None, "stall_s": None, "stored_s": 0.0}
-        key_value.set(f"report 1/files/{rank}", json.dumps(part).encode())
+        part = Part([FileEntry(f"m{rank}", 4, DIGEST, rank)])
+        key_value.set(f"report 1/files/{rank}", _encode_part(lambda part=part: part))
         announce_exit(key_value, RankExit(rank, 1, "returned"))
 
 
