@@ -165,7 +165,10 @@ class TcpKeyValue:
             return value
         num_parts = int(value[len(_IN_PARTS) :])
         self._num_parts[key] = num_parts
-        return b"".join(bytes(self.store.get(_part_name(key, number))) for number in range(num_parts))
+        parts = [_part_name(key, number) for number in range(num_parts)]
+        if not self.store.check(parts):  # to wait for them would block the connection
+            raise TimeoutError(f"{key} is being deleted")
+        return b"".join(map(bytes, self.store.multi_get(parts)))
 
     def _forget_parts(self, key: str) -> None:
         for number in range(self._num_parts.pop(key, 0)):

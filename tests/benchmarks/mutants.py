@@ -296,6 +296,13 @@ MUTANTS = [
         ("staged.remove(job.linked)", "pass"),
     ),
     *mutants_of(
+        "tasks/rank/rendezvous.py",
+        "tests/tasks/rank/test_rendezvous.py",
+        ("and not value.startswith(_IN_PARTS)", ""),
+        ("self._num_parts[key] = num_parts", "pass"),
+        ("self._num_parts.pop(key, 0)", "0"),
+    ),
+    *mutants_of(
         "ckpt/storage/local_files/groups.py",
         "tests/ckpt/storage/test_groups.py",
         ("self._written[folder.key].append(name)", "pass"),
