@@ -363,7 +363,8 @@ def _named(path: str | PathLike[str]) -> str:
     named = fspath(path)
     if not named:
         raise ValueError("the path of a checkpoint is empty; '.' is the working directory")
-    return named.rstrip("/") or "/"
+    named = named.rstrip("/") or "/"
+    return named if "://" in named else str(Path(named).absolute())
 
 
 def _split(path: str) -> tuple[str, str, str, str]:

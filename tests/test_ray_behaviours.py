@@ -4,6 +4,7 @@ Of Ray 2.60. Ranks are threads wherever that is enough; what needs processes sha
 """
 
 import os
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -717,6 +718,13 @@ def test_a_nested_metric_ranks(store, tmp_path):
     assert kept(store, tmp_path, metrics, **config) == [0, 2]
 
 
+@behaviour("ray.train.CheckpointConfig", 'a score "a/b/c" is found whichever names have the slashes', verdict="same")
+@pytest.mark.parametrize("nested", [{"a": {"b": {"c": 5}}}, {"a": {"b/c": 5}}, {"a/b": {"c": 5}}, {"a/b/c": 5}], ids=range(4))
+def test_a_score_is_found_by_every_spelling(store, tmp_path, nested):
+    config = {"num_to_keep": 1, "checkpoint_score_attribute": "a/b/c", "checkpoint_score_order": "max"}
+    assert kept(store, tmp_path, [nested, {"a/b/c": 4}, {"a/b/c": 3}], **config) == [0, 2]
+
+
 @behaviour("ray.train.CheckpointConfig", "a NaN score is worse than any number", verdict="same")
 @pytest.mark.parametrize("order", ["max", "min"])
 def test_nan_is_worst(store, tmp_path, order):
@@ -748,7 +756,7 @@ def test_a_missing_score_is_worst_in_both_orders(store, tmp_path):
     "ray.train.CheckpointConfig",
     "a score must be a number: text ends the run",
     verdict="different",
-    reason="a report of text as the score fails; one that is stored already ranks as a missing one",
+    reason="a report of text, or of a bool, as the score fails; text that is stored already ranks as a missing one",
 )
 def test_a_score_of_text_ends_nothing(store, tmp_path):
     config = {"num_to_keep": 1, "checkpoint_score_attribute": "loss", "checkpoint_score_order": "max"}
@@ -1033,7 +1041,12 @@ def test_resources_are_the_work_pools():
 # ray.train.torch.TorchTrainer and ray.train.Result
 
 
-@behaviour("ray.train.torch.TorchTrainer", "takes a function of no argument, or of one: the config", verdict="same")
+@behaviour(
+    "ray.train.torch.TorchTrainer",
+    "takes a function of no argument, or of one: the config",
+    verdict="different",
+    reason="a function of no argument with a config, which Ray ignores, is an error, and so is one of two, by a `TypeError`",
+)
 def test_a_function_takes_the_config_or_nothing():
     for function in (lambda: None, lambda config: None):
         assert check_signature(function) is function
@@ -1123,6 +1136,18 @@ def test_a_training_begins_from_another_runs_checkpoint(failure):
     assert str(failure) == "began after epoch 2"
 
 
+@behaviour(
+    "ray.train.torch.TorchTrainer",
+    "a function that calls sys.exit() has failed",
+    verdict="different",
+    reason="with no status, or 0, it has returned; with another it has failed, and the training restarts",
+)
+def test_a_function_that_exits_without_a_status_has_returned(tmp_path, prefect_server):
+    result = train(sys.exit, run=RunConfig(storage=str(tmp_path), name="exits"))
+    assert result.completed
+    assert result.return_value is None
+
+
 @behaviour("ray.train.Result", "return_value is what the function returned on rank 0", verdict="same")
 def test_the_return_value_is_rank_0s(result):
     assert result.return_value["rank"] == 0
@@ -1186,7 +1211,12 @@ def test_a_result_is_read_back_from_storage(result):
     assert again.best_checkpoints == result.best_checkpoints
 
 
-@behaviour("ray.train.Result", "get_best_checkpoint(metric, mode) ranks the kept ones by any metric", verdict="same")
+@behaviour(
+    "ray.train.Result",
+    "get_best_checkpoint(metric, mode) ranks the kept ones by any metric; one that none has is an error",
+    verdict="same",
+    reason="a `ValueError`, not a `RuntimeError`",
+)
 def test_the_best_by_any_metric(result):
     assert result.get_best_checkpoint("epoch", "max").metrics["epoch"] == 2
     assert result.get_best_checkpoint("epoch", "min").metrics["epoch"] == 0

@@ -141,7 +141,7 @@ class Outcome:
             such as to go on with more ranks.
         error: The error that ended it, as text, with the rank's own traceback.
         errors: Each failed rank's error.
-        return_value: Rank 0's return value, if it fits JSON of 1 MiB.
+        return_value: What JSON can hold of rank 0's return value, up to 1 MiB.
 
     """
 

@@ -58,12 +58,11 @@ def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
         raise ValueError(f"metric {name!r} is an integer of {value.bit_length()} bits, and {_LARGEST_BITS} are the most")
     if value is None or type(value) in (bool, int, float, str):
         return value  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`
-    to_item = getattr(value, "item", None)
-    if to_item is not None and getattr(value, "ndim", None) == 0:  # numpy scalars, 0-d arrays and tensors
+    if _has_item(value):
         if not read:
             return None
         try:
-            item = to_item()
+            item = value.item()  # type: ignore[attr-defined]  # as `_has_item` says
         except Exception as exc:  # for example a tensor on the meta device
             raise ValueError(f"metric {name!r} is a {type(value).__name__} without a value: {exc}") from exc
         if item is None or isinstance(item, (bool, int, float, str)):
@@ -81,16 +80,24 @@ def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
     )
 
 
+def _has_item(value: object) -> bool:
+    """Return whether `value` is a numpy scalar, or a 0-d array or tensor."""
+    return hasattr(value, "item") and getattr(value, "ndim", None) == 0
+
+
 def find_metric(metrics: Metrics, attribute: str) -> MetricValue:
-    """Return the metric `attribute`, a key or an "a/b" path into nested dicts; None if it does not exist."""
+    """Return the metric `attribute`, as `flatten_metrics` names it; None if it does not exist.
+
+    It is a key, or an "a/b" path into nested dicts, whose keys may have slashes of their own.
+    """
     if attribute in metrics:
         return metrics[attribute]
-    value: MetricValue = metrics
-    for part in attribute.split("/"):
-        if not isinstance(value, dict) or part not in value:
-            return None
-        value = value[part]
-    return value
+    for name, nested in metrics.items():
+        if isinstance(nested, dict) and attribute.startswith(f"{name}/"):
+            found = find_metric(nested, attribute[len(name) + 1 :])
+            if found is not None:
+                return found
+    return None
 
 
 def find_score(metrics: Metrics, attribute: str) -> bool | int | float | None:
@@ -130,6 +137,15 @@ def flatten_metrics(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, M
             yield from flatten_metrics(value, f"{prefix}{name}/")
         else:
             yield f"{prefix}{name}", value
+
+
+def with_numbers(value: object) -> object:
+    """Return `value` with numpy scalars, 0-d arrays and 0-d tensors in its dicts and lists as Python numbers."""
+    if isinstance(value, Mapping):
+        return {name: with_numbers(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [with_numbers(item) for item in value]
+    return value.item() if _has_item(value) else value  # type: ignore[attr-defined]  # as `_has_item` says
 
 
 def to_json(value: object) -> object:

@@ -24,6 +24,7 @@ _ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(OBJECT_STORES))}|file|memory|sftp
 # A host's port, or an address in brackets, is no user with a password. A form's JSON schema uses this pattern, too.
 URL_WITH_LOGIN = r"[A-Za-z][A-Za-z0-9+.-]*://[^/:@\[]*:(?!\d+(/|$))[^@]*@"
 _PASSWORD = re.compile(URL_WITH_LOGIN)
+_PARAMETERS = re.compile(r"\?([\w.%/:-]+=[^&]*&)*(endpoint_override|scheme|region)=")
 
 
 def parse_location(text: "str | PathLike[str]") -> StorageSpec | None:
@@ -106,6 +107,11 @@ def normalized(spec: StorageSpec) -> StorageSpec:
         )
     if scheme in OBJECT_STORES and not rest.partition("/")[0]:
         raise ValueError(f"{spec.url} names no bucket: write {scheme}://bucket/prefix")
+    if scheme in _BUCKETS and _PARAMETERS.search(rest):
+        raise ValueError(
+            f"{scheme}://{rest.partition('?')[0]} goes on with parameters, as pyarrow has them: give the server's address in "
+            "AWS_ENDPOINT_URL and the region in AWS_REGION, or both in an S3 block"
+        )
     if scheme in OBJECT_STORES and ("?" in rest or "#" in rest):
         raise ValueError(
             f"{scheme}://{re.split('[?#]', rest)[0]} goes on with '?' or '#': write %3F or %23 in a directory's name"

@@ -27,8 +27,20 @@ class SweepLed:
     is_fresh: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrialEvent:
+    """An event of a trial.
+
+    Attributes:
+        used_s: The time of the sweep so far that counts against its budget, in seconds.
+
+    """
+
+    used_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
-class TrialStarted:
+class TrialStarted(_TrialEvent):
     """A new trial starts.
 
     Attributes:
@@ -50,7 +62,7 @@ class TrialStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class TrialEnded:
+class TrialEnded(_TrialEvent):
     """A trial has ended, for good unless it is restarted.
 
     Attributes:
@@ -70,7 +82,7 @@ class TrialEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class TrialResumed:
+class TrialResumed(_TrialEvent):
     """A trial that had been paused, or had failed, starts again from its latest checkpoint.
 
     Attributes:
@@ -118,7 +130,7 @@ class Cloned:
 
 
 @dataclass(frozen=True, slots=True)
-class TrialReported:
+class TrialReported(_TrialEvent):
     """A trial has reported, and what it does next is decided.
 
     Attributes:
@@ -292,6 +304,17 @@ def history_of(events: Iterable[Event]) -> dict[int, TrialRecord]:
 def has_begun_again(events: Iterable[Event], attempt: int) -> bool:
     """Return whether the sweep has begun again in `attempt` or later."""
     return any(isinstance(event, SweepLed) and event.is_fresh and event.attempt >= attempt for event in events)
+
+
+def used_time_s(events: Iterable[Event]) -> float:
+    """Return the time of a sweep that counts against its budget, after `events`."""
+    used_s = 0.0
+    for event in events:
+        if isinstance(event, SweepLed) and event.is_fresh:
+            used_s = 0.0
+        elif isinstance(event, _TrialEvent):
+            used_s = max(used_s, event.used_s)
+    return used_s
 
 
 def operations_of(events: Iterable[Event]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from .history import (
     apply,
     encode_event,
     operations_of,
+    used_time_s,
 )
 
 
@@ -33,6 +34,7 @@ class RecordedTrials:
         lock: Is held while an event is recorded.
         by_number: Every trial, by number.
         operations: The operations of the study in the events so far.
+        used_s: The time of the sweep in the events so far that counts against its budget.
 
     """
 
@@ -46,6 +48,7 @@ class RecordedTrials:
         self._observe = observe
         self.lock = threading.RLock()
         self.operations = operations_of(events)
+        self.used_s = used_time_s(events)
         self.by_number: dict[int, TrialRecord] = {}
         self._numbers: dict[TrialState, set[int]] = {state: set() for state in get_args(TrialState)}
         self._released: list[tuple[Source, str]] = []

@@ -164,6 +164,7 @@ class Search:
                     decision.reason,
                     cloned,
                     self._study.take_operations(),
+                    used_s=self._used_s,
                 )
             )
             return Verdict(decision.state == "running", decision.milestone)
@@ -216,7 +217,12 @@ class Search:
     def is_over_budget(self) -> bool:
         """Whether the time budget is used up."""
         budget_s = self._search.time_budget_s
-        return budget_s is not None and self._clock() - self._started_s >= budget_s
+        return budget_s is not None and self._used_s >= budget_s
+
+    @property
+    def _used_s(self) -> float:
+        """The time of the sweep so far, in this process and in those that led it before."""
+        return self.recorded.used_s + self._clock() - self._started_s
 
     def end(self, number: int, end: TrialEnd, *, is_judged: bool = False) -> TrialRecord:
         """Record that the run of a trial has ended; a completed one has failed if it lacked a metric, unless that is judged."""
@@ -226,7 +232,9 @@ class Search:
                 end = judge(end, self._needed_by(trial))
             self._tell(trial, end.outcome, end.metrics)
             self.recorded.record(
-                TrialEnded(number, end.outcome, end.reason, end.metrics, operations=self._study.take_operations())
+                TrialEnded(
+                    number, end.outcome, end.reason, end.metrics, self._study.take_operations(), used_s=self._used_s
+                )
             )
             return self.trials[number]
 
@@ -271,6 +279,7 @@ class Search:
                 suggestion.study_number,
                 self._scheduler.first_milestone(number),
                 self._study.take_operations(),
+                used_s=self._used_s,
             )
         )
         return self.trials[number]
@@ -279,7 +288,7 @@ class Search:
         return f"{self._sweep}/trial-{number:04d}-{secrets.token_hex(4)}"
 
     def _resume(self, promotion: Promotion) -> TrialRecord:
-        self.recorded.record(TrialResumed(promotion.number, promotion.milestone))
+        self.recorded.record(TrialResumed(promotion.number, promotion.milestone, used_s=self._used_s))
         return self.trials[promotion.number]
 
     def take_excess(self, *, is_over: bool) -> tuple[tuple[int, str], ...]:
@@ -299,7 +308,8 @@ class Search:
             excess = find_excess(self.trials, lost, keep, self._search.metrics[0], self._search.modes[0])
             for number in excess.stopped:
                 reason = f"{keep} better trials keep their checkpoints"
-                self.recorded.record(TrialEnded(number, "stopped", reason, self.trials[number].metrics))
+                metrics = self.trials[number].metrics
+                self.recorded.record(TrialEnded(number, "stopped", reason, metrics, used_s=self._used_s))
             return excess.runs
 
     def record_deleted(self, number: int, run: str) -> None:

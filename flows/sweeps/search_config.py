@@ -85,7 +85,7 @@ class SearchConfig(FormModel):
         gt=0,
         allow_inf_nan=False,
         title="Time budget (seconds)",
-        description="After it no trial starts. Without limit when empty.",
+        description="After it no trial starts; the time of earlier starts of the sweep counts, too. Without limit when empty.",
     )
     keep_best_trials: int | None = Field(
         default=None,

@@ -10,6 +10,7 @@ from prefect_torch.ckpt.reporting.decisions import DecisionPoints, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.history import newest_of_each, read_history
 from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
@@ -43,9 +44,16 @@ def read_end(run: Run, error: BaseException | None) -> TrialEnd | None:
 
 
 def end_of_returned(run: Run, value: object) -> TrialEnd:
-    """Return the end of a trial whose function has returned `value`: a dict counts as its last report."""
-    metrics = newest_of_each(read_history(run))
-    return TrialEnd("completed", None, {**metrics, **value} if isinstance(value, dict) else metrics)
+    """Return the end of a trial whose function has returned `value`: the metrics in a dict count as its last report."""
+    return TrialEnd("completed", None, newest_of_each(read_history(run)) | _metrics_in(value))
+
+
+def _metrics_in(value: object) -> Metrics:
+    found: Metrics = {}
+    for name, item in value.items() if isinstance(value, dict) else ():
+        with suppress(ValueError):  # a curve, or a model
+            found |= clean_metrics({name: item})
+    return found
 
 
 def count_reports(run: Run) -> int:

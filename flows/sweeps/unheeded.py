@@ -55,8 +55,13 @@ class Unheeded:
             return
         times = [time_of(self._search.time_attr, it.step, number, it.metrics) for number, it in enumerate(reports, 1)]
         longest = max((time for time in times if time is not None), default=0)
-        if longest >= due:
-            self._awaits_decision = False
+        self._awaits_decision = False
+        if longest < due:
+            yield (
+                f"scheduler={self._search.scheduler!r} has not decided on trial {trial.number}: it ended at "
+                f"{self._search.time_attr}={longest:g}, and the first decision is at {due:g}"
+            )
+        else:
             yield (
                 f"scheduler={self._search.scheduler!r} has not decided on trial {trial.number}: it reached "
                 f"{self._search.time_attr}={longest:g} without a checkpoint, and decisions are made on reports with one, from "

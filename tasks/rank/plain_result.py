@@ -5,7 +5,8 @@ import json
 import pickle
 from typing import Any
 
-from prefect_torch.ckpt.runs.metrics import from_json, to_json
+from prefect_torch.ckpt.runs.metrics import from_json, to_json, with_numbers
+from prefect_torch.ckpt.runs.records import check_depth
 
 from .failures import is_kind
 from .spec import RankResult
@@ -14,12 +15,16 @@ from .spec import RankResult
 def encode_result(result: RankResult) -> bytes:
     """Return `result` as JSON, in the process of the rank.
 
-    A return value that JSON cannot hold is left out, and an exception that is none of Python's own, by arguments that JSON can
+    What JSON cannot hold of a return value is left out, and an exception that is none of Python's own, by arguments that JSON can
     hold: the error and the traceback are texts in any case.
     """
     fields: dict[str, Any] = {"kind": result.kind, "error": result.error, "traceback": result.traceback}
     if result.return_value is not None:
-        fields["value"] = _as_json(pickle.loads(result.return_value))  # noqa: S301 - pickled by this process
+        value = pickle.loads(result.return_value)  # noqa: S301 - pickled by this process
+        encoded = encode_value(value)
+        if encoded is None and value is not None:
+            print("the return value is dropped: from another machine, it must be what JSON can hold")  # noqa: T201 - the rank's log
+        fields["value"] = None if encoded is None else json.loads(encoded)
     if result.exception is not None:
         fields["exception"] = _describe(pickle.loads(result.exception))  # noqa: S301 - pickled by this process
     return json.dumps(fields).encode()
@@ -46,14 +51,25 @@ def decode_result(encoded: bytes) -> RankResult:
     )
 
 
-def _as_json(value: Any) -> Any:
+def encode_value(value: Any) -> str | None:
+    """Return a function's return value as strict JSON; None where JSON cannot hold it, or only empty.
+
+    Of a dict, the items that JSON cannot hold are left out. NumPy's scalars and 0-d tensors are numbers.
+    """
+    encoded = _encode(value)
+    if encoded is None and isinstance(value, dict):
+        held = {name: item for name, item in value.items() if _encode({name: item}) is not None}
+        return _encode(held) if held else None
+    return encoded
+
+
+def _encode(value: Any) -> str | None:
     try:
-        plain = to_json(value)
-        json.dumps(plain)
-    except (TypeError, ValueError, RecursionError):
-        print("the return value is dropped: from another machine, it must be what JSON can hold")  # noqa: T201 - the rank's log
+        encoded = json.dumps(to_json(with_numbers(value)))
+        check_depth(json.loads(encoded), "it")
+    except (TypeError, ValueError, RuntimeError):  # also a tensor without a value, or a dict that contains itself
         return None
-    return plain
+    return encoded
 
 
 def _describe(exception: BaseException) -> dict[str, Any] | None:

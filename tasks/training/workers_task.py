@@ -15,8 +15,7 @@ from prefect_torch.ckpt.reporting.session import ReportSettings
 from prefect_torch.ckpt.runs.attempts import Attempt, Ending, Outcome, record_world_size
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import step_of
-from prefect_torch.ckpt.runs.metrics import from_json, to_json
-from prefect_torch.ckpt.runs.records import check_depth
+from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.tasks.gang.gang import meet
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
@@ -28,6 +27,7 @@ from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.one_line_messages import shorten_message
+from prefect_torch.tasks.rank.plain_result import encode_value
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.run_logs import library_logs_in_run
@@ -142,7 +142,7 @@ class _Leader:
             message = f"it goes on with more ranks; {self._safe_work()}"
             return Outcome(claimed.number, "preempted", flow_run_id, error=message)  # of no kind: it costs no budget
         ending: Ending = "stopped" if self._is_stopped else "completed"
-        return Outcome(claimed.number, ending, flow_run_id, return_value=_as_json(value))
+        return Outcome(claimed.number, ending, flow_run_id, return_value=_recorded_value(value))
 
     def _lend(self) -> AbstractContextManager[Lease | None]:
         return nullcontext() if self._machines is None else self._machines.lend(self._termination.raise_if_requested)
@@ -275,12 +275,7 @@ def _specs(
     )
 
 
-def _as_json(value: Any) -> Any:
-    """Return `value` as JSON decodes it; None where JSON cannot hold it in 1 MiB: an outcome is no place for models."""
-    try:
-        encoded = json.dumps(to_json(value))
-        plain = json.loads(encoded)
-        check_depth(plain, "it")
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return from_json(plain) if len(encoded) <= _MAX_RETURN_BYTES else None
+def _recorded_value(value: Any) -> Any:
+    """Return what an outcome records of a return value, which is no place for models."""
+    encoded = encode_value(value)
+    return None if encoded is None or len(encoded) > _MAX_RETURN_BYTES else from_json(json.loads(encoded))

@@ -473,6 +473,15 @@ def test_a_plain_folder_has_no_id_and_no_metrics(tmp_path):
         _ = checkpoint.manifest
 
 
+def test_a_directory_stays_the_same_where_the_working_directory_changes(tmp_path, monkeypatch):
+    folder(tmp_path / "c", model="x")
+    monkeypatch.chdir(tmp_path)
+    checkpoints = [Checkpoint.from_directory("c"), Checkpoint("c/")]
+    monkeypatch.chdir("/")
+    assert [checkpoint.path for checkpoint in checkpoints] == [str(tmp_path / "c")] * 2
+    assert checkpoints[0].directory == tmp_path / "c"
+
+
 def test_a_url_that_is_no_checkpoint_is_refused():
     with pytest.raises(ValueError, match="<storage>/<run>/checkpoints/<id>"):
         Checkpoint("s3://bucket/run")

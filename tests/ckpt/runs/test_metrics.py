@@ -1,6 +1,7 @@
 import enum
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -138,14 +139,26 @@ def test_a_metric_is_found_by_name_first_and_by_path_then():
     assert find_metric({}, "a") is None
 
 
+@pytest.mark.parametrize(
+    "metrics",
+    [{"n": {"s": {"a": 5}}}, {"n": {"s/a": 5}}, {"n/s": {"a": 5}}, {"n/s/a": 5}, {"n": {}, "n/s": {"a": 5}}],
+    ids=range(5),
+)
+def test_a_name_with_slashes_is_found_at_any_level(metrics):
+    assert find_metric(metrics, "n/s/a") == 5
+    assert find_metric(metrics, "n/s/b") is None
+
+
 def test_nested_metrics_flatten_to_paths():
     assert dict(flatten_metrics({"loss": 1, "eval": {"top": {"k": 2}}})) == {"loss": 1, "eval/top/k": 2}
 
 
-@given(st.recursive(leaves, lambda inner: st.dictionaries(st.text("ab"), inner, min_size=1, max_size=3), max_leaves=8))
+@given(st.recursive(leaves, lambda inner: st.dictionaries(st.text("ab/"), inner, min_size=1, max_size=3), max_leaves=8))
 def test_every_flattened_name_finds_its_metric(value):
     metrics = {"m": value}
-    assert all(repr(find_metric(metrics, name)) == repr(leaf) for name, leaf in flatten_metrics(metrics))
+    flat = list(flatten_metrics(metrics))
+    names = Counter(name for name, _ in flat)  # {"a": {"b": 1}, "a/b": 2} has two of one name
+    assert all(repr(find_metric(metrics, name)) == repr(leaf) for name, leaf in flat if names[name] == 1)
 
 
 @given(st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.just("__float__"), inner), max_leaves=8))

@@ -47,6 +47,7 @@ def test_a_file_url_loses_nothing_of_its_path(url, path):
         (Path("s3://bucket/x"), "lost a slash"),
         ("s3://bucket/x?versionId=1", "write %3F"),
         ("s3://bucket/x#y", "write %3F or %23"),
+        ("s3://bucket/x?scheme=http&endpoint_override=localhost:9000", "AWS_ENDPOINT_URL and the region in AWS_REGION"),
         ("http://127.0.0.1:9000/bucket", "endpoint_url"),
         ("https://s3.example.com/bucket/x", "endpoint_url"),
     ],

@@ -391,8 +391,30 @@ def test_no_trial_starts_or_goes_on_after_the_time_budget_and_none_loses_its_che
     assert search.take_excess(is_over=True) == ()
     assert {trial.state for trial in search.trials.values()} == {"paused"}
     events = [decode_event(entry, "the journal") for entry in entries]
-    again = Search(config, parse_space(SPACE), 0, RecordedTrials(events, entries.append), "sweep", clock=lambda: now_s[0])
-    assert again.next_trial().number == 0  # a sweep that is started again has the whole budget
+
+
+def test_the_time_of_earlier_starts_counts_against_the_time_budget():
+    def started_again(budget_s):
+        events = [decode_event(entry, "the journal") for entry in entries]
+        config = configured(time_budget_s=budget_s)
+        return Search(config, parse_space(SPACE), 0, RecordedTrials(events, entries.append), "sweep", clock=lambda: now_s[0])
+
+    now_s, entries = [0.0], []
+    first = started_again(60)
+    assert first.next_trial().number == 0
+    now_s[0] = 50.0
+    first.end(0, TrialEnd("completed", None, {"loss": 1.0}))
+    now_s[0] = 1000.0  # nobody led the sweep since
+    again = started_again(60)
+    assert again.next_trial().number == 1
+    now_s[0] = 1010.0
+    assert again.is_over_budget
+    assert again.next_trial() is None
+    again.end(1, TrialEnd("completed", None, {"loss": 1.0}))
+    assert started_again(60).next_trial() is None
+    assert started_again(61).next_trial().number == 2
+    again.lead(2, is_fresh=True)
+    assert started_again(60).next_trial().number == 0
 
 
 def test_more_failures_than_allowed_end_the_search():

@@ -292,7 +292,10 @@ def test_a_config_and_a_space_with_one_dict_are_merged_and_a_tuple_in_a_space_go
         ({"scheduler": "asha", "max_t": 3}, "scheduler='asha' has not decided on trial 0: it reached step=3 without"),
         ({"scheduler": "pbt", "perturbation_interval": 2}, "scheduler='pbt' has not decided on trial 0"),
         ({"scheduler": "median"}, None),
-        ({"scheduler": "asha", "grace_period": 4, "max_t": 9}, None),
+        (
+            {"scheduler": "asha", "grace_period": 4, "max_t": 9},
+            "scheduler='asha' has not decided on trial 0: it ended at step=3, and the first decision is at 4",
+        ),
     ],
 )
 def test_what_decides_nothing_for_want_of_a_metric_or_a_checkpoint_is_said_once(run, caplog, changes, expected):

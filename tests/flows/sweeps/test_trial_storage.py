@@ -1,6 +1,8 @@
 """How the run of a trial has ended, by its storage."""
 
+import numpy as np
 import pytest
+import torch
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
@@ -41,3 +43,9 @@ def test_a_running_trial_has_the_metrics_that_it_would_end_with(run):
 def test_a_returned_dict_is_the_last_report(run):
     reported(run, {"loss": 3.0, "epoch": 1})
     assert end_of_returned(run, {"loss": 1.0}).metrics == {"loss": 1.0, "epoch": 1}
+
+
+def test_what_is_no_metric_in_a_returned_dict_is_left_out(run):
+    reported(run, {"loss": 3.0})
+    returned = {"loss": np.float32(0.5), "accuracy": torch.tensor(0.25), "curve": [1.0, 2.0], "model": object(), 3: 4.0}
+    assert end_of_returned(run, returned).metrics == {"loss": 0.5, "accuracy": 0.25}

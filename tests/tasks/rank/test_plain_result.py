@@ -1,0 +1,44 @@
+"""What is recorded of a return value, and comes from a rank on another machine."""
+
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from prefect_torch.ckpt.runs.metrics import from_json
+from prefect_torch.tasks.rank.plain_result import decode_result, encode_result, encode_value
+from prefect_torch.tasks.rank.spec import RankResult
+
+CONTAINS_ITSELF = {"a": 1}
+CONTAINS_ITSELF["itself"] = CONTAINS_ITSELF
+
+
+@pytest.mark.parametrize(
+    ("value", "recorded"),
+    [
+        ({"score": np.float32(0.5), "n": np.int64(3), "nested": [torch.tensor(0.25), (1,)]}, {"score": 0.5, "n": 3, "nested": [0.25, [1]]}),
+        ({"score": 0.9, "model": torch.nn.Linear(1, 1), "curve": np.ones(2)}, {"score": 0.9}),
+        ({"loss": math.inf}, {"loss": math.inf}),
+        (torch.tensor(True), True),
+        (None, None),
+        (torch.ones(2), None),
+        ({"model": object()}, None),
+        ({"lost": torch.empty((), device="meta"), "kept": 1}, {"kept": 1}),
+        (CONTAINS_ITSELF, {"a": 1}),
+    ],
+)
+def test_what_json_can_hold_of_a_return_value_is_recorded(value, recorded):
+    encoded = encode_value(value)
+    assert (None if encoded is None else from_json(json.loads(encoded))) == recorded
+
+
+def test_what_json_can_hold_of_a_return_value_comes_from_another_machine(capsys):
+    returned = {"score": np.float32(0.5), "infinite": math.inf, "model": object}
+    encoded = encode_result(RankResult(return_value=pickle.dumps(returned)))
+    assert pickle.loads(decode_result(encoded).return_value) == {"score": 0.5, "infinite": math.inf}
+    assert capsys.readouterr().out == ""
+    encoded = encode_result(RankResult(return_value=pickle.dumps(object)))
+    assert pickle.loads(decode_result(encoded).return_value) is None
+    assert capsys.readouterr().out.startswith("the return value is dropped: from another machine")
