@@ -247,12 +247,16 @@ def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: Searc
         trials.close()
         raise
     trials.close()
+    _tell_of_budget(search, config)
+    search.raise_if_all_failed()
+
+
+def _tell_of_budget(search: Search, config: SearchConfig) -> None:
     if search.is_over_budget:
         get_run_logger().info(
             "%d of %d trials were started in the time budget of %g s; with a higher one, the sweep goes on",
             *(len(search.trials), search.num_trials, config.time_budget_s),
         )
-    search.raise_if_all_failed()
 
 
 def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:

@@ -4,7 +4,6 @@ Of Ray 2.60. Ranks are threads wherever that is enough; what needs processes sha
 """
 
 import os
-import sys
 import tempfile
 import threading
 from collections import Counter
@@ -49,7 +48,7 @@ from prefect_torch.tasks.training.restarts import Restarts, _failures_before
 from pydantic import ValidationError
 from ranks import Attempt, folder, read_files
 from ray_behaviours import behaviour
-from ray_behaviours_ranks import fail_after_the_checkpoint, tell_place, train_with_a_failure
+from ray_behaviours_ranks import fail_after_the_checkpoint, leave, tell_place, train_with_a_failure
 
 
 @pytest.fixture
@@ -1143,7 +1142,7 @@ def test_a_training_begins_from_another_runs_checkpoint(failure):
     reason="with no status, or 0, it has returned; with another it has failed, and the training restarts",
 )
 def test_a_function_that_exits_without_a_status_has_returned(tmp_path, prefect_server):
-    result = train(sys.exit, run=RunConfig(storage=str(tmp_path), name="exits"))
+    result = train(leave, run=RunConfig(storage=str(tmp_path), name="exits"))
     assert result.completed
     assert result.return_value is None
 
@@ -1214,8 +1213,8 @@ def test_a_result_is_read_back_from_storage(result):
 @behaviour(
     "ray.train.Result",
     "get_best_checkpoint(metric, mode) ranks the kept ones by any metric; one that none has is an error",
-    verdict="same",
-    reason="a `ValueError`, not a `RuntimeError`",
+    verdict="different",
+    reason="that is a `ValueError`, not a `RuntimeError`",
 )
 def test_the_best_by_any_metric(result):
     assert result.get_best_checkpoint("epoch", "max").metrics["epoch"] == 2

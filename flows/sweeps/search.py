@@ -232,9 +232,7 @@ class Search:
                 end = judge(end, self._needed_by(trial))
             self._tell(trial, end.outcome, end.metrics)
             self.recorded.record(
-                TrialEnded(
-                    number, end.outcome, end.reason, end.metrics, self._study.take_operations(), used_s=self._used_s
-                )
+                TrialEnded(number, end.outcome, end.reason, end.metrics, self._study.take_operations(), used_s=self._used_s)
             )
             return self.trials[number]
 

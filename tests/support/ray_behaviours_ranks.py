@@ -1,6 +1,7 @@
 """What ranks do in the tests of Ray Train's behaviours: a module that they import faster than those tests."""
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -40,3 +41,7 @@ def tell_place():
 
 def fail_after_the_checkpoint(config):
     raise ValueError(f"began after epoch {read_files(get_checkpoint())['epoch'].decode()}")
+
+
+def leave():
+    sys.exit()

@@ -390,7 +390,6 @@ def test_no_trial_starts_or_goes_on_after_the_time_budget_and_none_loses_its_che
     assert search.next_trial() is None
     assert search.take_excess(is_over=True) == ()
     assert {trial.state for trial in search.trials.values()} == {"paused"}
-    events = [decode_event(entry, "the journal") for entry in entries]
 
 
 def test_the_time_of_earlier_starts_counts_against_the_time_budget():

@@ -18,7 +18,10 @@ CONTAINS_ITSELF["itself"] = CONTAINS_ITSELF
 @pytest.mark.parametrize(
     ("value", "recorded"),
     [
-        ({"score": np.float32(0.5), "n": np.int64(3), "nested": [torch.tensor(0.25), (1,)]}, {"score": 0.5, "n": 3, "nested": [0.25, [1]]}),
+        (
+            {"score": np.float32(0.5), "n": np.int64(3), "nested": [torch.tensor(0.25), (1,)]},
+            {"score": 0.5, "n": 3, "nested": [0.25, [1]]},
+        ),
         ({"score": 0.9, "model": torch.nn.Linear(1, 1), "curve": np.ones(2)}, {"score": 0.9}),
         ({"loss": math.inf}, {"loss": math.inf}),
         (torch.tensor(True), True),
