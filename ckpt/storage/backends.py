@@ -1,6 +1,6 @@
 """Opening of a storage from its specification; each backend is imported only when it is used."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .location import OBJECT_STORES, URL
@@ -30,14 +30,13 @@ def open_spec(spec: StorageSpec, renew: Renew | None = None) -> Storage:
 
         # pyright takes `ckpt` and `prefect_torch.ckpt` for two packages, and these backends name their protocol by the latter.
         return RetryingStorage(lambda: LocalStorage(Path(spec.url)), spec.retry)  # pyright: ignore[reportArgumentType]
-    options = _options(spec, renew)
     if match["scheme"] in OBJECT_STORES:
         from .object_store.backend import ObstoreStorage  # noqa: PLC0415 - each backend loads only what it needs
 
-        return RetryingStorage(lambda: ObstoreStorage(spec.url, next(options), spec.retry.deadline_s), spec.retry)  # pyright: ignore[reportArgumentType]
+        return _open_renewable(lambda options: ObstoreStorage(spec.url, options, spec.retry.deadline_s), spec, renew)  # pyright: ignore[reportArgumentType]
     from .fsspec_files.backend import FsspecStorage  # noqa: PLC0415 - each backend loads only what it needs
 
-    return RetryingStorage(lambda: FsspecStorage(spec.url, next(options)), spec.retry)  # pyright: ignore[reportArgumentType]
+    return _open_renewable(lambda options: FsspecStorage(spec.url, options), spec, renew)  # pyright: ignore[reportArgumentType]
 
 
 def _open_synced(spec: StorageSpec) -> Storage:
@@ -50,8 +49,13 @@ def _open_synced(spec: StorageSpec) -> Storage:
     return RetryingStorage(lambda: SyncedStorage(Path(spec.url), transport), spec.retry)  # pyright: ignore[reportArgumentType]
 
 
-def _options(spec: StorageSpec, renew: Renew | None) -> Iterator[Mapping[str, str]]:
-    """Yield the options of `spec`, and then, each time they have expired, fresh ones."""
-    yield spec.options
-    while True:  # the client itself searches anew for credentials that are not in the options
-        yield spec.options if renew is None or spec.credential_source is None else renew(spec.credential_source)
+def _open_renewable(open_with: Callable[[Mapping[str, str]], Storage], spec: StorageSpec, renew: Renew | None) -> Storage:
+    """Open a storage with the options of `spec`, and with fresh ones each time they have expired."""
+    from .retry import RetryingStorage  # noqa: PLC0415 - each backend loads only what it needs
+
+    def reopen() -> Storage:
+        if renew is None or spec.credential_source is None:
+            return open_with(spec.options)  # the client itself searches anew for credentials that are not in the options
+        return open_with(renew(spec.credential_source))
+
+    return RetryingStorage(reopen, spec.retry, open_with(spec.options))

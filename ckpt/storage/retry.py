@@ -102,13 +102,14 @@ class RetryingStorage:
     Args:
         reopen: Opens the storage, reading its credentials anew.
         policy: The retry policy.
+        opened: The open storage; None opens it.
 
     """
 
-    def __init__(self, reopen: Callable[[], Storage], policy: RetryPolicy) -> None:
+    def __init__(self, reopen: Callable[[], Storage], policy: RetryPolicy, opened: Storage | None = None) -> None:
         self._reopen = reopen
         self._policy = policy
-        self._storage = reopen()
+        self._storage = reopen() if opened is None else opened
         self._one_replaces = threading.Lock()
 
     @property
@@ -187,7 +188,7 @@ class RetryingStorage:
 
     def reopened(self) -> "RetryingStorage":
         """Return this storage with a new connection."""
-        return RetryingStorage(self._open_anew, self._policy)
+        return RetryingStorage(self._reopen, self._policy)
 
     def local_path(self, key: str) -> Path | None:
         """Return the local path at which `key` can be read in place, or None."""
@@ -221,7 +222,6 @@ class RetryingStorage:
         )
 
         failed: Exception | None = first
-        reopened = False
         left_s = max(0.0, self._policy.deadline_s - (time.monotonic() - asked.started_s))
 
         def call_newest() -> T:
@@ -229,15 +229,16 @@ class RetryingStorage:
             if failed is not None:
                 error, failed = failed, None
                 raise error
+            if asked.must_renew:
+                self._replace(asked.used)
+                asked.must_renew = False
             asked.used = self._storage
             return call(asked.used)
 
         def is_worth_retrying(error: BaseException) -> bool:
-            nonlocal reopened
             kind = classify(error)
-            if kind == "credentials" and not reopened:
-                reopened = True
-                self._replace(asked.used)
+            if kind == "credentials" and not asked.has_renewed:
+                asked.must_renew = asked.has_renewed = True
                 return True
             return kind == "transient"
 
@@ -260,14 +261,16 @@ class RetryingStorage:
         )
         return retrying(call_newest)
 
-    def _open_anew(self) -> Storage:
-        with self._one_replaces:  # credentials come from an iterator, which two threads must not advance concurrently
-            return self._reopen()
-
     def _replace(self, expired: Storage) -> None:
         with self._one_replaces:
-            if self._storage is expired:  # else another thread was first
+            if self._storage is not expired:  # another thread was first
+                return
+            try:
                 self._storage = self._reopen()
+            except ValueError:  # such as a block that was deleted
+                raise
+            except Exception as exc:  # of Prefect's API, or of the service that gives out keys: it may be back soon
+                raise StorageError(f"the credentials for {self.url} have run out and cannot be read anew: {exc}") from exc
 
 
 def _draw_wait_s(policy: RetryPolicy, num_tries: int) -> float:
@@ -278,9 +281,17 @@ def _draw_wait_s(policy: RetryPolicy, num_tries: int) -> float:
 
 @dataclass
 class _Call:
-    """One call of a verb: its description for messages, the storage that was used last, and its start time."""
+    """One call of a verb: its description for messages, the storage that was used last, and its start time.
+
+    Attributes:
+        must_renew: Whether the credentials are to be read anew before the next try.
+        has_renewed: Whether they were, or are to be: those that are refused afterwards stay so.
+
+    """
 
     doing: str
     key: str
     used: Storage
     started_s: float
+    must_renew: bool = False
+    has_renewed: bool = False

@@ -12,6 +12,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import cloudpickle
+import httpx
 import pytest
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.client_parameters import AwsClientParameters
@@ -19,6 +20,7 @@ from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
+from prefect_torch.ckpt.storage.backends import open_spec
 from prefect_torch.ckpt.storage.blocks import resolve_storage
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
@@ -147,6 +149,39 @@ def test_credentials_that_nobody_renews_are_named():
         spec = StorageSpec("s3://bucket", {"aws_endpoint_url": endpoint, "access_key_id": "stale", "secret_access_key": "x"})
         with pytest.raises(PermissionError, match="the credentials for s3://bucket/x have expired"):
             open_storage(spec).put_bytes("x", b"1")
+
+
+def test_credentials_that_cannot_be_read_anew_now_are_read_anew_later():
+    """As while Prefect's API restarts: neither the operation nor the process is lost."""
+    tries = []
+
+    def renew(source):
+        tries.append(source)
+        if len(tries) in (1, 3):
+            raise httpx.ConnectError("Prefect's API is away")
+        return {**options, "aws_access_key_id": "fresh" if len(tries) > 3 else "stale"}
+
+    with server_of_one_key("fresh") as endpoint:
+        options = {"aws_endpoint_url": endpoint, "aws_access_key_id": "stale", "aws_secret_access_key": "x"}
+        storage = open_spec(StorageSpec("s3://bucket", options, RetryPolicy(0, 0, 0), b"source"), renew)
+        with pytest.raises(StorageError, match=r"storing s3://bucket/x .*cannot be read anew: Prefect's API is away"):
+            storage.put_bytes("x", b"1")
+        with pytest.raises(PermissionError, match="the credentials for s3://bucket/x have expired"):
+            storage.put_bytes("x", b"1")
+        patient = open_spec(StorageSpec("s3://bucket", options, RetryPolicy(30, 0, 0), b"source"), renew)
+        patient.put_bytes("x", b"1")
+    assert tries == [b"source"] * 4
+
+
+def test_a_block_that_is_gone_when_its_credentials_expire_is_named():
+    def renew(_):
+        raise ValueError("there is no block 's3-bucket/x'")
+
+    with server_of_one_key("fresh") as endpoint:
+        options = {"aws_endpoint_url": endpoint, "aws_access_key_id": "stale", "aws_secret_access_key": "x"}
+        storage = open_spec(StorageSpec("s3://bucket", options, RetryPolicy(30, 0, 0), b"source"), renew)
+        with pytest.raises(ValueError, match="there is no block"):
+            storage.put_bytes("x", b"1")
 
 
 def test_wrong_credentials_are_told_before_any_rank_starts(rclone):
