@@ -187,8 +187,8 @@ class RetryingStorage:
         self._retry("cleaning", prefix, lambda storage: storage.remove_interrupted(prefix, older_than_s))
 
     def reopened(self) -> "RetryingStorage":
-        """Return this storage with a new connection."""
-        return RetryingStorage(self._reopen, self._policy)
+        """Return this storage as its backend reopens it: by another connection, and past the page cache."""
+        return RetryingStorage(self._reopen, self._policy, self._storage.reopened())
 
     def local_path(self, key: str) -> Path | None:
         """Return the local path at which `key` can be read in place, or None."""
