@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from prefect_torch.ckpt.errors import StorageError
 
 from .protocol import ObjectInfo, RetryPolicy, Splits, Storage, Transfer
+from .server_codes import EXPIRED
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -43,10 +44,9 @@ _TRANSIENT_ERRNOS = {
     errno.ESTALE,  # an NFS server that restarted
     errno.ETIMEDOUT,
 }
-# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html#ErrorCodeList, MinIO's code for a token that has expired,
-# and Azure's texts; not as a part of a name, since keys may contain any words.
+# Codes, and the texts of AWS' other services and Azure; not as a part of a name, since keys may contain any words.
 _EXPIRED = re.compile(
-    r"(?<![\w/.-])(?:ExpiredToken|RequestExpired|TokenRefreshRequired|InvalidToken|InvalidTokenId|InvalidAccessKeyId"
+    rf"(?<![\w/.-])(?:{'|'.join(EXPIRED)}"
     r"|token has expired|token is expired|token included in the request is expired"
     r"|SSO session associated with this profile has expired"
     r"|signature not valid in the specified time frame|lifetime validation failed)(?![\w/-])",

@@ -8,15 +8,23 @@ from datetime import datetime, timezone
 import obstore.exceptions
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.storage.retry import ClockSkewError, CredentialsExpiredError, classify
+from prefect_torch.ckpt.storage.server_codes import (
+    FULL,
+    FULL_STATUS,
+    PASSING,
+    PASSING_STATUSES,
+    REFUSED,
+    REFUSED_STATUSES,
+    SKEWED,
+)
 from prefect_torch.ckpt.text import show_age
 
-_PASSING = {408, 409, 425, 429}  # HTTP statuses of a temporary condition, not of the request
 _METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials
 _STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
-_NAMES = re.compile(r"https?://\S+|location \S+|path: \"[^\"]*\"|for key .*?: ")  # of objects: they may contain any words
+_NAMES = re.compile(r"https?://[^\s\"<>]+|location \S+|path: \"[^\"]*\"|for key .*?: ")  # they may contain any words
 _NO_UPLOAD = re.compile(r"NoSuchUpload|InvalidBlockList|InvalidPart\b")
-_REFUSED = re.compile(r"<Code>AccessDenied<|code: AccessDenied\b")  # also of one object of many
-_SKEWED = "<Code>RequestTimeTooSkewed<"
+# Of an answer, of one object of many, and of botocore, which fetches the credentials of a role.
+_CODE = re.compile(r"(?:<Code>|\(code: |An error occurred \()(?P<code>[A-Za-z]\w*)")
 _TIME = re.compile(r"<(?P<whose>Request|Server)Time>(?P<time>[^<]*)<")
 _ANSWER = re.compile(r"<(?P<name>Code|Message)>(?P<text>[^<]*)<")
 
@@ -43,7 +51,7 @@ def _translate_refused(error: Exception, where: str, reason: str) -> Exception |
         return OSError(f"{where}: {reason}; no listing goes beyond such a key: delete or rename that object")
     if "redirect without LOCATION" in text:
         return OSError(f"{where} is in another region: set aws_region, or AWS_REGION ({reason})")
-    if _SKEWED in text:
+    if _code(error) in SKEWED:
         return ClockSkewError(
             f"this machine's clock differs from that of {where} by {_show_skew(text)}, so every request is refused: set it"
         )
@@ -77,14 +85,22 @@ def _status(error: Exception) -> int:
     return int(found["status"]) if found else 0
 
 
+def _code(error: Exception) -> str:
+    """Return the code by which a server names the reason, or ""."""
+    found = _CODE.search(_NAMES.sub("", str(error)))
+    return found["code"] if found else ""
+
+
 def _translate_status(error: Exception, where: str, reason: str) -> Exception:
-    code = _status(error)
+    status, code = _status(error), _code(error)
     refused = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
-    if isinstance(error, refused) or code in (401, 403) or _REFUSED.search(str(error)):
-        return PermissionError(f"access to {where} is refused: check the credentials and their policy ({reason})")
-    if code == 507 or "StorageFull" in str(error):  # noqa: PLR2004 - "Insufficient Storage", and MinIO's code
+    if code in PASSING:
+        return StorageError(f"{where}: {reason}")
+    if code in FULL or status == FULL_STATUS:
         return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {reason}", where)
-    if (300 <= code < 500 and code not in _PASSING) or code == 501:  # noqa: PLR2004 - HTTP's classes of status codes
+    if isinstance(error, refused) or code in REFUSED or status in REFUSED_STATUSES:
+        return PermissionError(f"access to {where} is refused: check the credentials and their policy ({reason})")
+    if (300 <= status < 500 and status not in PASSING_STATUSES) or status == 501:  # noqa: PLR2004 - HTTP's classes of status codes
         return OSError(f"{where}: {reason}")
     return StorageError(f"{where}: {reason}")
 
