@@ -49,6 +49,7 @@ class ObstoreStorage:
         self._options = dict(options)
         self._deadline_s = deadline_s
         self._store, self._uploading = open_object_stores(self._url, self._options, deadline_s)
+        self._has_answered = False
         self._leaves_ranges_unsaid = False
         is_documented = promises_key_order(self._store)
         self._listing = BucketListing(self._url, self._pages, self._exists, is_documented=is_documented)
@@ -208,7 +209,7 @@ class ObstoreStorage:
 
     def _pages(self, prefix: str, after: str | None) -> Iterator[tuple[ObjectInfo, ...]]:
         below = _below(prefix)
-        pages = self._call(prefix, lambda: obstore.list(self._store, below, offset=after, chunk_size=LISTED_AT_ONCE))
+        pages = obstore.list(self._store, below, offset=after, chunk_size=LISTED_AT_ONCE)  # the first page is the first request
         ends: set[str] = set()
         while page := self._call(prefix, lambda: next(pages, None)):
             if (end := page[-1]["path"]) in ends:
@@ -239,14 +240,16 @@ class ObstoreStorage:
 
     def _call(self, key: str, request: Callable[[], T]) -> T:
         try:
-            return request()
+            result = request()
         except (obstore.exceptions.BaseError, OSError) as exc:
             raise self._translated(key, exc) from None  # its text has the reason
+        self._has_answered = True
+        return result
 
     def _translated(self, key: str, error: Exception) -> Exception:
         if isinstance(error, OSError) and error.errno is not None:
             return error  # of the local file; obstore's own have no number
-        translated = translate(error, f"{self._url}/{key}")
+        translated = translate(error, f"{self._url}/{key}", has_answered=self._has_answered)
         error.args = (first_reason(error),)  # the server's whole response may quote the request with its session token
         return translated
 

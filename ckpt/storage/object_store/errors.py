@@ -20,6 +20,7 @@ from prefect_torch.ckpt.storage.server_codes import (
 from prefect_torch.ckpt.text import show_age
 
 _METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials
+_PROVIDER = "External AWS credential provider"  # obstore's name for boto3's search for credentials
 _STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
 _NAMES = re.compile(r"https?://[^\s\"<>]+|location \S+|path: \"[^\"]*\"|for key .*?: ")  # they may contain any words
 _NO_UPLOAD = re.compile(r"NoSuchUpload|InvalidBlockList|InvalidPart\b")
@@ -29,14 +30,25 @@ _TIME = re.compile(r"<(?P<whose>Request|Server)Time>(?P<time>[^<]*)<")
 _ANSWER = re.compile(r"<(?P<name>Code|Message)>(?P<text>[^<]*)<")
 
 
-def translate(error: Exception, where: str) -> Exception:
-    """Return the error of the Storage protocol for object_store's `error`."""
+def translate(error: Exception, where: str, *, has_answered: bool) -> Exception:
+    """Return the error of the Storage protocol for object_store's `error`.
+
+    Args:
+        error: The error of a request.
+        where: The object's URL.
+        has_answered: Whether a request of this client has succeeded before, so that credentials were found.
+
+    """
     text, reason = str(error), first_reason(error)
     if "NoSuchBucket" in text or "ContainerNotFound" in text:
         return FileNotFoundError(f"the bucket of {where} does not exist: create it, or fix the storage's URL")
     if isinstance(error, (obstore.exceptions.NotFoundError, FileNotFoundError)):
         return _translate_missing(error, where, reason)
-    return _translate_refused(error, where, reason) or _translate_status(error, where, reason)
+    return (
+        _translate_refused(error, where, reason)
+        or _translate_login(error, where, reason, has_answered=has_answered)
+        or _translate_status(error, where, reason)
+    )
 
 
 def _translate_missing(error: Exception, where: str, reason: str) -> Exception:
@@ -57,11 +69,23 @@ def _translate_refused(error: Exception, where: str, reason: str) -> Exception |
         )
     if classify(error) == "credentials":
         return CredentialsExpiredError(f"the credentials for {where} have expired, or are unknown there: renew them ({reason})")
-    if _METADATA_HOST in text:
+    return None
+
+
+def _translate_login(error: Exception, where: str, reason: str, *, has_answered: bool) -> Exception | None:
+    """Return the error of a request that was not sent, since no credentials could be had for it; None for any other.
+
+    Those of a role are fetched again every hour: a service that does not answer then may do so a moment later.
+    """
+    text, status = str(error), _status(error)
+    is_away = has_answered or status in PASSING_STATUSES or status >= 500  # noqa: PLR2004 - HTTP's errors of the server
+    if _METADATA_HOST in text and not is_away:
         return PermissionError(
             f"no credentials were found for {where}: give a block, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; "
             "for a public bucket aws_skip_signature"
         )
+    if _METADATA_HOST in text or (_PROVIDER in text and _code(error) in {"", *PASSING}):
+        return StorageError(f"the credentials for {where} cannot be fetched at the moment: {reason}")
     return None
 
 

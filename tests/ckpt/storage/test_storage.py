@@ -14,12 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import fsspec
 import obstore
 import paramiko
 import pytest
+from botocore.exceptions import ClientError, CredentialRetrievalError, TokenRetrievalError
 from fsspec.implementations import memory
+from obstore.exceptions import GenericError
 from obstore.store import LocalStore
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError
 from prefect_torch.ckpt.storage import digest
@@ -29,8 +32,9 @@ from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.object_store import backend as object_store
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
+from prefect_torch.ckpt.storage.object_store.errors import translate
 from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
-from prefect_torch.ckpt.storage.retry import RetryingStorage, RetryPolicy, classify
+from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify
 from ranks import Attempt, folder, read_files
 from servers import ACCESS_KEY, SECRET_KEY, S3Server, ScriptedServer, free_port
 from storage_contract import PartialWrites, StorageContract, WholeWritesContract
@@ -787,6 +791,56 @@ def test_a_profile_that_does_not_exist_is_named(monkeypatch):
     monkeypatch.setenv("AWS_PROFILE", "nowhere")
     with pytest.raises(ValueError, match=r"nowhere.*fix AWS_PROFILE"):
         ObstoreStorage("s3://bucket", {})
+
+
+TOKEN_REQUEST = (
+    "Generic GCS error: Error performing token request: Error performing GET "
+    "http://169.254.169.254/computeMetadata/v1/instance/service-accounts/default/token in 3s, after 3 retries - "
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "has_answered", "expected"),
+    [
+        ("HTTP error: error sending request", False, PermissionError),  # a machine without a role
+        ("HTTP error: error sending request", True, StorageError),
+        ("Server returned non-2xx status code: 429 Too Many Requests", False, StorageError),
+        ("Server returned non-2xx status code: 503 Service Unavailable", False, StorageError),
+        ("Server returned non-2xx status code: 404 Not Found", False, PermissionError),
+    ],
+)
+def test_a_role_whose_credentials_fail_to_come_once_is_asked_again(answer, has_answered, expected):
+    error = translate(GenericError(TOKEN_REQUEST + answer), "gs://bucket/x", has_answered=has_answered)
+    assert type(error) is expected
+    assert classify(error) == ("transient" if expected is StorageError else "final")
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (CredentialRetrievalError(provider="iam-role", error_msg="timed out"), StorageError),
+        (ClientError({"Error": {"Code": "Throttling", "Message": "Rate exceeded"}}, "AssumeRole"), StorageError),
+        (ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "AssumeRole"), PermissionError),
+        (TokenRetrievalError(provider="sso", error_msg="Token has expired and refresh failed"), CredentialsExpiredError),
+    ],
+)
+def test_a_login_that_cannot_be_had_for_a_moment_is_no_wrong_one(monkeypatch, raised, expected):
+    fired = []
+
+    class Provider:
+        config: ClassVar = {}
+
+        def __call__(self):
+            fired.append(raised)
+            raise raised
+
+    monkeypatch.setattr(object_store_config, "_from_boto3", lambda: (Provider(), None))
+    storage = ObstoreStorage("s3://bucket", {"aws_endpoint_url": "http://127.0.0.1:9"})
+    for call in (lambda: storage.get_bytes("x"), lambda: list(storage.list(""))):
+        with pytest.raises(expected) as caught:
+            call()
+        assert type(caught.value) is expected
+    assert len(fired) >= 2
 
 
 def test_without_boto3_the_object_store_looks_for_credentials_itself(monkeypatch):
