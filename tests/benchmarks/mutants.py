@@ -172,9 +172,10 @@ MUTANTS = [
     *mutants_of(
         "ckpt/storage/local_files/free_space.py",
         "tests/ckpt/storage/test_storage.py -k TestLocalStorage",
-        ("self._taken > self._free", "False"),
-        ("self._taken > self._free", "self._taken >= self._free"),
-        ("self._taken += count", "self._taken = count"),
+        ("and taken > free", "and False"),
+        ("and taken > free", "and taken >= free"),
+        ("self._taken.get(device, 0) + count", "count"),
+        ("if filesystem.f_blocks else None", ""),
     ),
     *mutants_of(
         "ckpt/storage/retry.py",

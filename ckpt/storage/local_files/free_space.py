@@ -2,33 +2,34 @@
 
 import errno
 import os
-from pathlib import Path
+
+from .root_folder import Way
 
 
 class FreeSpace:
-    """The bytes that the filesystem of a directory had free at one moment, and those that were taken of them since.
+    """The bytes that filesystems had free when each was first asked for, and those that were taken of them since.
 
-    Args:
-        root: The directory; one that does not exist, and will be created, has any space.
-
+    Directories below one root may be on several filesystems. One that does not tell its size, as a tmpfs without a limit or
+    some of FUSE's, has any space: all its numbers are 0 (https://man7.org/linux/man-pages/man3/statvfs.3.html).
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._free: int | None = None
-        self._taken = 0
-        if root.exists():
-            filesystem = os.statvfs(root)
-            self._free = filesystem.f_bavail * filesystem.f_frsize
+    def __init__(self) -> None:
+        self._free: dict[int, int | None] = {}  # by device
+        self._taken: dict[int, int] = {}
 
-    def take(self, count: int) -> None:
-        """Count `count` bytes more as taken.
+    def take(self, way: Way, count: int) -> None:
+        """Count `count` bytes more as taken in the last directory of `way`.
 
         Raises:
-            OSError: ENOSPC if there is no space for all that is taken.
+            OSError: ENOSPC if there is no space for all that is taken, with the directory.
 
         """
-        self._taken += count
-        if self._free is not None and self._taken > self._free:
-            told = f"{os.strerror(errno.ENOSPC)} ({self._taken} bytes needed, {self._free} free)"
-            raise OSError(errno.ENOSPC, told, str(self._root))
+        device = os.fstat(way.folder).st_dev
+        if device not in self._free:
+            filesystem = os.statvfs(way.folder)
+            self._free[device] = filesystem.f_bavail * filesystem.f_frsize if filesystem.f_blocks else None
+        free = self._free[device]
+        self._taken[device] = taken = self._taken.get(device, 0) + count
+        if free is not None and taken > free:
+            told = f"{os.strerror(errno.ENOSPC)} ({taken} bytes needed, {free} free)"
+            raise OSError(errno.ENOSPC, told, str(way.path("")))

@@ -96,7 +96,7 @@ class _Group:
         self.stored: dict[str, Transfer] = {}
         self._root = root
         self._sync = GroupSync(num_files)
-        self._space = FreeSpace(root.path)
+        self._space = FreeSpace()
         self._written: dict[str, list[str]] = defaultdict(list)
         self._links: dict[str, dict[str, Path]] = defaultdict(dict)
         self._uncovered: list[str] = []
@@ -137,11 +137,11 @@ class _Group:
     def _write(self, folder: _Folder, name: str, path: str | Path) -> None:
         self._written[folder.key].append(name)
         if (data := read_small(path)) is not None:
-            self._space.take(len(data))
+            self._space.take(folder.way, len(data))
             written = write_small(data, folder.create(name), lambda: folder.way.path(name))
         else:
             with io.FileIO(path) as source:
-                self._space.take(os.fstat(source.fileno()).st_size)
+                self._space.take(folder.way, os.fstat(source.fileno()).st_size)
                 with io.FileIO(folder.create(name), "w") as target:
                     written = copy_file(source, target)
                     require_whole(target.fileno(), written, lambda: folder.way.path(name))

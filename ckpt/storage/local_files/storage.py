@@ -51,8 +51,7 @@ class LocalStorage:
 
         """
         with path.open("rb", buffering=0) as source:
-            FreeSpace(self._root.path).take(os.fstat(source.fileno()).st_size)
-            return self._write(key, lambda target: copy_file(source, target))
+            return self._write(key, os.fstat(source.fileno()).st_size, lambda target: copy_file(source, target))
 
     def put_files(self, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
         """Copy files, or link them if they are `owned` and on this filesystem; all are durable when this returns.
@@ -69,8 +68,7 @@ class LocalStorage:
 
     def put_buffers(self, key: str, parts: Sequence[memoryview]) -> Transfer:
         """Write `parts` from memory; durable when this returns."""
-        FreeSpace(self._root.path).take(sum(part.nbytes for part in parts))
-        return self._write(key, lambda target: write_and_digest(parts, target))
+        return self._write(key, sum(part.nbytes for part in parts), lambda target: write_and_digest(parts, target))
 
     def put_bytes(self, key: str, data: bytes) -> None:
         """Store a small object; a reader sees the old one or the new one, whole.
@@ -86,7 +84,7 @@ class LocalStorage:
             write_all(target, data)
             return Transfer(len(data), "")
 
-        self._write(key, write)
+        self._write(key, None, write)
 
     def get_file(self, key: str, path: Path) -> Transfer:
         """Copy the object to `path`, of one that grows meanwhile what it had before: nothing must fill the disk."""
@@ -224,13 +222,16 @@ class LocalStorage:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return file
 
-    def _write(self, key: str, write: Callable[[io.FileIO], Transfer]) -> Transfer:
+    def _write(self, key: str, size: int | None, write: Callable[[io.FileIO], Transfer]) -> Transfer:
+        """Store what `write` writes, if there is space for `size` bytes; None for so few that nobody asks."""
         *folders, name = check_key(key).split("/")
         temporary = temporary_name()
         way, file = self._create(folders, temporary)
         with way:
             try:
                 with file:
+                    if size is not None:
+                        FreeSpace().take(way, size)
                     written = write(file)
                     os.fsync(file.fileno())
                     require_whole(file.fileno(), written, lambda: self._path(key))

@@ -95,7 +95,7 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         storage.put_bytes("run/there", b"1")
         with (tmp_path / "in").open("wb") as sparse:
             sparse.truncate(2**20)
-        filesystem = SimpleNamespace(f_bavail=2**20 // 512 - 1, f_frsize=512)
+        filesystem = SimpleNamespace(f_blocks=2**20, f_bavail=2**20 // 512 - 1, f_frsize=512)
         monkeypatch.setattr(os, "statvfs", lambda path: filesystem)
         puts = {
             "put_file": lambda: storage.put_file("run/x", tmp_path / "in"),
@@ -110,11 +110,29 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         puts[verb]()
         assert storage.size("run/x") == 2**20
 
+    def test_the_filesystem_of_the_file_is_asked_and_one_that_does_not_tell_its_size_has_any_space(
+        self, storage, tmp_path, monkeypatch
+    ):
+        """As a tmpfs with size=0; and a run below the storage may be a mount of its own."""
+        (tmp_path / "in").write_bytes(b"1")
+        asked = []
+
+        def tell_nothing(folder):
+            asked.append(Path(f"/proc/self/fd/{folder}").readlink())
+            return SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+
+        monkeypatch.setattr(os, "statvfs", tell_nothing)
+        storage.put_file("run/a", tmp_path / "in")
+        storage.put_files({"run/b": tmp_path / "in"})
+        storage.put_buffers("run/c", [memoryview(b"1")])
+        assert [info.bytes for info in storage.list("run/")] == [1, 1, 1]
+        assert asked == [tmp_path / "store/run"] * 3
+
     def test_of_files_that_do_not_fit_together_none_is_left(self, storage, tmp_path, monkeypatch):
         files = {f"run/{number}": tmp_path / str(number) for number in range(3)}
         for path in files.values():
             path.write_bytes(bytes(400))
-        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1000, f_frsize=1))
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=9999, f_bavail=1000, f_frsize=1))
         storage.put_bytes("there", b"1")
         with pytest.raises(OSError, match=r"No space left .*\(1200 bytes needed, 1000 free\)"):
             storage.put_files(files)
