@@ -157,9 +157,20 @@ def _cache_root() -> Path:
 
 def _sweep(root: Path) -> None:
     """Delete every entry that no living process reads; the caller holds the cache's lock."""
-    for entry in root.iterdir():
+    for entry in list(root.iterdir()):
         if entry.is_dir() and not any(_is_held(lock) for lock in (entry / "readers").glob("*.lock")):
-            shutil.rmtree(entry)
+            _delete(entry)
+
+
+def _delete(entry: Path) -> None:
+    """Delete an entry; what cannot be deleted is left to the next sweep, as on NFS a file that is still mapped into memory.
+
+    It is renamed first, so that no reader of the same name takes what is left for whole.
+    """
+    doomed = entry.with_name(f"deleted-{secrets.token_hex(8)}")
+    with suppress(OSError):
+        entry.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _is_held(lock: Path) -> bool:

@@ -160,6 +160,27 @@ def test_what_a_killed_reader_left_is_swept_by_the_next(cache):
         assert {path.name for path in cached(cache)} == {"z"}
 
 
+def test_a_file_that_cannot_be_deleted_yet_is_no_readers_error_and_no_part_of_the_next_download(cache, monkeypatch):
+    """As on NFS, where a file that is mapped into memory stays, and so does its directory."""
+    unlink, stays = os.unlink, []
+
+    def keep(path, *args, **folder):
+        if path == "x":
+            stays.append(path)
+            raise OSError(errno.EBUSY, "Device or resource busy", path)
+        unlink(path, *args, **folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", keep)
+        for names in (("x", "y"), ("y",)):
+            with downloaded("one", entries(*names), _write) as files:
+                assert sorted(path.name for path in files.iterdir()) == list(names)
+        assert len(stays) > 1
+        assert [path.name for path in cached(cache)] == ["x"]
+    with downloaded("two", entries("z"), _write):
+        assert [path.name for path in cached(cache)] == ["z"]
+
+
 def _hang(started):
     def write_half(path, target):
         target.write_text("half")
