@@ -18,6 +18,7 @@ from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
+from prefect_torch.ckpt.storage.scratch import is_of_earlier_boot, own_mark
 
 _State: TypeAlias = tuple[Path, int, int, int, int]
 _MAX_CONTENTS = 4096
@@ -132,10 +133,13 @@ def _remember(state: _State, content: Transfer) -> None:
 
 
 def _cache_root() -> Path:
-    """Return the directory of this user's cache, to which no other user may write, as OpenSSH requires of ~/.ssh.
+    """Return this machine's part of this user's cache, to which no other user may write, as OpenSSH requires of ~/.ssh.
 
-    If this is not so, an error is raised and no other directory is used: readers would share nothing, and the disk would hold
-    each file as often as there are readers.
+    If others may, an error is raised and no other directory is used: readers would share nothing, and the disk would hold each
+    file as often as there are readers.
+
+    Machines may share TMPDIR without knowing each other's locks (BeeGFS, Lustre with localflock, NFS with nolock): in one part, each
+    would delete and write what the others read.
     """
     root = downloads_folder()
     with suppress(FileExistsError):
@@ -148,7 +152,9 @@ def _cache_root() -> Path:
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         problem = f"may be written to by others (mode {stat.S_IMODE(found.st_mode):04o})"
     else:
-        return root
+        own = root / own_mark()
+        own.mkdir(exist_ok=True)
+        return own
     raise PermissionError(
         f"{root}, where checkpoints are downloaded to, {problem}, so that its files may be anybody's: remove it, or set TMPDIR "
         "to a directory of your own"
@@ -160,6 +166,10 @@ def _sweep(root: Path) -> None:
     for entry in list(root.iterdir()):
         if entry.is_dir() and not any(_is_held(lock) for lock in (entry / "readers").glob("*.lock")):
             _delete(entry)
+    for other in list(root.parent.iterdir()):
+        with suppress(FileNotFoundError):  # another process has just deleted it
+            if other != root and is_of_earlier_boot(other):
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _delete(entry: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -18,6 +19,7 @@ _held: dict[Path, int] = {}  # the descriptor by which this process holds each, 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Other filesystems may be served by another machine, to which a lock of this one may be unknown (nolock, localflock, FUSE).
 _OF_ONE_KERNEL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+_LEAST_AGE_S = 24 * 3600.0
 
 
 def make_scratch(parent: Path | None = None) -> Path:
@@ -30,7 +32,7 @@ def make_scratch(parent: Path | None = None) -> Path:
     _sweep(parent)
     made = Path(tempfile.mkdtemp(prefix=".prefect-torch-making-", dir=parent))  # no process sweeps it before it is held
     descriptor = _hold(made)
-    folder = made.replace(parent / f"{_PREFIX}{_own_mark()}-{made.name.rpartition('-')[2]}")
+    folder = made.replace(parent / f"{_PREFIX}{own_mark()}-{made.name.rpartition('-')[2]}")
     _held[folder] = descriptor
     return folder
 
@@ -59,7 +61,7 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 @cache
 def _sweep(parent: Path) -> None:
-    ours = "" if is_local(parent) else f"{_own_mark()}-"
+    ours = "" if is_local(parent) else f"{own_mark()}-"
     for folder in parent.glob(f"{_PREFIX}{ours}*"):
         with suppress(OSError):  # it is held, another user's, gone by now, or on a filesystem without locks
             descriptor = os.open(folder, os.O_RDONLY)
@@ -70,7 +72,8 @@ def _sweep(parent: Path) -> None:
                 os.close(descriptor)
 
 
-def _own_mark() -> str:
+def own_mark() -> str:
+    """Return this kernel's mark in the names of directories that are its processes' alone."""
     return xxhash.xxh3_64_hexdigest(kernel_id().encode())
 
 
@@ -93,3 +96,16 @@ def kernel_id() -> str:
 def is_local(folder: Path) -> bool:
     """Return whether `folder` is on a filesystem of this kernel alone, which no other machine sees; False if unknown."""
     return filesystem_of(folder.stat().st_dev) in _OF_ONE_KERNEL
+
+
+def is_of_earlier_boot(folder: Path) -> bool:
+    """Return whether a directory with another kernel's mark is one that this machine left before it was started last.
+
+    It is older than that, and than a day, and on a filesystem of this kernel. The latter alone proves nothing: this machine may
+    export the filesystem by NFS, whose clients' locks on a directory are unknown here.
+    """
+    if not is_local(folder):
+        return False
+    now_s = time.time()
+    started_s = now_s - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return folder.stat().st_mtime < min(started_s, now_s - _LEAST_AGE_S)

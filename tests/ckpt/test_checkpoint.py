@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,7 @@ from prefect_torch.ckpt.files.selection import choose_in_folder
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.storage import scratch
 from prefect_torch.ckpt.storage.digest import digest_file
 from ranks import Attempt, folder, read_files
 
@@ -179,6 +181,28 @@ def test_a_file_that_cannot_be_deleted_yet_is_no_readers_error_and_no_part_of_th
         assert [path.name for path in cached(cache)] == ["x"]
     with downloaded("two", entries("z"), _write):
         assert [path.name for path in cached(cache)] == ["z"]
+
+
+def test_machines_that_share_a_temporary_directory_touch_nothing_of_each_other(cache, monkeypatch):
+    """Whose locks they do not know, as on BeeGFS or an NFS without them."""
+    with downloaded("one", entries("x"), _write) as files:
+        with monkeypatch.context() as there:
+            there.setattr("prefect_torch.ckpt.files.cache.own_mark", lambda: "0" * 16)
+            there.setattr(fcntl, "flock", lambda *_: None)
+            with downloaded("one", entries("x"), _write) as theirs:
+                assert theirs != files
+        assert (files / "x").read_text() == "x"
+    assert cached(cache) == []
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_what_an_earlier_boot_left_is_deleted_unless_it_may_be_a_living_machines(cache, monkeypatch, is_shared):
+    monkeypatch.setattr(scratch, "is_local", lambda _: not is_shared)
+    (left := _root(cache) / ("0" * 16) / "entry/files/x").parent.mkdir(parents=True)
+    left.write_text("x")
+    os.utime(_root(cache) / ("0" * 16), (1e9, 1e9))
+    with downloaded("one", entries("y"), _write):
+        assert left.exists() == is_shared
 
 
 def _hang(started):
