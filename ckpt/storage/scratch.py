@@ -25,8 +25,8 @@ _LEAST_AGE_S = 24 * 3600.0
 def make_scratch(parent: Path | None = None) -> Path:
     """Return a new, empty directory in `parent` (None: the temporary directory) that exists no longer than this process.
 
-    The first call for a `parent` in a process removes directories of killed processes, if the filesystem has locks. On a
-    filesystem shared among machines, these are the ones of this machine since its boot: another's lock may be invisible here.
+    The first call for a `parent` in a process removes directories of killed processes, if the filesystem has locks: the ones of
+    this machine since its boot, since another machine's lock may be invisible here, and those of its earlier boots.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _sweep(parent)
@@ -61,9 +61,10 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 @cache
 def _sweep(parent: Path) -> None:
-    ours = "" if is_local(parent) else f"{own_mark()}-"
-    for folder in parent.glob(f"{_PREFIX}{ours}*"):
+    for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it is held, another user's, gone by now, or on a filesystem without locks
+            if not folder.name.startswith(f"{_PREFIX}{own_mark()}-") and not is_of_earlier_boot(folder):
+                continue
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,7 @@
+import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,16 +41,27 @@ def test_the_next_process_removes_what_a_killed_one_left_and_nothing_else(tmp_pa
             assert sorted(tmp_path.iterdir()) == sorted([alive, third, tmp_path / "own"])
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_where_machines_share_a_filesystem_each_removes_its_own_alone(tmp_path, monkeypatch, shared):
-    """The other machine's folder has another kernel's mark, and a lock that is not seen here."""
-    monkeypatch.setattr(scratch, "is_local", lambda _: not shared)
+@pytest.mark.parametrize("is_local", [True, False])
+def test_another_machines_folder_is_removed_only_where_it_can_be_none_but_an_earlier_boots(tmp_path, monkeypatch, is_local):
+    """It has another kernel's mark, and a lock that is not seen here, also where this machine exports what is local to it."""
+    monkeypatch.setattr(scratch, "is_local", lambda _: is_local)
     with scratch_of_another_process(tmp_path) as killed:
         pass
     (there := tmp_path / f".prefect-torch-scratch-{'0' * 16}-there").mkdir()
+    (old := tmp_path / f".prefect-torch-scratch-{'0' * 16}-old").mkdir()
+    os.utime(old, (1e9, 1e9))
     here = make_scratch(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([here, *([there] if shared else [])])
+    assert sorted(tmp_path.iterdir()) == sorted([here, there, *([] if is_local else [old])])
     assert not killed.exists()
+
+
+def test_an_earlier_boots_folder_is_a_day_old_and_older_than_this_boot(tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "is_local", lambda _: True)
+    day_s = 24 * 3600
+    for age_s, up_s, is_earlier in ((2 * day_s, day_s, True), (2 * day_s, 3 * day_s, False), (3600, 60, False)):
+        monkeypatch.setattr(time, "clock_gettime", lambda _, up_s=up_s: up_s)
+        os.utime(tmp_path, (time.time() - age_s,) * 2)
+        assert scratch.is_of_earlier_boot(tmp_path) is is_earlier
 
 
 def test_what_one_kernel_serves_alone_is_known_and_what_is_unknown_is_taken_as_shared(monkeypatch, tmp_path):
