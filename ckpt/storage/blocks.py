@@ -1,5 +1,7 @@
 """Prefect blocks as storage: configuration and credentials, never the data path."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 
 import cloudpickle
@@ -15,6 +17,8 @@ from .location import BLOCK_SLUGS, is_block_slug, parse_location
 from .protocol import StorageSpec
 
 KINDS_OF_BLOCKS = "CheckpointStorage, LocalFileSystem, RemoteFileSystem, S3Bucket, GcsBucket or AzureBlobStorageContainer"
+# Options of s3fs by which it signs, encrypts or pays otherwise.
+_OF_S3FS_ALONE = ("profile", "requester_pays", "s3_additional_kwargs")
 
 
 class HasSpec(Protocol):
@@ -107,11 +111,21 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
     else:
         options.update(_aws_keys(credentials))
     parameters = credentials.aws_client_parameters
-    if not parameters.verify:
-        options["allow_invalid_certificates"] = "true" if parameters.verify is False else None
-    if ((parameters.config or {}).get("s3") or {}).get("addressing_style") == "virtual":
-        options["aws_virtual_hosted_style_request"] = "true"
+    options.update(_tls_options(parameters.verify_cert_path or parameters.verify))
+    options["aws_virtual_hosted_style_request"] = _virtual_hosts(parameters.config)
     return StorageSpec(url, {name: value for name, value in options.items() if value})
+
+
+def _tls_options(verify: Any) -> dict[str, str | None]:
+    """Return the options for boto3's `verify`: False, or a file of certificates, whose content another machine has not."""
+    return {
+        "allow_invalid_certificates": "true" if verify is False else None,
+        "root_certificate": None if verify is None or isinstance(verify, bool) else Path(verify).read_text(),
+    }
+
+
+def _virtual_hosts(config: Mapping[str, Any] | None) -> str | None:
+    return "true" if ((config or {}).get("s3") or {}).get("addressing_style") == "virtual" else None
 
 
 def _aws_keys(credentials: AwsCredentials) -> dict[str, str | None]:
@@ -132,10 +146,20 @@ def _aws_keys(credentials: AwsCredentials) -> dict[str, str | None]:
 
 
 def _remote_spec(block: RemoteFileSystem) -> StorageSpec:
-    """Return an fsspec block's location; s3fs' option names for S3 become the object store's."""
+    """Return an fsspec block's location; s3fs' option names for S3 become the object store's.
+
+    Raises:
+        ValueError: If s3fs would store or find objects otherwise for one of its options.
+
+    """
     settings = dict(block.settings)
     if block.basepath.partition("://")[0] not in ("s3", "s3a"):
         return StorageSpec(block.basepath.rstrip("/"), settings)
+    if ignored := [name for name in _OF_S3FS_ALONE if settings.get(name)]:
+        raise ValueError(
+            f"checkpoints in {block.basepath} are not stored through s3fs, so the block's settings {', '.join(ignored)} have "
+            "no effect: remove them, or use an S3Bucket block"
+        )
     client = {**(settings.get("client_kwargs") or {}), **settings}
     options = {
         "aws_access_key_id": client.get("key") or client.get("aws_access_key_id"),
@@ -144,5 +168,7 @@ def _remote_spec(block: RemoteFileSystem) -> StorageSpec:
         "aws_endpoint_url": client.get("endpoint_url"),
         "aws_region": client.get("region_name"),
         "aws_skip_signature": "true" if client.get("anon") else None,
+        "aws_virtual_hosted_style_request": _virtual_hosts(settings.get("config_kwargs")),
+        **_tls_options(client.get("verify")),
     }
     return StorageSpec(block.basepath.rstrip("/"), {name: str(value) for name, value in options.items() if value})

@@ -299,7 +299,7 @@ def test_a_session_token_signs_the_requests():
 
 @contextmanager
 def server_with_its_own_certificate(folder):
-    """Answer every put over TLS, with a certificate that nobody trusts."""
+    """Answer every put over TLS, with a certificate of an authority that nobody trusts: `ca.pem`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_PUT(self):
@@ -309,14 +309,23 @@ def server_with_its_own_certificate(folder):
             self.send_header("Content-Length", "0")
             self.end_headers()
 
+        def do_GET(self):
+            body = b"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
         def log_message(self, *args):
             pass
 
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
-    subprocess.run(
-        ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", *names, *files], check=True, capture_output=True
-    )
+    new = ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    leaf = ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE"]
+    for made in (
+        ["-subj", "/CN=company", "-keyout", "ca-key.pem", "-out", "ca.pem"],
+        ["-subj", "/CN=localhost", "-keyout", "key.pem", "-out", "cert.pem", "-CA", "ca.pem", "-CAkey", "ca-key.pem", *leaf],
+    ):
+        subprocess.run([*new, *made], cwd=folder, check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
@@ -340,6 +349,43 @@ def test_verify_false_is_what_trusts_a_servers_own_certificate(tmp_path):
                 continue
             with pytest.raises(StorageError, match=r"(?i)certificate|error sending"):
                 open_storage(spec).put_bytes("run/x", b"1")
+
+
+@pytest.mark.parametrize("way", ["block", "remote", "variable"])
+def test_a_servers_certificate_of_a_company_is_trusted_once_it_is_given(tmp_path, monkeypatch, caplog, way):
+    caplog.set_level("INFO")
+    with server_with_its_own_certificate(tmp_path) as endpoint:
+        if way == "block":
+            parameters = AwsClientParameters(endpoint_url=endpoint, verify_cert_path=tmp_path / "ca.pem")
+            credentials = AwsCredentials(aws_access_key_id="key", aws_secret_access_key="x", aws_client_parameters=parameters)
+            spec = parse_storage(S3Bucket(bucket_name="bucket", credentials=credentials))
+        elif way == "remote":
+            client = {"endpoint_url": endpoint, "verify": str(tmp_path / "ca.pem")}
+            spec = parse_storage(
+                RemoteFileSystem(basepath="s3://bucket", settings={"key": "key", "secret": "x", "client_kwargs": client})
+            )
+        else:
+            monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "ca.pem"))
+            spec = StorageSpec("s3://bucket", {"endpoint_url": endpoint, "access_key_id": "key", "secret_access_key": "x"})
+        if way != "variable":
+            (tmp_path / "ca.pem").unlink()  # as on a rank's machine
+        storage = open_storage(replace(spec, retry=RetryPolicy(0.0)))
+        storage.put_bytes("run/x", b"1")
+        storage.remove_interrupted("run/", 3600)
+    assert "cannot be aborted" not in caplog.text
+
+
+def test_a_variable_that_names_no_certificates_is_named(monkeypatch):
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere/ca.pem")
+    with pytest.raises(ValueError, match=r"AWS_CA_BUNDLE.*'/nowhere/ca.pem'"):
+        open_storage("s3://bucket/x")
+
+
+@pytest.mark.parametrize("name", ["profile", "requester_pays", "s3_additional_kwargs"])
+def test_a_setting_of_s3fs_that_would_have_no_effect_is_refused(name):
+    block = RemoteFileSystem(basepath="s3://bucket/x", settings={"key": "key", "secret": "x", name: {"a": "b"}})
+    with pytest.raises(ValueError, match=rf"settings {name} have no effect"):
+        resolve_storage(block)
 
 
 def test_a_block_that_was_never_saved_is_named():

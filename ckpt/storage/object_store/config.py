@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import obstore.exceptions
@@ -41,14 +42,20 @@ _OF_THE_CLIENT = {
     "allow_http",
     "allow_invalid_certificates",
     "connect_timeout",
+    "default_content_type",
     "http1_only",
+    "http2_keep_alive_interval",
+    "http2_keep_alive_timeout",
+    "http2_keep_alive_while_idle",
     "http2_only",
     "pool_idle_timeout",
     "pool_max_idle_per_host",
     "proxy_ca_certificate",
     "proxy_excludes",
     "proxy_url",
+    "randomize_addresses",
     "read_timeout",
+    "root_certificate",
     "timeout",
     "user_agent",
 }
@@ -74,7 +81,10 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
             client[setting] = value
         else:
             config[_ALIASES.get(name, name)] = value
-    provider = _complete_s3(config) if url.startswith(("s3://", "s3a://")) else None
+    is_s3 = url.startswith(("s3://", "s3a://"))
+    provider = _complete_s3(config) if is_s3 else None
+    if is_s3 and "root_certificate" not in client and (bundle := os.environ.get("AWS_CA_BUNDLE")):
+        client["root_certificate"] = _read_certificates(bundle)
     if any(str(value).startswith("http://") for value in config.values()):
         client["allow_http"] = "true"
     open_url: Any = obstore.store.from_url  # it has one overload per service, and the url selects the service
@@ -95,6 +105,13 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
         return open_waiting(max(1.0, min(deadline_s, _LONGEST_WAIT_S))), open_waiting(_UPLOAD_WAIT_S)
     except (obstore.exceptions.BaseError, ValueError) as exc:  # the latter of a URL, and names none
         raise ValueError(f"{url} cannot be opened: {first_reason(exc)}") from exc
+
+
+def _read_certificates(bundle: str) -> str:
+    try:
+        return Path(bundle).read_text()
+    except OSError as exc:
+        raise ValueError(f"AWS_CA_BUNDLE names a file that cannot be read: {exc}") from exc
 
 
 def promises_key_order(store: "ObjectStore") -> bool:

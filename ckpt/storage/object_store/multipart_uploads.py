@@ -1,6 +1,9 @@
 """Abandoned multipart uploads to S3: their parts take space that no listing of objects shows."""
 
 import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -19,29 +22,45 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int
     """
     import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
 
-    client = _client(store)
     below = "/".join(part for part in (store.prefix, prefix) if part)
-    aborted = 0
     try:
-        for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=store.config.get("bucket"), Prefix=below):
-            date = page["ResponseMetadata"]["HTTPHeaders"].get("date")  # RFC 9110, 6.6.1: a server without a clock sends none
-            now = datetime.now(timezone.utc) if date is None else parsedate_to_datetime(date)
-            newest = now - timedelta(seconds=older_than_s)
-            for upload in page.get("Uploads", []):
-                if upload["Initiated"] <= newest:
-                    client.abort_multipart_upload(Bucket=page["Bucket"], Key=upload["Key"], UploadId=upload["UploadId"])
-                    aborted += 1
+        with _verify(dict(store.client_options or {})) as verify:
+            return _abort_below(_client(store, verify), store, below, timedelta(seconds=older_than_s))
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as exc:
         _logger.info("unfinished uploads to %s cannot be aborted, and are left to the bucket's lifecycle rule: %s", below, exc)
+        return 0
+
+
+def _abort_below(client: Any, store: S3Store, below: str, age: timedelta) -> int:
+    aborted = 0
+    for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=store.config.get("bucket"), Prefix=below):
+        date = page["ResponseMetadata"]["HTTPHeaders"].get("date")  # RFC 9110, 6.6.1: a server without a clock sends none
+        now = datetime.now(timezone.utc) if date is None else parsedate_to_datetime(date)
+        for upload in page.get("Uploads", []):
+            if upload["Initiated"] <= now - age:
+                client.abort_multipart_upload(Bucket=page["Bucket"], Key=upload["Key"], UploadId=upload["UploadId"])
+                aborted += 1
     return aborted
 
 
-def _client(store: S3Store) -> Any:
+@contextmanager
+def _verify(http: Mapping[str, Any]) -> Iterator[bool | str]:
+    """Yield boto3's `verify` for the settings of object_store's client: boto3 takes certificates from a file alone."""
+    certificates = http.get("root_certificate")
+    if certificates is None:
+        yield str(http.get("allow_invalid_certificates")).lower() != "true"
+        return
+    with tempfile.NamedTemporaryFile(suffix=".pem") as file:
+        file.write(certificates if isinstance(certificates, bytes) else str(certificates).encode())
+        file.flush()
+        yield file.name
+
+
+def _client(store: S3Store, verify: bool | str) -> Any:
     import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
     from botocore.config import Config  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
 
     config: dict[str, Any] = dict(store.config)
-    http: dict[str, Any] = dict(store.client_options or {})
     is_virtual = str(config.get("virtual_hosted_style_request")).lower() == "true"
     return boto3.client(
         "s3",
@@ -50,6 +69,6 @@ def _client(store: S3Store) -> Any:
         aws_access_key_id=config.get("access_key_id"),
         aws_secret_access_key=config.get("secret_access_key"),
         aws_session_token=config.get("session_token"),
-        verify=str(http.get("allow_invalid_certificates")).lower() != "true",
+        verify=verify,
         config=Config(s3={"addressing_style": "virtual" if is_virtual else "path"}, retries={"total_max_attempts": 3}),
     )
