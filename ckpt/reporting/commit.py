@@ -19,6 +19,7 @@ from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of, merge_files
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.verification import check_names
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
@@ -283,6 +284,7 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
     staged = job.staged
     all_stored_s = staged.elapsed_s()
     files = merge_files([*(part.files for part in parts), _store_index(run, staged.checkpoint_id, parts)])
+    check_names(run, staged.checkpoint_id, files)
     manifest = Manifest(
         id=staged.checkpoint_id,
         step=staged.agreement.step,

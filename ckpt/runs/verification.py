@@ -1,9 +1,11 @@
 """Verification: whether the stored files are the committed ones."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Literal, TypeAlias
+from unicodedata import normalize
 
-from prefect_torch.ckpt.errors import CheckpointCorruptError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, ReportMismatchError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
@@ -112,3 +114,22 @@ def _verify_digest(run: Run, manifest: Manifest, entry: FileEntry, storage: Stor
     except FileNotFoundError as exc:
         raise _missing(run, manifest, entry) from exc
     check_entry(run, manifest, entry, found)
+
+
+def check_names(run: Run, checkpoint_id: str, files: Iterable[FileEntry]) -> None:
+    """Look for stored files that a local storage keeps as one, as a filesystem does that ignores case or forms of Unicode.
+
+    Raises:
+        ReportMismatchError: If it does so: the one that was stored first is lost.
+
+    """
+    folder = run.storage.local_path(run.layout.data(checkpoint_id))
+    if folder is None:
+        return
+    first: dict[str, str] = {}
+    for entry in files:
+        other = first.setdefault((entry.path if entry.path.isascii() else normalize("NFC", entry.path)).casefold(), entry.path)
+        if other != entry.path and (folder / other).samefile(folder / entry.path):
+            raise ReportMismatchError(
+                f"the filesystem of {run.path} takes {other!r} and {entry.path!r} for the name of one file: rename one of them"
+            )

@@ -432,6 +432,19 @@ def test_a_file_that_cannot_fit_is_refused_before_a_byte_of_it_is_written(small_
     assert shutil.disk_usage(small_disk).free == free
 
 
+@pytest.mark.parametrize(("one", "other"), [("Model", "model"), ("caf\u00e9", "cafe\u0301")], ids=["case", "unicode"])
+def test_files_that_the_storage_keeps_as_one_are_no_checkpoint(tmp_path, monkeypatch, one, other):
+    """As on CIFS, exFAT or APFS, where the second name finds the first file."""
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    session = Attempt(store).session()
+    session.report({}, folder(tmp_path / "a", **{one: "x", other: "y"}))
+    monkeypatch.setattr(Path, "samefile", lambda *_: True)
+    session.report({}, folder(tmp_path / "b", **{one: "x", "else": "y"}))
+    with pytest.raises(ReportMismatchError, match=r"takes '.*' and '.*' for the name of one file"):
+        session.report({}, folder(tmp_path / "c", **{one: "x", other: "y"}))
+    assert len(store.list()) == 2
+
+
 def test_an_overtaken_attempt_cannot_commit(store, tmp_path):
     zombie = Attempt(store, 2)
     claim_attempt(store, Owner.current(), world_size=2)
