@@ -1,5 +1,6 @@
 """The node's download cache: one download of each file of a checkpoint, however many processes and threads request it."""
 
+import fcntl
 import logging
 import os
 import secrets
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import xxhash
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from prefect_torch.ckpt.files.folder import downloads_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.digest import digest_file
@@ -32,7 +33,7 @@ def downloaded(name: str, files: Mapping[str, FileEntry], download: Callable[[st
 
     It may hold more files, which others requested. A reader that finds a file missing downloads it, while other readers of it
     wait for that file only; an error is the downloader's own, and the next reader tries again. The last reader to leave deletes
-    the directory. A killed reader leaves an unheld lock, and the next reader removes its files. A file that is found is read
+    the directory. A killed reader's lock goes with it, and the next reader removes its files. A file that is found is read
     once to verify it, and downloaded again if it differs; a process verifies a file once, during its download or when it finds
     it, as long as the file is unchanged.
 
@@ -72,19 +73,25 @@ def found(name: str, paths: Iterable[str]) -> Iterator[Path | None]:
 
 @contextmanager
 def _reading(root: Path, name: str) -> Iterator[Path]:
-    """Yield the directory of `name`, which is not deleted until the block ends."""
+    """Yield the directory of `name`, which is not deleted until the block ends.
+
+    A reader has a shared lock on the directory itself. A file for the lock would go after ten days where systemd-tmpfiles
+    cleans the temporary directory, and what is read with it; it passes a directory by that is locked, and all below
+    (https://www.freedesktop.org/software/systemd/man/latest/tmpfiles.d.html#Age).
+    """
     entry = root / xxhash.xxh3_128_hexdigest(name.encode())
-    reader = FileLock(entry / "readers" / f"{secrets.token_hex(8)}.lock", thread_local=False)
     with FileLock(root / "cache.lock", thread_local=False):
         _sweep(root)
-        for folder in ("readers", "downloads", "files"):
+        for folder in ("downloads", "files"):
             (entry / folder).mkdir(parents=True, exist_ok=True)
-        reader.acquire()
+        reader = os.open(entry, os.O_RDONLY)
+        fcntl.flock(reader, fcntl.LOCK_SH)
     try:
         yield entry
     finally:
         with FileLock(root / "cache.lock", thread_local=False):
-            reader.release()
+            fcntl.flock(reader, fcntl.LOCK_UN)  # closing it would not do while a forked process has it, too
+            os.close(reader)
             _sweep(root)
 
 
@@ -138,8 +145,8 @@ def _cache_root() -> Path:
     If others may, an error is raised and no other directory is used: readers would share nothing, and the disk would hold each
     file as often as there are readers.
 
-    Machines may share TMPDIR without knowing each other's locks (BeeGFS, Lustre with localflock, NFS with nolock): in one part, each
-    would delete and write what the others read.
+    Machines may share TMPDIR without knowing each other's locks (BeeGFS, Lustre with localflock, NFS with nolock): in one part,
+    each would delete and write what the others read.
     """
     root = downloads_folder()
     with suppress(FileExistsError):
@@ -164,8 +171,9 @@ def _cache_root() -> Path:
 def _sweep(root: Path) -> None:
     """Delete every entry that no living process reads; the caller holds the cache's lock."""
     for entry in list(root.iterdir()):
-        if entry.is_dir() and not any(_is_held(lock) for lock in (entry / "readers").glob("*.lock")):
-            _delete(entry)
+        with suppress(FileNotFoundError):  # something else cleans the temporary directory
+            if entry.is_dir() and not _is_read(entry):
+                _delete(entry)
     for other in list(root.parent.iterdir()):
         with suppress(FileNotFoundError):  # another process has just deleted it
             if other != root and is_of_earlier_boot(other):
@@ -183,11 +191,12 @@ def _delete(entry: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _is_held(lock: Path) -> bool:
+def _is_read(entry: Path) -> bool:
+    descriptor = os.open(entry, os.O_RDONLY)
     try:
-        with FileLock(lock, timeout=0, thread_local=False):
-            pass
-    except Timeout:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    lock.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
     return False

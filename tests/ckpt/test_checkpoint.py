@@ -205,6 +205,20 @@ def test_what_an_earlier_boot_left_is_deleted_unless_it_may_be_a_living_machines
         assert left.exists() == is_shared
 
 
+def test_a_reader_outlives_what_cleans_the_temporary_directory(cache):
+    with downloaded("one", entries("x"), _write) as files:
+        cleaner = os.open(files.parent, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):  # what systemd-tmpfiles tries before it looks into a directory
+            fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(cleaner)
+        for lock in cache.rglob("*.lock"):
+            lock.unlink()
+        with downloaded("two", entries("y"), _write):
+            assert (files / "x").read_text() == "x"
+        assert (files / "x").read_text() == "x"
+    assert cached(cache) == []
+
+
 def _hang(started):
     def write_half(path, target):
         target.write_text("half")
