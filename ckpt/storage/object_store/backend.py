@@ -143,12 +143,10 @@ class ObstoreStorage:
         """Read a range by reading everything before it, from a server that sends whole objects only."""
         chunks = self._call(key, lambda: obstore.get(self._store, check_key(key)).stream(min_chunk_size=2**20))
         done, position = 0, 0
-        for chunk in chunks:
+        while done < len(into) and (chunk := self._call(key, lambda: next(chunks, None))) is not None:
             wanted = memoryview(chunk)[max(0, start - position) :][: len(into) - done]
             into[done : done + len(wanted)] = wanted
             done, position = done + len(wanted), position + len(memoryview(chunk))
-            if done == len(into):
-                break
         return done
 
     def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:

@@ -697,6 +697,19 @@ class TestS3OnRclone(UploadsContract):
         assert storage.get_range("run/x", 100, memoryview(into)) == 10
         assert bytes(into) == bytes(range(100, 110))
 
+    def test_a_connection_that_breaks_off_in_a_whole_object_may_work_later(self, storage, monkeypatch):
+        storage.put_bytes("run/x", bytes(range(256)))
+        broken = SimpleNamespace(stream=lambda min_chunk_size: breaking_off())
+
+        def breaking_off():
+            yield bytes(range(100))
+            raise GenericError("error decoding response body")
+
+        monkeypatch.setattr(object_store, "read_unsaid_range", lambda *_: None)
+        monkeypatch.setattr(obstore, "get", lambda *_: broken)
+        with pytest.raises(StorageError, match=r"run/x: error decoding response body"):
+            storage.get_range("run/x", 50, memoryview(bytearray(100)))
+
     def test_wrong_credentials_are_refused_without_showing_them(self, server, bucket):
         options = {**server.options(), "aws_secret_access_key": "not-the-secret"}
         storage = ObstoreStorage(f"s3://{bucket}", options)
