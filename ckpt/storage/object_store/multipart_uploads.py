@@ -14,10 +14,10 @@ _logger = logging.getLogger(__name__)
 
 
 def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int:
-    """Abort the uploads below `prefix` that began longer ago than this by the server's clock; return how many.
+    """Abort the uploads below `prefix` that got nothing for longer than this by the server's clock; return how many.
 
-    Costs a request per thousand uploads, through boto3, since object_store cannot list them. If a server or a policy does not
-    allow listing them, they are left to the bucket's lifecycle rule
+    Costs a request per thousand uploads, and one for each that began so long ago, through boto3, since object_store cannot list
+    them. If a server or a policy does not allow listing them, they are left to the bucket's lifecycle rule
     (https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpu-abort-incomplete-mpu-lifecycle-config.html).
     """
     import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
@@ -37,10 +37,22 @@ def _abort_below(client: Any, store: S3Store, below: str, age: timedelta) -> int
         date = page["ResponseMetadata"]["HTTPHeaders"].get("date")  # RFC 9110, 6.6.1: a server without a clock sends none
         now = datetime.now(timezone.utc) if date is None else parsedate_to_datetime(date)
         for upload in page.get("Uploads", []):
-            if upload["Initiated"] <= now - age:
+            if upload["Initiated"] <= now - age and _newest_part(client, page["Bucket"], upload) <= now - age:
                 client.abort_multipart_upload(Bucket=page["Bucket"], Key=upload["Key"], UploadId=upload["UploadId"])
                 aborted += 1
     return aborted
+
+
+def _newest_part(client: Any, bucket: str, upload: Mapping[str, Any]) -> datetime:
+    """Return when the newest part was stored; if there is none, or a server or a policy does not list them, when it began."""
+    import botocore.exceptions  # noqa: PLC0415 - takes a while to import
+
+    pages = client.get_paginator("list_parts").paginate(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    began: datetime = upload["Initiated"]
+    try:
+        return max((part["LastModified"] for page in pages for part in page.get("Parts", [])), default=began)
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
+        return began
 
 
 @contextmanager
