@@ -8,15 +8,17 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal, TypeVar, final
+
+T = TypeVar("T")
 
 # A directory on the way needs no access: with O_PATH, opening one requests nothing but the name from a file server.
 _PLACE = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
 _LISTED = os.O_RDONLY | os.O_DIRECTORY
-_MANY_DELETES = 100  # more deletes do not hit one put; where no directory can be created, as in /proc, the loop must end
+_MANY_DELETES = 100  # more deletes do not hit one put; where nothing can be created, as in /proc, the loop must end
 _NO_FILE = {errno.ENXIO, errno.ENODEV, errno.ELOOP}  # a socket, a device without a driver, a link
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY}  # the last: a mount point
 
@@ -198,20 +200,14 @@ class RootFolder:
         return way
 
     def make(self, folder: str) -> Way:
-        """Open the directory at a "/"-joined path below the root, made if it is missing: a concurrent delete may remove it.
+        """Open the directory at a "/"-joined path below the root, made if it is missing.
 
         Raises:
             NotADirectoryError: If it is no directory.
             PermissionError: If a link leads out, with its target.
 
         """
-        for tries_left in reversed(range(_MANY_DELETES)):
-            try:
-                return self.open(folder.split("/") if folder else [], make=True)
-            except (FileNotFoundError, FileExistsError):  # mkdir raises the latter for a directory that was just removed
-                if not tries_left:
-                    raise
-        raise AssertionError
+        return despite_deletes(lambda: self.open(folder.split("/") if folder else [], make=True))
 
     def reach(self, key: str) -> tuple[Way, str]:
         """Return the open directory of the file at `key`, and its name there, which is no link.
@@ -243,6 +239,17 @@ class RootFolder:
         if _leads_to_itself(link):
             raise FileNotFoundError(errno.ENOENT, "A link that leads to itself leads nowhere", str(link))
         return target.relative_to(root).parts
+
+
+def despite_deletes(make: Callable[[], T]) -> T:
+    """Return what `make` returns, which makes directories: a concurrent delete may remove an empty one meanwhile."""
+    for tries_left in reversed(range(_MANY_DELETES)):
+        try:
+            return make()
+        except (FileNotFoundError, FileExistsError):  # mkdir raises the latter for a directory that was just removed
+            if not tries_left:
+                raise
+    raise AssertionError
 
 
 def _leads_to_itself(link: Path) -> bool:

@@ -18,10 +18,9 @@ from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 from .copies import copy_file, require_whole, write_and_digest
 from .free_space import FreeSpace
 from .groups import store_group
-from .root_folder import RootFolder, Way
+from .root_folder import RootFolder, Way, despite_deletes
 
 MOST_RECORD_BYTES = 2**30  # a manifest of a million files, whose paths may be long
-_MANY_DELETES = 100  # more deletes do not hit one put; where no file can be created, as in /proc, the loop must end
 
 
 class LocalStorage:
@@ -245,20 +244,18 @@ class LocalStorage:
         return written
 
     def _create(self, folders: Sequence[str], name: str) -> tuple[Way, io.FileIO]:
-        """Create a file, and its directories: a concurrent delete may remove an empty one meanwhile."""
-        for tries_left in reversed(range(_MANY_DELETES)):
+        """Create a file, and its directories."""
+
+        def create() -> tuple[Way, io.FileIO]:
+            way = self._root.open(folders, make=True)
             try:
-                way = self._root.open(folders, make=True)
-                try:
-                    return way, way.open(name, "xb")
-                except BaseException:
-                    with way, suppress(OSError):
-                        way.remove_if_empty()
-                    raise
-            except (FileNotFoundError, FileExistsError):  # mkdir raises the latter for a directory that was just removed
-                if not tries_left:
-                    raise
-        raise AssertionError
+                return way, way.open(name, "xb")
+            except BaseException:
+                with way, suppress(OSError):
+                    way.remove_if_empty()
+                raise
+
+        return despite_deletes(create)
 
 
 @contextmanager
