@@ -20,6 +20,7 @@ Every error takes a single message, so every error pickles.
 """
 
 import errno
+import os
 
 
 class CheckpointError(Exception):
@@ -85,3 +86,8 @@ class RunBusyError(CheckpointError):
 def is_of_full_disk(error: BaseException) -> bool:
     """Return whether the operating system refused a write since a disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def full_storage(reason: str, where: str) -> OSError:
+    """Return the error of a full disk for a server that gave `reason`."""
+    return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {reason}", where)

@@ -1,7 +1,5 @@
 """Any filesystem of fsspec as a storage: memory, SFTP, HDFS, WebDAV and more."""
 
-import errno
-import os
 import re
 import socket
 import time
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import fsspec
-from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.errors import StorageError, full_storage
 from prefect_torch.ckpt.storage.digest import RunningDigest, copy_and_digest, digest_stream, write_all
 from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_name
 from prefect_torch.ckpt.storage.parallel import for_each
@@ -263,7 +261,7 @@ class FsspecStorage:
             text = f"{type(exc).__name__}: {exc}"
             status = getattr(exc, "status_code", None)  # of WebDAV's HTTPError
             if status == HTTPStatus.INSUFFICIENT_STORAGE:
-                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", where) from exc
+                raise full_storage(text, where) from exc
             if _LOGIN_REFUSED.match(text) or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({text})") from exc
             raise StorageError(f"{where}: {text}") from exc

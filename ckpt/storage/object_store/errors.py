@@ -1,12 +1,10 @@
 """Translation of object_store's errors, without the secrets that their texts may contain."""
 
-import errno
-import os
 import re
 from datetime import datetime, timezone
 
 import obstore.exceptions
-from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.errors import StorageError, full_storage
 from prefect_torch.ckpt.storage.retry import ClockSkewError, CredentialsExpiredError, classify
 from prefect_torch.ckpt.storage.server_codes import (
     FULL,
@@ -121,7 +119,7 @@ def _translate_status(error: Exception, where: str, reason: str) -> Exception:
     if code in PASSING:
         return StorageError(f"{where}: {reason}")
     if code in FULL or status == FULL_STATUS:
-        return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {reason}", where)
+        return full_storage(reason, where)
     if isinstance(error, refused) or code in REFUSED or status in REFUSED_STATUSES:
         return PermissionError(f"access to {where} is refused: check the credentials and their policy ({reason})")
     if (300 <= status < 500 and status not in PASSING_STATUSES) or status == 501:  # noqa: PLR2004 - HTTP's classes of status codes
