@@ -203,7 +203,7 @@ def adopt_files(directory: Path, paths: Iterable[str], taken: Path | None = None
 
     The caller may delete or reuse `directory` immediately. Costs one rename per file on the same filesystem. A link's target
     outside of `directory` is copied, since it was not handed over, and so are one inside, and a file with a second name (a
-    hard link), by which it may be written to. After an error the files are where they were.
+    hard link), by which it may be written to. After an error the files are where they were, as far as they can be moved back.
     """
     root, may_have_names = directory.resolve(), directory.resolve() in _linked
     made = make_scratch(_writable_parent(root)) if taken is None else None
