@@ -90,14 +90,16 @@ def find_metric(metrics: Metrics, attribute: str) -> MetricValue:
 
     It is a key, or an "a/b" path into nested dicts, whose keys may have slashes of their own.
     """
-    if attribute in metrics:
-        return metrics[attribute]
+    found = metrics.get(attribute)
+    if found is not None and not isinstance(found, dict):
+        return found
     for name, nested in metrics.items():
         if isinstance(nested, dict) and attribute.startswith(f"{name}/"):
-            found = find_metric(nested, attribute[len(name) + 1 :])
-            if found is not None:
-                return found
-    return None
+            inner = find_metric(nested, attribute[len(name) + 1 :])
+            if inner is not None and not isinstance(inner, dict):
+                return inner
+            found = inner if found is None else found
+    return found
 
 
 def find_score(metrics: Metrics, attribute: str) -> bool | int | float | None:

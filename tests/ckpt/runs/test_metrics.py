@@ -149,6 +149,11 @@ def test_a_name_with_slashes_is_found_at_any_level(metrics):
     assert find_metric(metrics, "n/s/b") is None
 
 
+def test_a_number_is_found_before_a_dict_of_the_same_name():
+    assert find_metric({"": {"a": 1}, "/a": {"": 2}}, "/a") == 1
+    assert find_metric({"a": {"b": {"c": 1}}}, "a/b") == {"c": 1}
+
+
 def test_nested_metrics_flatten_to_paths():
     assert dict(flatten_metrics({"loss": 1, "eval": {"top": {"k": 2}}})) == {"loss": 1, "eval/top/k": 2}
 
