@@ -1,34 +1,38 @@
 """The trials of a sweep as flow runs of a deployment: a work pool brings the machines."""
 
+import secrets
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelling, Crashed
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
-from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.ckpt.reporting.decisions import DecisionMaker
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import Standing, read_standing
+from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.flows.sweeps.asked_decisions import answer_questions
 from prefect_torch.flows.sweeps.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
-from prefect_torch.flows.sweeps.trial_storage import read_end
+from prefect_torch.flows.sweeps.trial_storage import end_of, standing_of_start
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.options.config import UNLIMITED
+from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .monitoring.messages import portable_storage, tag_of
 from .prefect_api.deployments import read_deployment
-from .trial_runs import Training, TrialDecisions
+from .prefect_api.outage import is_outage
+from .prefect_api.settings import without_retries
+from .trial_runs import Training, TrialDecisions, warn_of_outage
 
 _FLOW = "train"
 _PAUSE_S = 0.5
@@ -56,6 +60,22 @@ def check_deployment(name: str, run_config: RunConfig, storage: StorageSpec) -> 
             raise ValueError(f"trials_on={name!r}: {exc}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A flow run that is to be created, as soon as Prefect's API answers.
+
+    Attributes:
+        trial: The trial.
+        key: By which the server recognizes a request that is repeated, since its answer was lost.
+        pauses: Between two tries.
+
+    """
+
+    trial: TrialRecord
+    key: str
+    pauses: PublishBackoff = field(default_factory=PublishBackoff)
+
+
 class DeployedTrials:
     """Runs each trial as a flow run of a deployment of the flow `train`, which asks this process at its reports.
 
@@ -76,34 +96,25 @@ class DeployedTrials:
         self._sweep = sweep
         self._deployment = deployment
         self._function = function
+        self._starting: dict[int, _Start] = {}
         self._running: dict[int, tuple[TrialRecord, UUID]] = {}
         self._num_lost: Counter[int] = Counter()
         self._gone_since_s: dict[UUID, float] = {}
         self._looked_s = 0.0
+        self._pauses: PublishBackoff | None = None  # while Prefect's API is away
         self._give_up_s: float | None = None
 
     def start(self, trial: TrialRecord) -> None:
         """Start the flow run of a trial; see `TrialRuns`."""
-        flow_run = self._alive(trial)
-        if flow_run is None:
-            created = run_deployment(
-                name=self._deployment,
-                parameters=self._parameters(trial),
-                flow_run_name=trial.run,
-                tags=[tag_of(trial.run)],
-                timeout=0,
-            )
-            assert isinstance(created, FlowRun)  # no coroutine: the sweep's flow is no async one
-            flow_run = created
-        else:
-            get_run_logger().info("trial %d goes on in flow run %r", trial.number, flow_run.name)
-        self._running[trial.number] = (trial, flow_run.id)
+        self._starting[trial.number] = _Start(trial, f"{trial.run}/{secrets.token_hex(8)}")
+        self._start_due()
 
     def take_ended(self, timeout_s: float) -> dict[int, TrialEnd | None]:
         """Answer what trials ask, and return how trials have ended; see `TrialRuns`."""
         until_s = time.monotonic() + timeout_s
-        while self._running:
+        while self.num_running():
             num_answered = answer_questions(self._sweep, self._decides_on)
+            self._start_due()
             if ended := self._ended():
                 return ended
             if time.monotonic() >= until_s:
@@ -114,11 +125,12 @@ class DeployedTrials:
 
     def num_running(self) -> int:
         """Return how many trials run."""
-        return len(self._running)
+        return len(self._running | self._starting)
 
     def running_runs(self) -> frozenset[str]:
         """Return the names of the runs of the trials that run."""
-        return frozenset(trial.run for trial, _ in self._running.values())
+        starting = [start.trial for start in self._starting.values()]
+        return frozenset(trial.run for trial in (*starting, *(trial for trial, _ in self._running.values())))
 
     def close(self) -> None:
         """Do nothing: they share nothing here; see `TrialRuns`."""
@@ -126,6 +138,7 @@ class DeployedTrials:
     def terminate(self, cause: BaseException) -> None:
         """Cancel the flow runs of all trials, which commit a last checkpoint; see `TrialRuns`."""
         self._give_up_s = time.monotonic() + self._training.failure.grace_s + _CANCEL_S
+        self._starting.clear()
         with get_client(sync_client=True) as client:
             for trial, flow_run_id in self._running.values():
                 try:
@@ -136,13 +149,45 @@ class DeployedTrials:
     def _decides_on(self, name: str) -> DecisionMaker | None:
         run = f"{self._sweep.name}/{name}"
         for trial in tuple(self._search.trials.values()):
-            if trial.run == run and trial.state == "running":
-                return TrialDecisions(self._search, self._training.storage, trial.number)
             if run in (trial.run, *trial.earlier_runs):
-                return _Stops()
+                return TrialDecisions(self._search, self._training.storage, trial.number, run)
         return None
 
-    def _alive(self, trial: TrialRecord) -> FlowRun | None:
+    def _start_due(self) -> None:
+        """Start the flow runs that are to be created; while Prefect's API is away, each is tried again after a pause."""
+        for number, start in tuple(self._starting.items()):
+            if start.pauses.wait_s():
+                continue
+            try:
+                with without_retries():  # they would wait here, and no trial would have an answer
+                    flow_run_id = self._flow_run_of(start)
+            except httpx.HTTPError as exc:
+                if not is_outage(exc):
+                    raise
+                start.pauses.record()
+                warn_of_outage(start.trial, exc)
+            else:
+                self._running[number] = (start.trial, flow_run_id)
+                del self._starting[number]
+
+    def _flow_run_of(self, start: _Start) -> UUID:
+        trial = start.trial
+        flow_run = self._find_alive(trial)
+        if flow_run is not None:
+            get_run_logger().info("trial %d goes on in flow run %r", trial.number, flow_run.name)
+            return flow_run.id
+        created = run_deployment(
+            name=self._deployment,
+            parameters=self._parameters(trial),
+            flow_run_name=trial.run,
+            tags=[tag_of(trial.run)],
+            idempotency_key=start.key,
+            timeout=0,
+        )
+        assert isinstance(created, FlowRun)  # no coroutine: the sweep's flow is no async one
+        return created.id
+
+    def _find_alive(self, trial: TrialRecord) -> FlowRun | None:
         tags = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(trial.run)]))
         with get_client(sync_client=True) as client:
             found = client.read_flow_runs(flow_run_filter=tags)
@@ -163,18 +208,11 @@ class DeployedTrials:
         return parameters if source is None else {**parameters, "resume_from": f"{source.run}/{source.checkpoint}"}
 
     def _ended(self) -> dict[int, TrialEnd | None]:
-        ids = [flow_run_id for _, flow_run_id in self._running.values()]
-        try:
-            with get_client(sync_client=True) as client:
-                parts = [ids[first : first + _MOST_ROWS] for first in range(0, len(ids), _MOST_ROWS)]
-                filters = (FlowRunFilter(id=FlowRunFilterId(any_=part)) for part in parts)
-                rows = [row for each in filters for row in client.read_flow_runs(flow_run_filter=each, limit=_MOST_ROWS)]
-        except httpx.HTTPError as exc:  # the trials go on meanwhile
-            get_run_logger().warning("Prefect's API is away, trials go on without it: %r", exc)
-            return {}
-        found = {it.id: it for it in rows}
-        lost = self._lost(found)
         is_late = self._give_up_s is not None and time.monotonic() >= self._give_up_s
+        seen = self._look()
+        if seen is None and not is_late:
+            return {}
+        found, lost = seen or ({}, set())
         over = [
             number
             for number, (_, flow_run_id) in self._running.items()
@@ -182,7 +220,28 @@ class DeployedTrials:
         ]
         return {number: self._end_of(*self._running.pop(number), found) for number in over}
 
-    def _lost(self, found: dict[UUID, FlowRun]) -> set[UUID]:
+    def _look(self) -> tuple[dict[UUID, FlowRun], set[UUID]] | None:
+        """Return the flow runs as Prefect has them, by id, and which of them are lost; None while its API is away."""
+        if self._pauses is not None and self._pauses.wait_s():
+            return None
+        try:
+            with without_retries(), get_client(sync_client=True) as client:
+                ids = [flow_run_id for _, flow_run_id in self._running.values()]
+                parts = [ids[first : first + _MOST_ROWS] for first in range(0, len(ids), _MOST_ROWS)]
+                filters = (FlowRunFilter(id=FlowRunFilterId(any_=part)) for part in parts)
+                rows = [row for each in filters for row in client.read_flow_runs(flow_run_filter=each, limit=_MOST_ROWS)]
+                found = {it.id: it for it in rows}
+                lost = self._lost(client, found)
+        except (PrefectException, httpx.HTTPError) as exc:  # the trials go on meanwhile
+            if self._pauses is None:
+                get_run_logger().warning("Prefect's API is away, trials go on without it: %r", exc)
+                self._pauses = PublishBackoff()
+            self._pauses.record()
+            return None
+        self._pauses = None
+        return found, lost
+
+    def _lost(self, client: SyncPrefectClient, found: dict[UUID, FlowRun]) -> set[UUID]:
         """Return the flow runs whose process on this machine is gone though Prefect takes them for running, now Crashed."""
         lost: set[UUID] = set()
         if time.monotonic() < self._looked_s + _LOOK_FOR_LOST_S:
@@ -192,36 +251,41 @@ class DeployedTrials:
             if flow_run_id not in found or _has_ended(found[flow_run_id]) or not self._is_gone(trial, flow_run_id):
                 self._gone_since_s.pop(flow_run_id, None)
             elif self._looked_s - self._gone_since_s.setdefault(flow_run_id, self._looked_s) >= _GONE_S:
-                with get_client(sync_client=True) as client:
-                    client.set_flow_run_state(flow_run_id, Crashed(message="its process is gone"), force=True)
+                client.set_flow_run_state(flow_run_id, Crashed(message="its process is gone"), force=True)
                 lost.add(flow_run_id)
         return lost
 
     def _is_gone(self, trial: TrialRecord, flow_run_id: UUID) -> bool:
-        standing = self._standing_of(trial, flow_run_id)
-        return standing is not None and standing.is_process_gone is True
-
-    def _standing_of(self, trial: TrialRecord, flow_run_id: UUID) -> Standing | None:
-        """Return the standing of the newest attempt if the flow run leads it."""
+        """Return whether the flow run leads the trial's newest attempt, in a process on this machine that is gone."""
         standing = read_standing(Run.open(self._training.storage, trial.run))
-        return standing if standing is not None and standing.attempt.owner.flow_run_id == str(flow_run_id) else None
+        is_its_own = standing is not None and standing.attempt.owner.flow_run_id == str(flow_run_id)
+        return standing is not None and is_its_own and standing.is_process_gone is True
 
     def _end_of(self, trial: TrialRecord, flow_run_id: UUID, found: dict[UUID, FlowRun]) -> TrialEnd | None:
-        """Return how a trial has ended by its storage; None if it was interrupted, or has stopped unasked, and can go on."""
+        """Return how a trial has ended by its storage; None if it goes on, unless the search has stopped it."""
         answer_questions(self._sweep, self._decides_on)  # its last question, if this process has been slower than its end
-        flow_run, standing = found.get(flow_run_id), self._standing_of(trial, flow_run_id)
         if self._give_up_s is not None:
+            return None
+        run = Run.open(self._training.storage, trial.run)
+        standing, flow_run = standing_of_start(run, str(flow_run_id)), found.get(flow_run_id)
+        if standing is not None and standing.outcome is not None:
+            return end_of(run, standing.outcome)
+        if self._goes_on_elsewhere(trial):
             return None
         if standing is None and flow_run is not None and flow_run.state is not None and not flow_run.state.is_crashed():
             said = flow_run.state.message or flow_run.state.name
             return TrialEnd("failed", f"flow run {flow_run.name!r} of {self._deployment} ended before it trained: {said}")
-        if standing is None or standing.outcome is None:
-            return self._count_lost(trial.number)
-        if standing.outcome.ending == "preempted":
-            return None
-        end = read_end(Run.open(self._training.storage, trial.run), None)
-        is_unasked = end is not None and end.outcome == "stopped" and self._search.trials[trial.number].state == "running"
-        return None if is_unasked else end
+        return self._count_lost(trial.number)
+
+    def _goes_on_elsewhere(self, trial: TrialRecord) -> bool:
+        """Return whether another flow run trains the trial, which `start` takes over, such as one that an automation began."""
+        try:
+            with without_retries():
+                return self._find_alive(trial) is not None
+        except httpx.HTTPError as exc:
+            if not is_outage(exc):
+                raise
+            return True  # or so it is taken: `start` looks again
 
     def _count_lost(self, number: int) -> TrialEnd | None:
         self._num_lost[number] += 1
@@ -229,18 +293,6 @@ class DeployedTrials:
         if most == UNLIMITED or self._num_lost[number] <= most:
             return None
         return TrialEnd("failed", f"its flow run was lost {self._num_lost[number]} times")
-
-
-class _Stops:
-    """Decides on a run whose trial does not go on in it."""
-
-    def points(self) -> DecisionPoints | None:
-        """Return that the first report asks."""
-        return DecisionPoints("training_iteration", 0, asks_always=True)
-
-    def decide(self, request: DecisionRequest) -> Verdict:  # noqa: ARG002 - as the others
-        """Return that it ends."""
-        return Verdict(goes_on=False)
 
 
 def _has_ended(flow_run: FlowRun) -> bool:

@@ -9,6 +9,7 @@ from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointNotFoundError, StorageError, StorageSpec
 from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed
@@ -24,7 +25,7 @@ from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
-from prefect_torch.flows.sweeps.trial_storage import delete_all, pin_source, read_end, undecided, unpin_source
+from prefect_torch.flows.sweeps.trial_storage import delete_all, end_of, pin_source, undecided, unpin_source
 from prefect_torch.flows.sweeps.unheeded import Unheeded
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
@@ -270,7 +271,8 @@ def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
         if request is not None:
             search.decide(trial.number, request)
         if search.trials[trial.number].state == "running":
-            end = read_end(run, None)
+            standing = read_standing(run)
+            end = None if standing is None or standing.outcome is None else end_of(run, standing.outcome)
             if end is not None and end.outcome == "completed":
                 search.end(trial.number, end)
     return search.running()

@@ -1,12 +1,15 @@
 """The trials of a sweep in this process: each a flow run below the sweep's, in a thread, with ranks of its own."""
 
+import secrets
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from prefect import flow
+from prefect import flow, get_run_logger
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
@@ -14,18 +17,20 @@ from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.prefect_api.client import SubflowClients
 from prefect_torch.flows.prefect_api.final_state import call_for_result, completed
+from prefect_torch.flows.prefect_api.outage import is_outage
 from prefect_torch.flows.prefect_api.settings import settings_with, using
 from prefect_torch.flows.sweeps.definition import config_of_trial
 from prefect_torch.flows.sweeps.history import TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
-from prefect_torch.flows.sweeps.trial_storage import count_reports, end_of_returned, read_end
+from prefect_torch.flows.sweeps.trial_storage import count_reports, end_of, end_of_error, end_of_returned, standing_of_start
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
+from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
@@ -40,6 +45,7 @@ from .monitoring.pages.setup import Setup
 from .monitoring.sweeps.trial_message import TrialMessageObserver
 
 _SHORT_S = 1.0  # the pages of a shorter trial are written once, at its end
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +95,31 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class TrialDecisions:
-    """Decides on one trial, by the search.
+    """Decides on one trial in one of its runs, by the search; a run in which the trial does not go on ends at its next report.
 
     Attributes:
         search: The search.
         storage: The storage of the sweep.
         number: The trial's number.
+        run: The name of the run.
 
     """
 
     search: Search
     storage: StorageSpec
     number: int
+    run: str
 
     def points(self) -> DecisionPoints | None:
         """Return the reports that ask; see `DecisionMaker`."""
-        return self.search.points(self.number, lambda: count_reports(self._run()))
+        if not self._goes_on:
+            return DecisionPoints("training_iteration", 0, asks_always=True)
+        return self.search.points(self.number, lambda: count_reports(Run.open(self.storage, self.run)))
 
     def decide(self, request: DecisionRequest) -> Verdict:
         """Return the search's decision; an error of it ends the sweep, and here the attempt."""
+        if not self._goes_on:
+            return Verdict(goes_on=False)
         try:
             verdict = self.search.decide(self.number, request)
         except Exception as exc:
@@ -115,8 +127,11 @@ class TrialDecisions:
             raise
         return verdict
 
-    def _run(self) -> Run:
-        return Run.open(self.storage, self.search.trials[self.number].run)
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the trial is to train in this run: it may have been stopped, or have gone on in another run."""
+        trial = self.search.trials[self.number]
+        return trial.state == "running" and trial.run == self.run
 
 
 class TrialRuns(Protocol):
@@ -127,7 +142,7 @@ class TrialRuns(Protocol):
         ...
 
     def take_ended(self, timeout_s: float) -> dict[int, TrialEnd | None]:
-        """Return how trials have ended, by number; None if a trial was interrupted, and can go on.
+        """Return how trials have ended, by number; None if one goes on, unless the search has stopped it.
 
         Args:
             timeout_s: How long to wait while none has.
@@ -154,10 +169,23 @@ class TrialRuns(Protocol):
 
 @dataclass(slots=True)
 class _Running:
-    """A trial in a thread, and what its function returned or raised."""
+    """A trial in a thread, and what its function returned or raised.
+
+    Attributes:
+        trial: The trial.
+        termination: Whether it is being terminated.
+        earlier: The trial before its pause, where that has not ended yet: its ranks are winding down.
+        flow_run_id: Its flow run; None while there is none.
+        value: What its function returned.
+        error: What its flow run raised.
+        has_ended: Whether the thread is done.
+
+    """
 
     trial: TrialRecord
     termination: Termination
+    earlier: "_Running | None" = None
+    flow_run_id: str | None = None
     value: Any = None
     error: BaseException | None = None
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -187,6 +215,7 @@ _given: ContextVar[_Given] = ContextVar("trial")
 def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's UI shows the parameter `run`
     """Train one trial of a sweep."""
     given = _given.get()
+    given.running.flow_run_id = flow_run.id
     job = given.job
     seat, machines = seat_for(job.scaling), machines_for(job.scaling)
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine())
@@ -212,7 +241,7 @@ class LocalTrials:
         """Start a trial in a thread of its own; see `TrialRuns`."""
         if self._clients is None:
             self._clients = SubflowClients()
-        running = _Running(trial, Termination(self._training.failure.grace_s))
+        running = _Running(trial, Termination(self._training.failure.grace_s), self._running.get(trial.number))
         self._running[trial.number] = running
         threading.Thread(target=copy_context().run, args=(self._run, running), name=trial.run, daemon=True).start()
 
@@ -231,11 +260,11 @@ class LocalTrials:
 
     def running_runs(self) -> frozenset[str]:
         """Return the names of the runs of the trials that run."""
-        return frozenset(running.trial.run for running in self._running.values())
+        return frozenset(running.trial.run for running in self._threads())
 
     def terminate(self, cause: BaseException) -> None:
         """Stop every trial; see `TrialRuns`."""
-        for running in tuple(self._running.values()):
+        for running in self._threads():
             running.termination.request(cause)
 
     def close(self) -> None:
@@ -244,40 +273,72 @@ class LocalTrials:
             self._clients.close()
             self._clients = None
 
+    def _threads(self) -> Iterator[_Running]:
+        for running in tuple(self._running.values()):
+            one: _Running | None = running
+            while one is not None:
+                yield one
+                one = one.earlier
+
     def _done(self) -> dict[int, _Running]:
         return {number: running for number, running in self._running.items() if running.has_ended.is_set()}
 
     def _run(self, running: _Running) -> None:
         try:
-            decisions = TrialDecisions(self._search, self._training.storage, running.trial.number)
-            job = self._training.job_of(running.trial, decisions)
-            number = running.trial.number
-            _given.set(
-                _Given(
-                    job,
-                    running,
-                    self._heartbeat_s,
-                    self._search.metrics,
-                    lambda: self._search.trials[number].state,
-                )
-            )
-            without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-            assert self._clients is not None
-            with self._clients.used(), using(without_heartbeats):  # the trial sends its own
-                run, config = running.trial.run, self._training.config_of(running.trial)
-                # By itself: among the results of the sweep's tries, a trial's would be returned where the sweep raises.
-                call_for_result(self._clients.call, trial, run, {"run": run, "config": config})
+            if running.earlier is not None:
+                running.earlier.has_ended.wait()
+                running.earlier = None
+            running.termination.raise_if_requested()
+            self._train(running)
         except BaseException as exc:  # noqa: BLE001 - a trial's failure costs that trial
             running.error = exc
         with self._ended:
             running.has_ended.set()
             self._ended.notify_all()
 
+    def _train(self, running: _Running) -> None:
+        number, run, config = running.trial.number, running.trial.run, self._training.config_of(running.trial)
+        job = self._training.job_of(running.trial, TrialDecisions(self._search, self._training.storage, number, run))
+        _given.set(_Given(job, running, self._heartbeat_s, self._search.metrics, lambda: self._search.trials[number].state))
+        without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        assert self._clients is not None
+        call, key = self._clients.call, secrets.token_hex(16)  # one key, lest two flow runs begin where an answer was lost
+        with self._clients.used(), using(without_heartbeats):  # the trial sends its own
+            # By itself: among the results of the sweep's tries, a trial's would be returned where the sweep raises.
+            _call_once_api_answers(running, lambda: call_for_result(call, trial, run, {"run": run, "config": config}, key))
+
     def _end_of(self, running: _Running) -> TrialEnd | None:
         if running.termination.cause is not None or isinstance(running.error, TERMINATIONS):
             return None
         run = Run.open(self._training.storage, running.trial.run)
-        end = read_end(run, running.error)
-        if end is None and running.error is None:  # its outcome could not be stored, and is known here
-            end = end_of_returned(run, running.value)
-        return end
+        standing = standing_of_start(run, running.flow_run_id)
+        if standing is not None and standing.outcome is not None:
+            return end_of(run, standing.outcome)
+        # Its outcome could not be stored, and is known here; or it has not trained.
+        return end_of_returned(run, running.value) if running.error is None else end_of_error(running.error)
+
+
+def warn_of_outage(trial: TrialRecord, error: Exception) -> None:
+    """Log that a trial does not start yet."""
+    get_run_logger().warning("trial %d waits for Prefect's API, which is away: %s", trial.number, first_line(error))
+
+
+def _call_once_api_answers(running: _Running, call: Callable[[], object]) -> None:
+    """Call the flow of a trial; while Prefect's API is away, so that there is no flow run yet, again after pauses up to 30 s.
+
+    From then on the trial outlasts an outage.
+    """
+    pauses = PublishBackoff()
+    while True:
+        try:
+            call()
+        except Exception as exc:
+            if running.flow_run_id is not None or not is_outage(exc):
+                raise
+            pauses.record()
+            warn_of_outage(running.trial, exc)
+        else:
+            return
+        while pauses.wait_s():
+            running.termination.raise_if_requested()
+            time.sleep(min(_POLL_S, pauses.wait_s()))

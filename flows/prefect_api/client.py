@@ -1,11 +1,12 @@
 """Clients of Prefect's API: for threads that show a training, since a flow's is bound to the flow's thread, and the engine."""
 
+import secrets
 import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Any, TypeVar, cast
 from uuid import UUID, uuid4
@@ -48,7 +49,7 @@ class SubflowClients:
         with self._asynchronous.model_copy(), self._synchronous.model_copy():
             yield
 
-    def call(self, flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> Any:
+    def call(self, flow: Flow[..., Any], name: str, parameters: dict[str, Any], key: str | None = None) -> Any:
         """Call a flow that has no `flow_run_name`, within `used` and a flow's body, and return what it returns.
 
         A plain call would ask for the id of the flow, for an earlier flow run of the same call, for the name, and for the state
@@ -58,17 +59,19 @@ class SubflowClients:
             flow: The flow.
             name: The name of the new flow run.
             parameters: Its parameters.
+            key: By which the server recognizes a request that is repeated, since its answer was lost; another one each time if
+                None.
 
         """
         engine = _SubflowEngine(flow, parameters)
-        engine.create = lambda: self._create_run(flow, name, parameters)
+        engine.create = partial(self._create_run, flow, name, parameters, key or secrets.token_hex(16))
         with engine.start():
             while engine.is_running():
                 with engine.run_context():
                     engine.call_flow_fn()
         return engine.result()
 
-    def _create_run(self, flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> FlowRun:
+    def _create_run(self, flow: Flow[..., Any], name: str, parameters: dict[str, Any], key: str) -> FlowRun:
         place = self._place(flow)
         wanted = FlowRunCreate(
             flow_id=place.flow_id,
@@ -77,6 +80,7 @@ class SubflowClients:
             parameters=flow.serialize_parameters(parameters),
             tags=list(TagsContext.get().current_tags),
             parent_task_run_id=place.task_run_id,
+            idempotency_key=key,
             state=to_state_create(Running()),
             empirical_policy=FlowRunPolicy(retries=flow.retries, retry_delay=int(flow.retry_delay_seconds or 0)),
         )

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import Any
 from uuid import UUID
 
@@ -29,6 +30,7 @@ _RETRIES = 7
 _LONGEST_S = 600.0
 _POLL_S = 1.0
 _JUST_NOW_S = 1.0
+_LATER = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)  # a proxy says so, or Prefect Cloud
 
 
 _keeper: ContextVar[ServerKeeper] = ContextVar("keeper")
@@ -60,6 +62,21 @@ def outlast_api_outages() -> Iterator[None]:
                 yield
         finally:
             _keeper.reset(token)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Return whether a request failed because Prefect's API is away, or its database is, so that it may succeed later.
+
+    An embedded server that died too often does not come back.
+    """
+    keeper = _keeper.get(None)
+    return _is_away(error) and (keeper is None or not keeper.has_given_up)
+
+
+def _is_away(error: BaseException) -> bool:
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.is_server_error or error.response.status_code in _LATER
+    return isinstance(error, httpx.TransportError)
 
 
 def _defaults() -> dict[Any, Any]:
@@ -112,10 +129,8 @@ def _outage() -> Exception | None:
     with without_retries(), get_client(sync_client=True) as client:
         try:
             client.read_flow_run(UUID(flow_run.id))
-        except httpx.TransportError as exc:
-            return exc
-        except httpx.HTTPStatusError as exc:
-            return exc if exc.response.is_server_error else None
+        except httpx.HTTPError as exc:
+            return exc if _is_away(exc) else None
         except ObjectNotFound:  # the server has another database now, and waiting does not bring the old one back
             return None
     return None

@@ -8,39 +8,59 @@ from contextlib import suppress
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.ckpt.runs.attempts import Outcome, list_attempts
 from prefect_torch.ckpt.runs.history import newest_of_each, read_history
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import read_standing
+from prefect_torch.ckpt.runs.standing import Standing, read_standing
 from prefect_torch.flows.sweeps.history import Source, TrialRecord
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.tasks.rank.tracebacks import first_line
 
 
-def read_end(run: Run, error: BaseException | None) -> TrialEnd | None:
-    """Return how the run of a trial has ended, by its storage: what Prefect says may be an outage's.
+def standing_of_start(run: Run, flow_run_id: str | None) -> Standing | None:
+    """Return the standing of a trial's newest attempt; None if this flow run has led none: it has not trained.
+
+    How an earlier attempt has ended says nothing of this start: that of a paused trial was "stopped". A flow run that another
+    one has overtaken has trained, and the trial ends as the newest attempt does.
 
     Args:
         run: The run of the trial.
-        error: What its flow run raised.
-
-    Returns:
-        None if its last attempt has no outcome, or was terminated, so that it can go on.
+        flow_run_id: The flow run of this start; None if there is none.
 
     """
     standing = read_standing(run)
-    outcome = None if standing is None else standing.outcome
-    if outcome is None:
-        return None if error is None else TrialEnd("failed", _one_line(error))
+    if standing is None or flow_run_id is None:
+        return None
+    if standing.attempt.owner.flow_run_id == flow_run_id:
+        return standing
+    return standing if any(attempt.owner.flow_run_id == flow_run_id for attempt in list_attempts(run)) else None
+
+
+def end_of(run: Run, outcome: Outcome) -> TrialEnd | None:
+    """Return how a trial has ended, by the outcome of its newest attempt: what Prefect says may be an outage's.
+
+    Args:
+        run: The run of the trial.
+        outcome: The outcome.
+
+    Returns:
+        None if it goes on unless the search has decided otherwise: it was terminated, or stopped after a report.
+
+    """
+    if outcome.ending in ("preempted", "stopped"):
+        return None
     if outcome.ending == "completed":
         return end_of_returned(run, outcome.return_value)
-    metrics = newest_of_each(read_history(run))
-    if outcome.ending == "stopped":  # the journal has the decision
-        return TrialEnd("stopped", None, metrics)
     reason = (outcome.error or "").strip().partition("\n")[0] or outcome.ending
-    return TrialEnd("failed", reason, metrics)
+    return TrialEnd("failed", reason, newest_of_each(read_history(run)))
+
+
+def end_of_error(error: BaseException) -> TrialEnd:
+    """Return the end of a trial whose start has raised `error`, and recorded no outcome."""
+    return TrialEnd("failed", first_line(error) if isinstance(error, Exception) else repr(error))
 
 
 def end_of_returned(run: Run, value: object) -> TrialEnd:
@@ -138,7 +158,3 @@ def delete_all(storage: StorageSpec, run: str) -> frozenset[str]:
     """
     store = CheckpointStore.open(storage, run)
     return delete_checkpoints(store, store.list())
-
-
-def _one_line(error: BaseException) -> str:
-    return first_line(error) if isinstance(error, Exception) else repr(error)

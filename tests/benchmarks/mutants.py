@@ -278,7 +278,7 @@ MUTANTS = [
     *mutants_of(
         "flows/trial_runs.py",
         "tests/flows/sweeps/test_sweeping.py -k is_away --timeout=60",
-        ("end is None and running.error is None", "False"),
+        ("if running.error is None else end_of_error", "if False else end_of_error"),
     ),
     *mutants_of(
         "ckpt/reporting/rounds.py",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from forked_programs import Popen
 from prefect import flow, get_run_logger
@@ -25,7 +26,7 @@ from prefect_servers import PrefectServer, Proxy, postgres, postgres_program, ro
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows.prefect_api import outage as api_outage
 from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper
-from prefect_torch.flows.prefect_api.outage import outlast_api_outages
+from prefect_torch.flows.prefect_api.outage import is_outage, outlast_api_outages
 
 SUPPORT = Path(__file__).parents[1] / "support"
 AWAY_S = float(os.environ.get("PREFECT_TORCH_TEST_AWAY_S", "15"))
@@ -300,6 +301,16 @@ def test_an_embedded_server_that_does_not_start_again_is_not_waited_for(monkeypa
     keeper.has_given_up = True
     with disable_run_logger():
         api_outage._wait_for_api(keeper)
+    assert is_outage(httpx.ConnectError("refused"))
+    token = api_outage._keeper.set(keeper)
+    assert not is_outage(httpx.ConnectError("refused"))
+    api_outage._keeper.reset(token)
+
+
+@pytest.mark.parametrize(("status", "is_away"), [(500, True), (503, True), (429, True), (404, False), (422, False)])
+def test_a_server_that_cannot_answer_now_is_told_from_one_that_refuses(status, is_away):
+    request = httpx.Request("POST", "http://prefect/api/flow_runs/")
+    assert is_outage(httpx.HTTPStatusError("", request=request, response=httpx.Response(status, request=request))) == is_away
 
 
 def test_an_api_that_stays_away_is_given_up(monkeypatch, caplog):

@@ -6,18 +6,25 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
+import httpx
 import pytest
 from forked_programs import Popen
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL
+from prefect.logging import disable_run_logger
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
+from prefect.states import Failed, Running
 from prefect_servers import wait_until
+from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows import RunConfig, SearchConfig, sweep, uniform
+from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, deployed_trials, sweep, uniform
 from prefect_torch.flows.deployed_trials import DeployedTrials
 from prefect_torch.flows.sweeps.history import TrialRecord
+from prefect_torch.tasks.training import publish_backoff
 
 SUPPORT = Path(__file__).parents[2] / "support"
 NAME = "trials-of-a-test"
@@ -96,6 +103,107 @@ def test_more_trials_at_once_than_an_answer_of_the_api_has_rows_are_all_seen_to_
     trials = DeployedTrials(None, None, sweep_run, "train/many", "")
     trials._running = {it: (TrialRecord(it, f"many/trial-{it:04d}-{it:08x}", {}, it), uuid4()) for it in range(201)}
     assert trials.take_ended(0).keys() == set(range(201))
+
+
+class Api:
+    """Prefect's API with one flow run, or without an answer.
+
+    Attributes:
+        flow_run: The flow run.
+        tagged: The flow runs of its trial that are found by their tag.
+        is_away: Whether it is away.
+        looks: The number of requests.
+
+    """
+
+    def __init__(self):
+        self.flow_run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a-flow-run", state=Running())
+        self.tagged = []
+        self.is_away = False
+        self.looks = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def read_flow_runs(self, *, flow_run_filter, limit=None):
+        del flow_run_filter
+        assert PREFECT_CLIENT_MAX_RETRIES.value() == 0, "no trial would have an answer meanwhile"
+        self.looks += 1
+        if self.is_away:
+            raise httpx.ConnectError("refused")
+        return self.tagged if limit is None else [self.flow_run]
+
+
+@pytest.fixture
+def api(monkeypatch):
+    made = Api()
+    monkeypatch.setattr(deployed_trials, "get_client", lambda **_: made)
+    with disable_run_logger():
+        yield made
+
+
+@pytest.fixture
+def trials(tmp_path):
+    training = SimpleNamespace(storage=StorageSpec(str(tmp_path)), failure=FailureConfig())
+    return DeployedTrials(training, None, Run.open(str(tmp_path), "sweep"), "train/gpu", "")
+
+
+TRIAL = TrialRecord(0, "sweep/trial-0000-0123abcd", {}, 0)
+
+
+def test_a_trial_starts_once_the_api_answers_and_a_request_whose_answer_was_lost_is_recognized(api, trials, monkeypatch):
+    keys = []
+
+    def deploy(*, idempotency_key, **_):
+        keys.append(idempotency_key)
+        if len(keys) == 1:
+            raise httpx.ReadTimeout("no answer")
+        return api.flow_run
+
+    monkeypatch.setattr(deployed_trials, "run_deployment", deploy)
+    monkeypatch.setattr(DeployedTrials, "_parameters", lambda *_: {})
+    monkeypatch.setattr(publish_backoff, "FIRST_PAUSE_S", 0.01)
+    api.is_away = True
+    trials.start(TRIAL)
+    assert (trials.num_running(), trials.running_runs(), keys) == (1, {TRIAL.run}, [])
+    api.is_away = False
+
+    def has_started():
+        assert trials.take_ended(0) == {}
+        return trials._running
+
+    wait_until(has_started, "the trial has a flow run", every_s=0.01)
+    assert len(keys) == 2
+    assert keys[0] == keys[1]
+    trials.start(TRIAL)
+    assert keys[2] != keys[0], "it is another start"
+
+
+def test_trials_have_answers_while_the_api_is_away_which_is_asked_rarely(api, trials, monkeypatch):
+    answered = []
+    monkeypatch.setattr(deployed_trials, "answer_questions", lambda *_: answered.append(0) or 0)
+    monkeypatch.setattr(deployed_trials, "_PAUSE_S", 0.01)
+    trials._running = {0: (TRIAL, api.flow_run.id)}
+    api.is_away = True
+    assert trials.take_ended(0.2) == {}
+    assert len(answered) >= 3
+    assert api.looks == 1
+    trials._give_up_s = 0.0  # it has been terminated, and the time for that is over
+    assert trials.take_ended(0.2) == {0: None}
+
+
+def test_a_trial_that_another_flow_run_trains_goes_on_in_that_one(api, trials):
+    api.flow_run.state = Failed(message="attempt 1 was overtaken by attempt 2")
+    api.tagged = [api.flow_run.model_copy(update={"id": uuid4(), "state": Running()})]
+    trials._running = {0: (TRIAL, api.flow_run.id)}
+    assert trials.take_ended(0) == {0: None}
+    api.tagged = [api.flow_run]
+    trials._running = {0: (TRIAL, api.flow_run.id)}
+    (end,) = trials.take_ended(0).values()
+    assert end.reason.endswith("of train/gpu ended before it trained: attempt 1 was overtaken by attempt 2")
 
 
 @pytest.mark.parametrize(("trials_on", "changes", "problem"), WRONG, ids=range(len(WRONG)))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+import httpx
 import pytest
 from commits import commit
 from prefect.client.orchestration import get_client
@@ -35,10 +36,11 @@ from prefect_torch.flows import (
     uniform,
 )
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
+from prefect_torch.flows.prefect_api.client import SubflowClients
 from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.journal import list_parts
 from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, undecided
-from prefect_torch.tasks.training import leadership
+from prefect_torch.tasks.training import leadership, publish_backoff
 from told_trainings import events_about
 
 
@@ -205,6 +207,25 @@ def test_what_is_pinned_of_a_source_is_there_though_it_goes_on(tmp_path, monkeyp
     reported = replace(trial, reports=(RungReport(0, 1.0, first.id),))
     assert pin_source(StorageSpec(str(tmp_path)), reported, "c") == first.id, "without a look at the newest"
     assert second.id not in {manifest.id for manifest in store.list()}
+
+
+def test_a_trial_starts_once_prefects_api_answers_with_one_flow_run(run, monkeypatch):
+    create, keys = SubflowClients._create_run, []
+
+    def lose_the_first_answer(self, *arguments):
+        keys.append(arguments[-1])
+        created = create(self, *arguments)
+        if len(keys) == 1:
+            raise httpx.ReadTimeout("no answer")
+        return created
+
+    monkeypatch.setattr(SubflowClients, "_create_run", lose_the_first_answer)
+    monkeypatch.setattr(publish_backoff, "FIRST_PAUSE_S", 0.01)
+    result = sweep("sweep_trainings:return_loss", {"x": grid([1])}, search=SearchConfig(metric="loss"), run=run)
+    assert [trial.state for trial in result.trials] == ["completed"]
+    assert len(keys) == 2
+    found = rows(PREFECT_API_URL.value(), "flow_runs", flow_runs={"name": {"any_": [result.best.run]}})
+    assert [it["state_name"] for it in found] == ["Completed"]
 
 
 WRONG = [
