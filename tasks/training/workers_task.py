@@ -126,6 +126,10 @@ class _Leader:
             if self._termination.is_requested:
                 self._record_termination(claimed)
                 raise
+            if self._is_stopped:  # what it has trained is committed, and another attempt would train past that
+                get_run_logger().warning("stopped after a report, and failed on the way out, which changes nothing: %s", exc)
+                self._record(self._outcome(claimed, None))
+                return None
             self._record(_failure(claimed, exc))
             if not isinstance(exc, RankFailedError):
                 raise

@@ -24,6 +24,7 @@ from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.flows import (
+    FailureConfig,
     JournalDamagedError,
     RunConfig,
     SearchConfig,
@@ -207,6 +208,17 @@ def test_what_is_pinned_of_a_source_is_there_though_it_goes_on(tmp_path, monkeyp
     reported = replace(trial, reports=(RungReport(0, 1.0, first.id),))
     assert pin_source(StorageSpec(str(tmp_path)), reported, "c") == first.id, "without a look at the newest"
     assert second.id not in {manifest.id for manifest in store.list()}
+
+
+def test_a_trial_that_fails_on_its_way_out_after_a_stop_trains_no_further(run):
+    points = [{"lr": 0.9}, {"lr": 0.3}]
+    asked = search(scheduler="asha", max_t=3, num_trials=2, initial_points=points)
+    fails = FailureConfig(max_failures=1)
+    space, config = {"lr": uniform(0, 1)}, {"epochs": 9}
+    result = sweep("sweep_trainings:fail_when_stopped", space, config, asked, run=run, failure=fails)
+    assert [trial.state for trial in result.trials] == ["paused", "completed"]
+    assert [trial.result.attempts for trial in result.trials] == [1, 1]
+    assert [record.step for record in result.trials[0].result.history] == [0, 1]
 
 
 def test_a_trial_starts_once_prefects_api_answers_with_one_flow_run(run, monkeypatch):
