@@ -111,7 +111,7 @@ class RandomDraw:
         if log:
             return min(high, max(low, math.exp(self._random.uniform(math.log(low), math.log(high)))))
         value = self._random.uniform(low, high)
-        return value if step is None else low + round((value - low) / step) * step
+        return value if step is None else _on_step(value, low, high, step)
 
     def integer(self, name: str, low: int, high: int, *, step: int, log: bool) -> int:  # noqa: ARG002 - a Draw
         """Return an integer."""
@@ -138,7 +138,12 @@ def _scaled(node: Real | Integer, value: Any, factor: float) -> Any:
     scaled = min(node.high, max(node.low, value * factor))
     if isinstance(node, Integer):
         return int(node.low + round((scaled - node.low) / node.step) * node.step)
-    return scaled if node.step is None else node.low + round((scaled - node.low) / node.step) * node.step
+    return scaled if node.step is None else _on_step(scaled, node.low, node.high, node.step)
+
+
+def _on_step(value: float, low: float, high: float, step: float) -> float:
+    """Return the multiple of `step` from `low` that is next to `value`; in binary, 0.1 + 3 * 0.2 is above 0.7."""
+    return min(high, low + round((value - low) / step) * step)
 
 
 def _perturbed_choice(node: Choice, value: Any, random: Random, resample: float) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from prefect_torch.flows.sweeps.space import parse_space
 SPACE = parse_space(
     {
         "lr": loguniform(1e-3, 1),
-        "x": uniform(0, 1, 0.25),
+        "x": uniform(0.1, 0.7, 0.2),  # in binary, the last step is above the bound
         "n": randint(1, 9, 2),
         "net": choice([{"width": randint(1, 4)}, "no"]),
     }
@@ -101,7 +102,7 @@ class Drawn:
         self._data = data
 
     def real(self, name, low, high, *, step, log):
-        return low if step is None else low + step * self._data.draw(st.integers(0, round((high - low) / step)))
+        return low if step is None else min(high, low + step * self._data.draw(st.integers(0, round((high - low) / step))))
 
     def integer(self, name, low, high, *, step, log):
         return low + step * self._data.draw(st.integers(0, (high - low) // step))
@@ -214,3 +215,10 @@ def test_a_population_takes_over_only_from_its_best_and_stays_in_the_space(data,
         mine, theirs = trial.reports[rung].value, source.reports[rung].value
         assert math.isnan(mine) or theirs <= mine
         SPACE.parameters("", decided.clone.config)  # raises for a value outside of the space
+
+
+def test_what_a_population_perturbs_stays_in_the_space_where_binary_does_not_hold_its_steps():
+    space = parse_space({"opt": choice([{"momentum": uniform(0.1, 0.7, 0.2)}, "no"])})
+    pbt = PopulationBased(space, 1, None, 4, 0)
+    for seed in range(20):
+        space.parameters("", pbt.space_perturbed({"opt": {"momentum": 0.7}}, Random(seed)))
