@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
@@ -176,7 +177,7 @@ def sweep(
                 definition.seed,
                 RecordedTrials(events, journal.append, told.observe),
                 led.name,
-                lambda source, clone: pin_source(storage, source, clone[-8:]),
+                partial(pin_source, storage),
             )
             expect_questions(led, are_expected=trials_on is not None)
             trials: TrialRuns = LocalTrials(training, searched)
@@ -289,7 +290,7 @@ def _record_end(
     if end is not None and trial.state == "running":
         search.end(number, end)
     for source, clone in search.recorded.take_released():
-        unpin_source(storage, source, clone[-8:])
+        unpin_source(storage, source, clone)
 
 
 def _delete_excess(search: Search, trials: TrialRuns, storage: StorageSpec) -> None:

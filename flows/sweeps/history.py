@@ -119,7 +119,7 @@ class Cloned:
         run: The name of the new run.
         config: The config that it goes on with.
         source: The checkpoint that it begins from.
-        reports_before: The number of reports up to that checkpoint, where times count reports.
+        reports_before: The number of reports up to that checkpoint.
 
     """
 
@@ -144,6 +144,7 @@ class TrialReported(_TrialEvent):
         reason: Why it ends, or waits.
         cloned: The checkpoint of another trial that it goes on from, or None.
         operations: Those of the study that was told of it.
+        num_reports: The number of its reports up to this one.
 
     """
 
@@ -157,6 +158,7 @@ class TrialReported(_TrialEvent):
     reason: str | None = None
     cloned: Cloned | None = None
     operations: list[dict[str, Any]] = field(default_factory=list)
+    num_reports: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ class RungReport:
     time: float
     value: float
     checkpoint: str | None = None
+    num_reports: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,7 @@ class TrialRecord:
         is_cloned: Whether its config is no longer the one that was suggested for it.
         earlier_runs: The names of its runs before it went on from other trials' checkpoints.
         deleted_runs: The names of those of its runs whose checkpoints have been deleted.
-        reports_before: The number of reports before its present run, where times count reports.
+        reports_before: The number of reports before its present run.
 
     """
 
@@ -277,7 +280,7 @@ def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
         reason=event.reason,
         metrics=event.metrics,
         milestone=event.milestone,
-        reports=(*trial.reports, RungReport(event.time, event.value, event.checkpoint)),
+        reports=(*trial.reports, RungReport(event.time, event.value, event.checkpoint, event.num_reports)),
     )
     if event.cloned is None:
         return reported

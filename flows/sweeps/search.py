@@ -47,7 +47,8 @@ class Search:
         seed: The seed.
         recorded: The trials so far, and how more of them is recorded.
         sweep: The sweep's name.
-        pin: Pins the newest checkpoint of a trial for the run of the given name, and returns its id; None if there is none.
+        pin: Pins a checkpoint of a trial for the run of the given name, and returns its id and the number of reports up to it,
+            as far as the storage has them; None if there is none.
         clock: Returns the time in seconds.
 
     Attributes:
@@ -64,7 +65,7 @@ class Search:
         seed: int,
         recorded: RecordedTrials,
         sweep: str,
-        pin: Callable[[TrialRecord, str], str | None] = lambda _, __: None,
+        pin: Callable[[TrialRecord, str], tuple[str, int] | None] = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._search = search
@@ -143,7 +144,8 @@ class Search:
             score = find_score(metrics, self._search.metrics[0])
             value = math.nan if score is None else float(score) * self._sign
             at = time_of(self._search.time_attr, request.step, request.num_reports, metrics)
-            report = RungReport(at if at is not None and math.isfinite(at) else math.nan, value, request.checkpoint)
+            at = at if at is not None and math.isfinite(at) else math.nan
+            report = RungReport(at, value, request.checkpoint, request.num_reports)
             if trial.reports and _is_same(trial.reports[-1], report):  # a leader asks again: this process was started again
                 return Verdict(trial.state == "running", trial.milestone)
             if score is None or len(self.metrics) > 1:  # several are no matter of a scheduler, and Optuna takes none on the way
@@ -164,6 +166,7 @@ class Search:
                     decision.reason,
                     cloned,
                     self._study.take_operations(),
+                    num_reports=request.num_reports,
                     used_s=self._used_s,
                 )
             )
@@ -191,11 +194,12 @@ class Search:
     def _clone(self, number: int, clone: Clone) -> Cloned | None:
         """Return the run in which a trial goes on from another's checkpoint, pinned before; None if that has none."""
         source, run = self.trials[clone.source], self._new_run(number)
-        checkpoint = self._pin(source, run)
-        if checkpoint is None:
+        pinned = self._pin(source, run)
+        if pinned is None:
             return None
-        counts = self._search.time_attr == _ITERATION and source.reports
-        before = int(source.reports[-1].time) if counts else 0
+        checkpoint, counted = pinned
+        # The storage may lack the latest records of a source that runs, and knows more if the decision's checkpoint was pruned.
+        before = max(counted, source.reports[-1].num_reports if source.reports else 0)
         return Cloned(run, dict(clone.config), Source(source.number, source.run, checkpoint), before)
 
     def _tell(self, trial: TrialRecord, state: str, metrics: Metrics) -> None:

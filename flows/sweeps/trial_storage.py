@@ -9,13 +9,13 @@ from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Storage
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.attempts import Outcome, list_attempts
-from prefect_torch.ckpt.runs.history import newest_of_each, read_history
+from prefect_torch.ckpt.runs.history import MetricRecord, newest_of_each, read_history
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import Standing, read_standing
-from prefect_torch.flows.sweeps.history import Source, TrialRecord
+from prefect_torch.flows.sweeps.history import RungReport, Source, TrialRecord
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.tasks.rank.tracebacks import first_line
 
@@ -79,12 +79,12 @@ def _metrics_in(value: object) -> Metrics:
 def count_reports(run: Run) -> int:
     """Return how often a trial has reported up to its latest checkpoint; a step that was trained again counts once."""
     newest = run.find_newest(run.read_or_leave_out)
-    return 0 if newest is None else _count_up_to(run, [newest], newest.step)
+    return 0 if newest is None else _count_up_to(read_history(run), [newest], newest.step)
 
 
-def _count_up_to(run: Run, manifests: Sequence[Manifest], last: int) -> int:
+def _count_up_to(records: Sequence[MetricRecord], manifests: Sequence[Manifest], last: int) -> int:
     """Return the number of a trial's reports up to a step; a kill may have lost records of reports that have a checkpoint."""
-    recorded = Counter((record.step, record.attempt) for record in read_history(run) if not record.is_logged)
+    recorded = Counter((record.step, record.attempt) for record in records if not record.is_logged)
     by_step = {manifest.step: 1 for manifest in manifests}
     for (step, _), count in recorded.items():
         by_step[step] = max(count, by_step.get(step, 0))
@@ -108,7 +108,7 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> De
     decided = {report.checkpoint for report in trial.reports}
     last = trial.reports[-1].time if trial.reports else -math.inf
     for manifest in manifests:
-        count = trial.reports_before + _count_up_to(run, manifests, manifest.step)
+        count = trial.reports_before + _count_up_to(read_history(run), manifests, manifest.step)
         at = time_of(points.time_attr, manifest.step, count, manifest.reported)
         if manifest.id in decided or (at is not None and at <= last):
             continue
@@ -118,35 +118,45 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> De
     return None
 
 
-def pin_source(storage: StorageSpec, source: TrialRecord, token: str) -> str | None:
-    """Pin the checkpoint of a trial's newest decision, or its newest one, and return its id; None if there is none.
+def pin_source(storage: StorageSpec, source: TrialRecord, clone: str) -> tuple[str, int] | None:
+    """Pin the checkpoint of a trial's newest decision, or its newest one if that is gone; None if there is none.
 
     Args:
         storage: The storage of the sweep.
         source: The trial.
-        token: Of the pin.
+        clone: The name of the run that begins from it.
+
+    Returns:
+        Its id, and the number of the trial's reports up to it, as far as the storage has them.
 
     """
     store = CheckpointStore.open(storage, source.run)
-
-    def newest() -> str | None:
-        manifest = store.latest()
-        return None if manifest is None else manifest.id
-
-    reported = source.reports[-1].checkpoint if source.reports else None
-    for number in range(3):
-        checkpoint_id = reported if number == 0 else newest()
-        if checkpoint_id is None:
-            continue
-        with suppress(CheckpointNotFoundError):  # pruned: the source has gone on
-            store.pin(checkpoint_id, token)
-            return checkpoint_id
+    decided = source.reports[-1] if source.reports else RungReport(0, 0)
+    if decided.checkpoint is not None and _pins(store, decided.checkpoint, clone):
+        return decided.checkpoint, decided.num_reports
+    for _ in range(2):
+        newest = store.latest()
+        if newest is not None and _pins(store, newest.id, clone):
+            return newest.id, source.reports_before + _count_up_to(read_history(store), [newest], newest.step)
     return None
 
 
-def unpin_source(storage: StorageSpec, source: Source, token: str) -> None:
+def _pins(store: CheckpointStore, checkpoint_id: str, clone: str) -> bool:
+    """Pin a checkpoint, and return whether it is there: it may have been pruned, since the source has gone on."""
+    try:
+        store.pin(checkpoint_id, _token(clone))
+    except CheckpointNotFoundError:
+        return False
+    return True
+
+
+def unpin_source(storage: StorageSpec, source: Source, clone: str) -> None:
     """Remove the pin of `pin_source`, once the copy is committed; harmless if it was removed."""
-    CheckpointStore.open(storage, source.run).unpin(source.checkpoint, token)
+    CheckpointStore.open(storage, source.run).unpin(source.checkpoint, _token(clone))
+
+
+def _token(clone: str) -> str:
+    return clone[-8:]
 
 
 def delete_all(storage: StorageSpec, run: str) -> frozenset[str]:

@@ -71,10 +71,10 @@ class Simulation:
             search.record_deleted(number, run)
             self.deleted.append(run)
 
-    def _pin(self, source, run) -> str | None:
+    def _pin(self, source, run) -> tuple[str, int] | None:
         step = self.steps[source.run]
         self.pinned.add((source.run, str(step)))
-        return str(step)
+        return str(step), step
 
     def _step(self, search: Search, number: int) -> bool:
         """Let a trial take a step, commit it and ask if it must; return whether it goes on."""

@@ -392,6 +392,19 @@ def test_no_trial_starts_or_goes_on_after_the_time_budget_and_none_loses_its_che
     assert {trial.state for trial in search.trials.values()} == {"paused"}
 
 
+def test_a_clone_counts_its_reports_from_those_of_its_source():
+    config = configured(scheduler="pbt", perturbation_interval=2, num_trials=2, stop={"training_iteration": 4})
+    for counted, expected in ((0, 2), (3, 3)):  # of a newer checkpoint, the storage knows
+        recorded, pinned = RecordedTrials([], [].append), ("a-checkpoint", counted)
+        search = Search(config, parse_space(SPACE), 0, recorded, "sweep", lambda *_, pinned=pinned: pinned)
+        assert [search.next_trial().number for _ in range(2)] == [0, 1]
+        assert search.decide(0, DecisionRequest(0, 5, 2, {"loss": 0.1}, "a-checkpoint")).goes_on
+        assert not search.decide(1, DecisionRequest(0, 5, 2, {"loss": 9.0}, "another")).goes_on
+        assert search.trials[1].source.trial == 0
+        assert search.trials[1].reports_before == expected
+        assert search.points(1, lambda: 1).reports_before == expected + 1
+
+
 def test_the_time_of_earlier_starts_counts_against_the_time_budget():
     def started_again(budget_s):
         events = [decode_event(entry, "the journal") for entry in entries]

@@ -203,10 +203,10 @@ def test_what_is_pinned_of_a_source_is_there_though_it_goes_on(tmp_path, monkeyp
         return found
 
     monkeypatch.setattr(CheckpointStore, "latest", latest_that_is_pruned_then)
-    assert pin_source(StorageSpec(str(tmp_path)), trial, "b") == first.id
+    assert pin_source(StorageSpec(str(tmp_path)), trial, "b") == (first.id, 1)
     monkeypatch.delattr(CheckpointStore, "latest")
-    reported = replace(trial, reports=(RungReport(0, 1.0, first.id),))
-    assert pin_source(StorageSpec(str(tmp_path)), reported, "c") == first.id, "without a look at the newest"
+    reported = replace(trial, reports=(RungReport(0, 1.0, first.id, 5),))
+    assert pin_source(StorageSpec(str(tmp_path)), reported, "c") == (first.id, 5), "without a look at the newest"
     assert second.id not in {manifest.id for manifest in store.list()}
 
 
