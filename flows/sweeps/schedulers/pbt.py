@@ -8,19 +8,21 @@ from typing import Any
 from prefect_torch.flows.sweeps.history import History, TrialRecord
 from prefect_torch.flows.sweeps.space import Choice, Constant, Integer, Nested, Node, Real
 
-from .scheduling import Clone, Decision, Promotion, best_first
+from .scheduling import Clone, Decision, Promotion, ResumesAll, sort_key
 
 _FACTORS = (0.8, 1.2)
 
 
 @dataclass(frozen=True, slots=True)
-class PopulationBased:
+class PopulationBased(ResumesAll):
     """Compares the trials at each interval; the worst take over checkpoint and config of the best, and change the config.
+
+    As in Ray Tune, a trial that takes over another's checkpoint is decided on one interval after the other's last decision, so
+    that it has trained with its config by then, and trials that have come to an end are not compared.
 
     Attributes:
         space: The space.
         interval: The time between two decisions on a trial.
-        max_t: The time at which a trial is complete; None for none.
         population: The number of trials.
         seed: Of the choices.
         quantile: Which share of the trials counts as the best, and as the worst.
@@ -30,7 +32,6 @@ class PopulationBased:
 
     space: Nested
     interval: float
-    max_t: float | None
     population: int
     seed: int
     quantile: float = 0.25
@@ -45,31 +46,25 @@ class PopulationBased:
     def decide(self, history: History, number: int) -> Decision:
         """Return whether the trial goes on, waits for the others, or takes over another's checkpoint."""
         trial = history[number]
-        time, rung = trial.reports[-1].time, len(trial.reports) - 1
-        if self.max_t is not None and time >= self.max_t:
-            return Decision("completed", reason=f"max_t={self.max_t:g}")
-        random = Random(f"{self.seed}/{number}/{rung}")  # noqa: S311 - no secret
-        source = self._source(history, trial, rung, random)
+        time, following = trial.reports[-1].time, self._next(trial)
+        random = Random(f"{self.seed}/{number}/{len(trial.reports) - 1}")  # noqa: S311 - no secret
+        source = self._source(history, trial, random)
         if source is not None:
             config = self.space_perturbed(source.config, random)
             reason = f"goes on from trial {source.number} at {time:g}"
-            return Decision("paused", self._next(time), reason, Clone(source.number, config))
-        behind = any(it.state == "paused" and len(it.reports) <= len(trial.reports) for it in history.values())
+            return Decision("paused", self._next(source), reason, Clone(source.number, config))
+        behind = any(it.state == "paused" and self._due(it) <= following for it in history.values())
         if behind or len(history) < self.population:
-            return Decision("paused", self._next(time), f"waits for the others at {time:g}")
-        return Decision("running", self._next(time))
+            return Decision("paused", following, f"waits for the others at {time:g}")
+        return Decision("running", following)
 
     def promote(self, history: History) -> Promotion | None:
-        """Return the paused trial with the fewest intervals."""
+        """Return the paused trial that is decided on first."""
         paused = [trial for trial in history.values() if trial.state == "paused"]
         if not paused:
             return None
-        trial = min(paused, key=lambda it: (len(it.reports), it.number))
-        return Promotion(trial.number, self._next(trial.reports[-1].time if trial.reports else 0.0))
-
-    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - as the others
-        """Return none: every paused trial is resumed."""
-        return frozenset()
+        trial = min(paused, key=lambda it: (self._due(it), it.number))
+        return Promotion(trial.number, self._due(trial))
 
     def space_perturbed(self, config: dict[str, Any], random: Random) -> dict[str, Any]:
         """Return `config` with every chosen value perturbed or drawn anew."""
@@ -77,27 +72,37 @@ class PopulationBased:
         assert isinstance(changed, dict)
         return changed
 
-    def _source(self, history: History, trial: TrialRecord, rung: int, random: Random) -> TrialRecord | None:
-        reached = [it for it in history.values() if len(it.reports) > rung and it.state != "failed"]
+    def _source(self, history: History, trial: TrialRecord, random: Random) -> TrialRecord | None:
+        time = trial.reports[-1].time
+        reached = [
+            it for it in history.values() if it.state in ("running", "paused") and it.reports and it.reports[-1].time >= time
+        ]
+        values = {it.number: _value_at(it, time) for it in reached}
+        ranked = sorted(reached, key=lambda it: (*sort_key(values[it.number]), it.number))
         count = min(math.ceil(len(reached) * self.quantile), len(reached) // 2)
-        ranked = best_first(reached, rung)
         if count == 0 or trial.number not in [it.number for it in ranked[-count:]]:
             return None
-        # One that has just taken over a checkpoint itself has none of its own yet, and its config is untried. One that is
-        # complete has a checkpoint after which there is nothing left to train.
+        # One that has just taken over a checkpoint itself has none of its own yet, and its config is untried.
         best = [
             it
             for it in ranked[:count]
-            if it.source is None
-            and it.state != "completed"
-            and it.reports[-1].checkpoint is not None
-            and not math.isnan(it.reports[rung].value)
+            if it.source is None and it.reports[-1].checkpoint is not None and not math.isnan(values[it.number])
         ]
         return random.choice(best) if best else None
 
-    def _next(self, time: float) -> float:
-        following = (math.floor(time / self.interval + 1e-9) + 1) * self.interval
-        return following if self.max_t is None else min(following, self.max_t)
+    def _due(self, trial: TrialRecord) -> float:
+        """Return when a paused trial is decided on: of one that takes over a checkpoint, its own reports do not tell."""
+        return self._next(trial) if trial.milestone is None else trial.milestone
+
+    def _next(self, trial: TrialRecord) -> float:
+        """Return the end of the interval after a trial's newest report."""
+        time = trial.reports[-1].time if trial.reports else 0.0
+        return (math.floor(time / self.interval + 1e-9) + 1) * self.interval
+
+
+def _value_at(trial: TrialRecord, time: float) -> float:
+    """Return the value of a trial's last report up to a time; NaN if it has none."""
+    return next((report.value for report in reversed(trial.reports) if report.time <= time), math.nan)
 
 
 class RandomDraw:

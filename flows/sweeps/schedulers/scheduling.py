@@ -84,7 +84,22 @@ class Scheduler(Protocol):
         ...
 
 
-class RunToTheEnd:
+class ResumesAll:
+    """Resumes every paused trial: the scheduler pauses for a while, if at all, and another one may have paused some before."""
+
+    __slots__ = ()
+
+    def promote(self, history: History) -> Promotion | None:
+        """Return the first paused trial."""
+        paused = [number for number, trial in sorted(history.items()) if trial.state == "paused"]
+        return Promotion(paused[0], None) if paused else None
+
+    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - as the others
+        """Return none: every paused trial is resumed."""
+        return frozenset()
+
+
+class RunToTheEnd(ResumesAll):
     """Lets every trial run until its function returns."""
 
     asks_always = False
@@ -97,15 +112,6 @@ class RunToTheEnd:
     def decide(self, history: History, number: int) -> Decision:  # noqa: ARG002 - as the others
         """Return that the trial goes on."""
         return Decision("running")
-
-    def promote(self, history: History) -> Promotion | None:
-        """Return the first paused trial: another scheduler may have paused it before the sweep was started again."""
-        paused = [number for number, trial in sorted(history.items()) if trial.state == "paused"]
-        return Promotion(paused[0], None) if paused else None
-
-    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - as the others
-        """Return none: every paused trial is resumed."""
-        return frozenset()
 
 
 def sort_key(value: float) -> tuple[bool, float]:

@@ -11,6 +11,7 @@ from prefect_torch.flows.sweeps.history import RungReport, Source, TrialRecord
 from prefect_torch.flows.sweeps.schedulers.asha import Asha, hyperband
 from prefect_torch.flows.sweeps.schedulers.median import Median
 from prefect_torch.flows.sweeps.schedulers.pbt import PopulationBased
+from prefect_torch.flows.sweeps.schedulers.scheduling import Decision
 from prefect_torch.flows.sweeps.space import parse_space
 
 SPACE = parse_space(
@@ -34,6 +35,7 @@ class Played:
         most: How many trials there are.
         concurrent: How many run at once.
         fails: Whether trials may fail.
+        max_t: The time at which a trial is complete, whatever the scheduler says; None for none.
 
     """
 
@@ -42,6 +44,7 @@ class Played:
     most: int
     concurrent: int
     fails: bool = False
+    max_t: float | None = None
     trials: dict = field(default_factory=dict)
     decisions: list = field(default_factory=list)
     promotions: list = field(default_factory=list)
@@ -84,9 +87,11 @@ class Played:
         time = max(after, math.ceil(trial.milestone))
         report = RungReport(time, self.data.draw(VALUES), f"{trial.run}/{time}")
         before = {**self.trials, number: replace(trial, source=None, reports=(*trial.reports, report))}
-        decided = self.scheduler.decide(before, number)
-        assert decided == self.scheduler.decide(dict(reversed(before.items())), number)
-        self.decisions.append((number, before, decided))
+        decided = Decision("completed")
+        if self.max_t is None or time < self.max_t:
+            decided = self.scheduler.decide(before, number)
+            assert decided == self.scheduler.decide(dict(reversed(before.items())), number)
+            self.decisions.append((number, before, decided))
         changed = replace(before[number], state=decided.state, milestone=decided.milestone)
         if decided.clone is not None:
             of = before[decided.clone.source]
@@ -201,24 +206,57 @@ def best_of(trials) -> float:
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
 def test_a_population_takes_over_only_from_its_best_and_stays_in_the_space(data, most, concurrent, interval, seed):
-    pbt = PopulationBased(SPACE, interval, 5 * interval, most, seed)
-    played = Played(pbt, data, most, concurrent, fails=True).play()
+    pbt = PopulationBased(SPACE, interval, most, seed)
+    played = Played(pbt, data, most, concurrent, fails=True, max_t=5 * interval).play()
     assert {it.state for it in played.trials.values()} <= {"completed", "failed"}
     for number, history, decided in played.decisions:
         if decided.clone is None:
             continue
-        trial, source, rung = history[number], history[decided.clone.source], len(history[number].reports) - 1
+        trial, source = history[number], history[decided.clone.source]
         assert source.number != number
         assert source.reports[-1].checkpoint is not None
         assert source.source is None
-        assert source.reports[-1].time < pbt.max_t  # else there would be nothing left to train
-        mine, theirs = trial.reports[rung].value, source.reports[rung].value
-        assert math.isnan(mine) or theirs <= mine
+        assert source.state in ("running", "paused")  # else there would be nothing left to train
+        assert trial.reports[-1].time <= source.reports[-1].time < decided.milestone
+        theirs = [report.value for report in source.reports if report.time <= trial.reports[-1].time]
+        assert math.isnan(trial.reports[-1].value) or theirs[-1] <= trial.reports[-1].value
         SPACE.parameters("", decided.clone.config)  # raises for a value outside of the space
 
 
 def test_what_a_population_perturbs_stays_in_the_space_where_binary_does_not_hold_its_steps():
     space = parse_space({"opt": choice([{"momentum": uniform(0.1, 0.7, 0.2)}, "no"])})
-    pbt = PopulationBased(space, 1, None, 4, 0)
+    pbt = PopulationBased(space, 1, 4, 0)
     for seed in range(20):
         space.parameters("", pbt.space_perturbed({"opt": {"momentum": 0.7}}, Random(seed)))
+
+
+def population(*values_of_each, completed=()):
+    """Return trials with a report at each interval of ten, of which some have completed."""
+    return {
+        number: TrialRecord(
+            number,
+            f"run-{number}",
+            {"lr": 0.1, "x": 0.1, "n": 1, "net": "no"},
+            number,
+            state="completed" if number in completed else "running",
+            reports=tuple(RungReport(10.0 * it, value, f"id-{it}") for it, value in enumerate(values, 1)),
+        )
+        for number, values in enumerate(values_of_each)
+    }
+
+
+def test_a_trial_that_takes_over_a_checkpoint_is_decided_on_one_interval_after_that():
+    pbt = PopulationBased(SPACE, 10, 4, 0)
+    history = population([5.0], [1.0, 0.8, 0.5], [2.0], [3.0])
+    decided = pbt.decide(history, 0)
+    assert (decided.clone.source, decided.milestone) == (1, 40)
+    history[0] = replace(history[0], state="paused", milestone=decided.milestone, source=Source(1, "run-1", "id-3"))
+    assert pbt.promote(history).milestone == 40
+    assert pbt.decide(history, 2).state == "running", "it waits for no trial that is ahead"
+    history[0] = replace(history[0], source=None, state="running", reports=(*history[0].reports, RungReport(40, 0.1, "id-4")))
+    assert pbt.decide(population([5.0], [1.0, 0.8], [2.0], [3.0]) | {0: history[0]}, 1).clone is None, "at 20, it had 5.0"
+
+
+def test_trials_that_have_come_to_an_end_do_not_fill_the_best_of_a_population():
+    history = population([5.0], [1.0, 0.8, 0.5], [2.0], [3.0], completed=[1])
+    assert PopulationBased(SPACE, 10, 4, 0).decide(history, 0).clone.source == 2
