@@ -127,9 +127,13 @@ class Study:
         self._storage = study_storage(self._log, by_rung=by_rung)
         if self._log.operations:
             self._study = optuna.load_study(storage=self._storage, study_name=NAME, sampler=self._make_sampler(seed))
-            for trial in self._study.get_trials(deepcopy=False):
-                if CONTINUES not in trial.user_attrs and trial.params in self._untried:
-                    self._untried.remove(trial.params)
+            study_id = self._storage.get_study_id_from_name(NAME)
+            # Also those that samplers do not see: `self._study` has the newest observation of each trial, or those at one rung.
+            for trial in optuna.storages.JournalStorage.get_all_trials(self._storage, study_id, deepcopy=False):
+                given = trial.system_attrs.get("fixed_params")  # what was enqueued, which may be a part of its parameters
+                tried = next((it for it in (given, trial.params) if it in self._untried), None)
+                if CONTINUES not in trial.user_attrs and tried is not None:
+                    self._untried.remove(tried)
         else:
             self._study = optuna.create_study(
                 storage=self._storage,

@@ -130,6 +130,22 @@ def test_initial_points_that_a_sweep_gets_later_come_next_and_no_combination_is_
     assert [it["a"] for it in lead(later, space, entries)] == [40, 30]
 
 
+def test_a_part_of_a_config_that_was_tried_is_not_tried_again_after_a_kill():
+    entries, space = [], {"x": uniform(0, 1), "y": uniform(0, 1)}
+    config = configured(num_trials=3, initial_points=[{"x": 0.5}])
+    assert [it["x"] for it in lead(config, space, entries, 1)] == [0.5]
+    assert 0.5 not in [it["x"] for it in lead(config, space, entries)]
+
+
+def test_a_point_whose_trial_paused_and_went_on_is_not_tried_again_after_a_kill():
+    study = Study([], configured(), parse_space(SPACE), 0, [{"lr": 0.1}])
+    number = study.suggest(0).study_number
+    study.observe(number, Observation("pruned", intermediate=((1, 2.0),)))
+    study.observe(number, Observation("complete", (1.0,)))
+    again = Study(study.take_operations(), configured(), parse_space(SPACE), 0, [{"lr": 0.1}])
+    assert again.suggest(1).chosen["lr"] != 0.1
+
+
 def test_a_point_that_is_given_twice_is_tried_twice_also_after_a_kill():
     entries, config = [], configured(num_trials=3, initial_points=[{"lr": 0.1}, {"lr": 0.1}])
     assert [it["lr"] for it in lead(config, SPACE, entries, 1)] == [0.1]
