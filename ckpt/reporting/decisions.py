@@ -7,7 +7,7 @@ from typing import Protocol
 
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.ckpt.runs.metrics import Metrics, as_float, find_score
 
 from .events import DecisionRequest, EventSender
 
@@ -87,8 +87,9 @@ def time_of(attribute: str, step: int, num_reports: int, metrics: Metrics) -> fl
         return step
     if attribute == "training_iteration":
         return num_reports
-    value = find_score(metrics, attribute)
-    return None if value is None or math.isnan(value) else float(value)
+    score = find_score(metrics, attribute)
+    value = math.nan if score is None else as_float(score)
+    return None if math.isnan(value) else value
 
 
 class Decisions:

@@ -114,7 +114,16 @@ def find_score(metrics: Metrics, attribute: str) -> bool | int | float | None:
 def find_finite_score(metrics: Metrics, attribute: str) -> float | None:
     """Return the metric `attribute` if it is a finite number; None otherwise, or if it is missing."""
     score = find_score(metrics, attribute)
-    return None if score is None or not math.isfinite(score) else float(score)
+    value = math.nan if score is None else as_float(score)
+    return value if math.isfinite(value) else None
+
+
+def as_float(score: float) -> float:
+    """Return a score as a float; an integer that is larger than any float is infinite."""
+    try:
+        return float(score)
+    except OverflowError:
+        return math.inf if score > 0 else -math.inf
 
 
 def check_score(metrics: Metrics, attribute: str | None) -> None:

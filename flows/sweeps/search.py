@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.ckpt.runs.metrics import Metrics, as_float, find_score
 from prefect_torch.flows.sweeps.failures import Failures
 from prefect_torch.flows.sweeps.history import (
     CheckpointsDeleted,
@@ -142,7 +142,7 @@ class Search:
         with self.recorded.lock:
             trial, metrics = self.trials[number], request.metrics
             score = find_score(metrics, self._search.metrics[0])
-            value = math.nan if score is None else float(score) * self._sign
+            value = math.nan if score is None else as_float(score) * self._sign
             at = time_of(self._search.time_attr, request.step, request.num_reports, metrics)
             at = at if at is not None and math.isfinite(at) else math.nan
             report = RungReport(at, value, request.checkpoint, request.num_reports)
@@ -211,9 +211,9 @@ class Search:
         if state in ("paused", "stopped"):
             self._study.observe(trial.study_number, Observation("pruned", intermediate=on_the_way))
             return
-        values = [find_score(metrics, metric) for metric in self._search.metrics]
-        numbers = tuple(float(value) for value in values if value is not None and not math.isnan(value))
-        is_complete = state == "completed" and len(numbers) == len(values)
+        scores = [find_score(metrics, metric) for metric in self._search.metrics]
+        numbers = tuple(value for score in scores if score is not None and not math.isnan(value := as_float(score)))
+        is_complete = state == "completed" and len(numbers) == len(scores)
         observed = Observation("complete", numbers, on_the_way) if is_complete else Observation("failed")
         self._study.observe(trial.study_number, observed)
 

@@ -59,5 +59,5 @@ class Median:
 
 
 def _mean(trial: TrialRecord, time: float) -> float | None:
-    values = [report.value for report in trial.reports if report.time <= time and not math.isnan(report.value)]
+    values = [report.value for report in trial.reports if report.time <= time and math.isfinite(report.value)]
     return fmean(values) if values else None

@@ -5,10 +5,10 @@ import logging
 import math
 
 import pytest
-from prefect_torch.ckpt.reporting.decisions import Verdict
+from prefect_torch.ckpt.reporting.decisions import Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.flows import SearchConfig, SweepFailedError, choice, grid, loguniform, randint, uniform
-from prefect_torch.flows.sweeps.history import decode_event
+from prefect_torch.flows.sweeps.history import decode_event, score_of
 from prefect_torch.flows.sweeps.optuna_study.pruning import OptunaPruning
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
 from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, check_search
@@ -419,6 +419,17 @@ def test_a_clone_counts_its_reports_from_those_of_its_source():
         assert search.trials[1].source.trial == 0
         assert search.trials[1].reports_before == expected
         assert search.points(1, lambda: 1).reports_before == expected + 1
+
+
+def test_an_integer_that_no_float_can_hold_is_an_infinite_score():
+    entries = []
+    search = Search(configured(scheduler="median"), parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep")
+    number = search.next_trial().number
+    assert search.decide(number, DecisionRequest(0, 1, 1, {"loss": -(10**400)}, "a")).goes_on
+    search.end(number, TrialEnd("completed", None, {"loss": 10**400}))
+    assert [report.value for report in search.trials[number].reports] == [-math.inf]
+    assert score_of(search.trials[number], "loss", "min") is None
+    assert time_of("loss", 0, 1, {"loss": 10**400}) == math.inf
 
 
 def test_the_time_of_earlier_starts_counts_against_the_time_budget():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import MetricValue, as_float, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.flows.monitoring.pages.attempt_log import Position
 
@@ -134,9 +134,4 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def _number(value: MetricValue) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:  # an integer larger than any float
-        return math.inf if value > 0 else -math.inf
+    return as_float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -197,6 +197,8 @@ def test_the_median_is_of_the_trials_that_have_come_as_far():
     history = {it.number: it for it in (*good, *bad, trial(9, "running", 2.0, 2.0))}
     assert Median(1).decide(history, 9).reason == "worse than the median of 3 trials at 2"
     assert Median(1).decide({number: it for number, it in history.items() if number != 0}, 9).state == "running"
+    infinite = trial(10, "completed", math.inf, -math.inf)
+    assert Median(1).decide({**history, 10: infinite}, 9).reason == "worse than the median of 3 trials at 2"
 
 
 def best_of(trials) -> float:
