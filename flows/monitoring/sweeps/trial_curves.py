@@ -40,7 +40,7 @@ class TrialCurve:
         if not self.points:
             return TrialCurve(earlier.points, earlier.times, earlier.metrics, earlier.step, self.flow_run_id, self.attempts)
         kept = [(step, value) for step, value in earlier.points if step < self.points[0][0]]
-        points = (*kept, *self.points)
+        points = tuple(thin([*kept, *self.points], _MAX_POINTS))
         times = {step: {**earlier.times, **self.times}[step] for step, _ in points}
         return TrialCurve(points, times, self.metrics, self.step, self.flow_run_id, self.attempts)
 

@@ -70,6 +70,7 @@ class SweepView:
         self._clock = clock
         self._records: History = {}
         self._curves: dict[int, TrialCurve] = {}
+        self._earlier: dict[int, tuple[int, TrialCurve]] = {}  # of how many runs that a trial has left, and what they reported
         self._versions: dict[int, _Version] = {}
 
     @property
@@ -107,6 +108,7 @@ class SweepView:
                 self._versions[record.number] = _version(record)
         kept = {record.number for record in self._wanted()}
         self._curves = {number: curve for number, curve in self._curves.items() if number in kept}
+        self._earlier = {number: earlier for number, earlier in self._earlier.items() if number in kept}
 
     def trials(self) -> list[SeenTrial]:
         """Return the trials, by number."""
@@ -137,10 +139,16 @@ class SweepView:
         return record.state == "running" or self._versions.get(record.number) != _version(record)
 
     def _read(self, record: TrialRecord) -> TrialCurve:
-        curve = read_curve(Run.open(self.run.storage, record.run), self.metric)
-        before = self._versions.get(record.number)
-        has_moved = before is not None and before[0] != record.run  # it goes on from another trial's checkpoint
-        return curve.after(self._curves.get(record.number, TrialCurve())) if has_moved else curve
+        num_read, earlier = self._earlier.get(record.number, (0, TrialCurve()))
+        for run in record.earlier_runs[num_read:]:  # before it went on from another trial's checkpoint
+            earlier = self._curve_of(run).after(earlier)
+        curve = self._curve_of(record.run)
+        if curve.attempts:  # the trial trains there: the runs before have stored what they reported
+            self._earlier[record.number] = (len(record.earlier_runs), earlier)
+        return curve.after(earlier)
+
+    def _curve_of(self, run: str) -> TrialCurve:
+        return read_curve(Run.open(self.run.storage, run), self.metric)
 
     def _seen(self, record: TrialRecord) -> SeenTrial:
         curve = self._curves.get(record.number, TrialCurve())

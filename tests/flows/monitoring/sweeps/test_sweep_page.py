@@ -133,9 +133,12 @@ def test_a_trial_that_goes_on_in_another_run_keeps_its_curve_up_to_there():
     view.record(records)
     view.read()
     store_trial_from(run, trial_run(9), [(2, 0.3), (3, 0.2)])
-    view.record({**records, 0: replace(records[0], run=trial_run(9), is_cloned=True)})
-    view.read()
-    assert view.trials()[0].curve.points == ((0, 3.0), (1, 2.0), (2, 0.3), (3, 0.2))
+    moved = replace(records[0], run=trial_run(9), earlier_runs=(trial_run(0),), is_cloned=True, state="running")
+    later = SweepView(run, definition)  # the sweep was started again
+    for one in (view, view, later, later):
+        one.record({**records, 0: moved})
+        one.read()
+        assert one.trials()[0].curve.points == ((0, 3.0), (1, 2.0), (2, 0.3), (3, 0.2))
 
 
 def store_trial_from(sweep, name, points):
