@@ -139,6 +139,11 @@ class AttemptLog:
         return self.outcome is not None and self.outcome.ending == "completed"
 
     @property
+    def is_done(self) -> bool:
+        """Whether it completed, or was stopped by a sweep's decision, so that nothing of it is to be done again."""
+        return self.outcome is not None and self.outcome.ending in ("completed", "stopped")
+
+    @property
     def steps_per_s(self) -> float | None:
         """The mean number of steps per second between its first and its last report; None before the second."""
         if self.first_step is None or self.last_step is None or self.first_report_s is None or self.last_report_s is None:

@@ -61,6 +61,10 @@ def test_a_training_that_gave_up_has_lost_what_came_after_its_newest_commit():
     assert spent(told(1, 0, every_ten(0, 4, 0), 53, "failed")) == {"lost": 53}
 
 
+def test_a_trial_that_a_decision_has_stopped_has_lost_nothing():
+    assert spent(told(1, 0, every_ten(0, 4, 0), 53, "stopped")) == {"training": 53}
+
+
 def test_a_running_attempt_has_lost_nothing_yet_and_ends_now():
     assert spent(told(1, 0, every_ten(0, 4, 0)), now_s=57.0) == {"training": 57}
 
