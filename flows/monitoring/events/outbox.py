@@ -1,10 +1,12 @@
 """Events on their way to Prefect's API: in order, none twice, with a few requests a minute, without delaying the training."""
 
 import asyncio
+import json
 import threading
 import time
 from collections import deque
 from contextvars import copy_context
+from http import HTTPStatus
 from itertools import islice
 
 import httpx
@@ -19,7 +21,7 @@ PERIOD_S = 5.0
 _MOST_PER_REQUEST = 200
 _MOST_WAITING = 20_000
 _REQUEST_S = 5.0
-_TOO_MANY_REQUESTS = 429
+_OF_ONE = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 
 class EventOutbox:
@@ -84,13 +86,19 @@ class EventOutbox:
             return list(islice(self._waiting, _MOST_PER_REQUEST))
 
     def _deliver(self, batch: list[Event]) -> bool:
-        """Send `batch` and drop it unless it can be retried; return whether it was dropped."""
+        """Send `batch` and drop it unless it can be retried; return whether it was dropped.
+
+        If one of them is at fault, halves are sent until it is alone, so that it costs no other event.
+        """
         try:
             self._send(batch)
         except Exception as exc:  # noqa: BLE001 - the client also raises RuntimeError without an answer
             self._error = exc
             if not _is_permanent(exc):
                 return False
+            if len(batch) > 1 and _is_of_one(exc):
+                half = len(batch) // 2
+                return self._deliver(batch[:half]) and self._deliver(batch[half:])
             get_run_logger().warning("Prefect refuses %d events of this training: %s", len(batch), exc)
         with self._changed:
             for event in batch:
@@ -103,9 +111,21 @@ class EventOutbox:
         with without_retries():
             if self._run_resources is None:
                 self._run_resources = asyncio.run(_run_resources())
-            body = [_with_related(event, self._run_resources).model_dump(mode="json") for event in events]
+            body = _encoded([_with_related(event, self._run_resources) for event in events])
             with get_client(httpx_settings=own_connections(_REQUEST_S), sync_client=True) as client:
-                client.request("POST", "/events", json=body)
+                client.request("POST", "/events", content=body, headers={"Content-Type": "application/json"})
+
+
+class _UnencodableError(Exception):
+    """JSON cannot hold an event."""
+
+
+def _encoded(events: list[Event]) -> bytes:
+    """Return events as JSON; text with half a character, and NaN in a list, has no form there."""
+    try:
+        return json.dumps([it.model_dump(mode="json") for it in events], ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError) as exc:
+        raise _UnencodableError(f"{events[0].event} has no form in JSON: {exc}") from exc
 
 
 async def _run_resources() -> list[RelatedResource]:
@@ -119,7 +139,12 @@ def _with_related(event: Event, resources: list[RelatedResource]) -> Event:
 
 
 def _is_permanent(exc: Exception) -> bool:
-    """Return whether the server would refuse the same request again."""
+    """Return whether the same request would be refused again, here or by the server."""
     if not isinstance(exc, httpx.HTTPStatusError):
-        return False
-    return exc.response.is_client_error and exc.response.status_code != _TOO_MANY_REQUESTS
+        return isinstance(exc, _UnencodableError)
+    return exc.response.is_client_error and exc.response.status_code != HTTPStatus.TOO_MANY_REQUESTS
+
+
+def _is_of_one(exc: Exception) -> bool:
+    """Return whether one of the events may be at fault, and not the request."""
+    return not isinstance(exc, httpx.HTTPStatusError) or exc.response.status_code in _OF_ONE

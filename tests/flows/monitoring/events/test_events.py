@@ -215,13 +215,15 @@ def test_an_api_that_stays_away_holds_the_end_up_for_seconds_and_the_loss_is_tol
     assert "300 events of this training could not be sent to Prefect (" in caplog.text
 
 
-def test_events_that_the_server_refuses_are_told_and_hold_up_no_others(caplog, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_PER_REQUEST", 1)
+@pytest.mark.parametrize("faulty", [event(0, "x" * 2000), event(0).model_copy(update={"payload": {"x": "\ud800"}})])
+def test_an_event_that_is_refused_or_has_no_form_in_json_costs_no_other_one(monkeypatch, caplog, faulty):
+    about = f"beside-{len(faulty.event)}"
 
     def use(outbox):
-        outbox.put(event(0, "x" * 2000, "refused"), event(1, about="accepted"))
+        outbox.put(event(0, about=about), faulty, *(event(number, about=about) for number in (1, 2)))
         outbox.close(20)
 
     posting(use)
-    assert "Prefect refuses 1 events of this training" in caplog.text
-    assert len(events_about("accepted.", 1)) == 1
+    assert caplog.text.count("Prefect refuses 1 events of this training") == 1
+    found = events_about(f"{about}.", 3)
+    assert [it.resource.id for it in found] == [f"{about}.{number:03}" for number in range(3)]
