@@ -30,6 +30,7 @@ from prefect_torch.flows.sweeps.trial_storage import delete_all, end_of, pin_sou
 from prefect_torch.flows.sweeps.unheeded import Unheeded
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
@@ -140,8 +141,11 @@ def sweep(
     run_config = run_config or RunConfig()
     check_search(search, parsed)
     storage = configured_storage(run_config.storage, run_config.storage_deadline_s, run_config.sync)
+    working_dir = None
     if trials_on is None:
         seat_for(scaling)
+        if run_config.working_dir is not None:  # once, so that all trials run the same code
+            working_dir = pack_directory(run_config.working_dir, storage.url)
         function = pack_function(train_fn, {}).name
     else:
         check_deployment(trials_on, run_config, storage)
@@ -154,6 +158,7 @@ def sweep(
         run_config,
         checkpoint or CheckpointConfig(),
         failure,
+        working_dir,
     )
     led = Run.open(storage, run_config.name or name_of_flow_run())
     given = define(function, space, training.config, search)

@@ -26,7 +26,7 @@ from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import count_reports, end_of, end_of_error, end_of_returned, standing_of_start
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
-from prefect_torch.tasks.gang.machine.working_dir import pack_directory
+from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.function import PackedFunction
@@ -60,6 +60,7 @@ class Training:
         run_config: How the sweep starts.
         checkpoint: Which checkpoints each trial keeps.
         failure: How often each trial is restarted.
+        working_dir: The directory whose copy the ranks of every trial run in; None for the sweep's own.
 
     """
 
@@ -70,6 +71,7 @@ class Training:
     run_config: RunConfig
     checkpoint: CheckpointConfig
     failure: FailureConfig
+    working_dir: WorkingDirectory | None = None
 
     def config_of(self, trial: TrialRecord) -> dict[str, Any]:
         """Return the config of a trial's function."""
@@ -77,7 +79,7 @@ class Training:
 
     def job_of(self, trial: TrialRecord, decisions: DecisionMaker | None) -> TrainJob:
         """Return the training of a trial."""
-        source, directory = trial.source, self.run_config.working_dir
+        source = trial.source
         return TrainJob(
             function=self.pack(self.config_of(trial)),
             storage=self.storage,
@@ -89,7 +91,7 @@ class Training:
             checkpoint=self.checkpoint,
             failure=self.failure,
             decisions=decisions,
-            working_dir=None if directory is None else pack_directory(directory, self.storage.url),
+            working_dir=self.working_dir,
         )
 
 

@@ -70,3 +70,10 @@ def fail_when_stopped(config: dict) -> None:
         climb(config)
     except SystemExit:
         raise ValueError("a cleanup that fails") from None
+
+
+def change_code(config: dict) -> dict:
+    """Return what the working directory says, and let it say something else."""
+    said = Path("said.txt").read_text()
+    (Path(config["project"]) / "said.txt").write_text("2")
+    return {"loss": float(said)}

@@ -240,6 +240,17 @@ def test_a_trial_starts_once_prefects_api_answers_with_one_flow_run(run, monkeyp
     assert [it["state_name"] for it in found] == ["Completed"]
 
 
+def test_all_trials_run_the_code_with_which_the_sweep_began(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "said.txt").write_text("1")
+    brought = run.model_copy(update={"working_dir": str(project), "storage": str(tmp_path / "store")})
+    asked, config = SearchConfig(metric="loss"), {"project": str(project)}
+    result = sweep("sweep_trainings:change_code", {"x": grid([1, 2])}, config, asked, run=brought)
+    assert [trial.metrics["loss"] for trial in result.trials] == [1.0, 1.0]
+
+
 WRONG = [
     ({}, {}, "is empty: give what is to be searched"),
     ({"lr": uniform(2, 1)}, {}, "low=2 is above high=1"),
