@@ -273,9 +273,10 @@ def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
     """
     for trial in search.running():
         run = Run.open(storage, trial.run)
-        request = undecided(run, trial, search.points(trial.number, lambda: 0))
-        if request is not None:
+        for request in undecided(run, trial, search.points(trial.number, lambda: 0)):
             search.decide(trial.number, request)
+            if search.trials[trial.number] is not trial:  # a decision was recorded
+                break
         if search.trials[trial.number].state == "running":
             standing = read_standing(run)
             end = None if standing is None or standing.outcome is None else end_of(run, standing.outcome)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
@@ -91,10 +91,11 @@ def _count_up_to(records: Sequence[MetricRecord], manifests: Sequence[Manifest],
     return sum(count for step, count in by_step.items() if step <= last)
 
 
-def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> DecisionRequest | None:
-    """Return the committed report of a trial that asks for a decision which was not recorded, because of a kill.
+def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> Iterator[DecisionRequest]:
+    """Yield the committed reports of a trial that ask for a decision which was not recorded.
 
-    There is one at most, since the ranks wait for the decision on it.
+    The first one on which can be decided was left by a kill, since the ranks wait for the decision. Those before lack what is
+    decided by, and the trial has gone on.
 
     Args:
         run: The run of the trial.
@@ -103,19 +104,18 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> De
 
     """
     if points is None:
-        return None
-    manifests = CheckpointStore(run.storage, run.layout, run.spec).list()
+        return
+    manifests, records = CheckpointStore(run.storage, run.layout, run.spec).list(), read_history(run)
     decided = {report.checkpoint for report in trial.reports}
     last = trial.reports[-1].time if trial.reports else -math.inf
     for manifest in manifests:
-        count = trial.reports_before + _count_up_to(read_history(run), manifests, manifest.step)
+        count = trial.reports_before + _count_up_to(records, manifests, manifest.step)
         at = time_of(points.time_attr, manifest.step, count, manifest.reported)
         if manifest.id in decided or (at is not None and at <= last):
             continue
         if points.ask(manifest.step, count, manifest.reported, has_checkpoint=True):
-            before = [record for record in read_history(run) if record.step < manifest.step]
-            return DecisionRequest(0, manifest.step, count, manifest.reported, manifest.id, newest_of_each(before))
-    return None
+            before = [record for record in records if record.step < manifest.step]
+            yield DecisionRequest(0, manifest.step, count, manifest.reported, manifest.id, newest_of_each(before))
 
 
 def pin_source(storage: StorageSpec, source: TrialRecord, clone: str) -> tuple[str, int] | None:

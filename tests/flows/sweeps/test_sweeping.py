@@ -40,6 +40,9 @@ from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.prefect_api.client import SubflowClients
 from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.journal import list_parts
+from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
+from prefect_torch.flows.sweeps.search import Search
+from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, undecided
 from prefect_torch.tasks.training import leadership, publish_backoff
 from told_trainings import events_about
@@ -365,15 +368,25 @@ def test_a_report_whose_decision_was_not_recorded_is_decided_by_what_it_committe
         job_commit(run, step)
     points = DecisionPoints(time_attr, 2, stop={"loss": 9})
     trial = TrialRecord(0, run.name, {}, 0, milestone=2)
-    request = undecided(run, trial, points)
+    request, *_ = undecided(run, trial, points)
     first = 1 if time_attr == "training_iteration" else 2
     assert (request.step, request.num_reports, request.metrics["epoch"]) == (first, first + 1, first)
     decided = replace(trial, reports=(RungReport(2, 1.0, request.checkpoint),))
-    assert undecided(run, decided, replace(points, milestone=4)) is None
+    assert list(undecided(run, decided, replace(points, milestone=4))) == []
     cloned = replace(trial, reports=(RungReport(2, 1.0),), reports_before=2)  # its run begins from another one's checkpoint
-    assert undecided(run, cloned, DecisionPoints("training_iteration", 5)).step == 2
-    assert undecided(run, trial, DecisionPoints(stop={"epoch": 1})).step == 1
-    assert undecided(run, trial, None) is None
+    assert [it.step for it in undecided(run, cloned, DecisionPoints("training_iteration", 5))] == [2]
+    assert [it.step for it in undecided(run, trial, DecisionPoints(stop={"epoch": 1}))] == [1, 2]
+    assert list(undecided(run, trial, None)) == []
+
+
+def test_of_reports_that_a_kill_left_undecided_the_first_with_the_metric_is_decided(tmp_path):
+    space, recorded = parse_space({"lr": uniform(0, 1)}), RecordedTrials([], [].append)
+    searched = Search(search(scheduler="asha", max_t=9), space, 0, recorded, "sweep")
+    trial = searched.next_trial()
+    for step, metrics in enumerate(({}, {}, {"loss": 1.0}, {"loss": 2.0})):
+        job_commit(Run.open(tmp_path, trial.run), step, metrics)
+    assert sweeping._recovered(searched, StorageSpec(str(tmp_path))) == []
+    assert [(report.time, report.value) for report in searched.trials[0].reports] == [(2, 1.0)]
 
 
 def test_each_report_of_a_step_counts_and_a_step_that_was_trained_again_once(tmp_path):
@@ -394,8 +407,8 @@ def test_a_stopped_trial_has_metrics_that_only_other_reports_have(run):
     assert [record.step for record in result.best.result.history] == [0, 0, 1, 1]
 
 
-def job_commit(run: Run, step: int) -> None:
+def job_commit(run: Run, step: int, metrics: dict | None = None) -> None:
     checkpoint_id = new_id(1, step)
-    metrics = {"loss": 1.0, "epoch": step}
-    manifest = Manifest(checkpoint_id, step, 1, metrics, (), 1, None, datetime.now(timezone.utc))
+    reported = {"loss": 1.0, "epoch": step} if metrics is None else metrics
+    manifest = Manifest(checkpoint_id, step, 1, reported, (), 1, None, datetime.now(timezone.utc))
     run.storage.put_bytes(run.layout.manifest(checkpoint_id), manifest.encode())
