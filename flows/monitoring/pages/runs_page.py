@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from uuid import UUID
 
 from prefect import get_run_logger
@@ -28,7 +27,7 @@ from prefect_torch.flows.sweeps.stored_trials import read_trials
 
 from .live_artifact import artifact_key
 
-_MAX_RUNS = 500  # whose newest attempt is read
+_MAX_RUNS = 500  # whose newest attempt is read: of more, the last by name, since many names begin with a date
 _MAX_ROWS = 50  # whose metrics are read, too
 _LONGEST_S = 10.0  # for reading metrics; the rows that are left have no curve
 
@@ -103,7 +102,7 @@ def read_runs(storage: StorageSpec, clock: Callable[[], float] = time.monotonic)
 
     """
     names = list(list_runs(storage))
-    stores = [CheckpointStore.open(storage, name) for name in islice(names, _MAX_RUNS)]
+    stores = [CheckpointStore.open(storage, name) for name in names[-_MAX_RUNS:]]
     found = [RunRow(store.run, it) for store, it in zip(stores, read_all(stores, _standing), strict=True) if it is not None]
     found.sort(key=lambda row: row.standing.attempt.claimed_at, reverse=True)
     read = partial(_with_metrics, storage, clock() + _LONGEST_S, clock)

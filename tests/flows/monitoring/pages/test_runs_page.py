@@ -71,6 +71,14 @@ def test_more_runs_than_rows_are_counted_and_slow_reads_leave_curves_out(storage
     assert "1 other runs are not shown" in write_runs(storage.url, rows, num_left_out, 0.0)
 
 
+def test_of_very_many_runs_the_last_by_name_are_looked_at(storage, monkeypatch):
+    for day in (1, 2, 3):
+        leave_run(storage, f"2026-01-0{day}", [1.0, 2.0])
+    monkeypatch.setattr(runs_page, "_MAX_RUNS", 2)
+    rows, num_left_out = read_runs(storage)
+    assert ([row.name for row in rows], num_left_out) == (["2026-01-03", "2026-01-02"], 1)
+
+
 def test_a_storage_without_runs_has_no_page(storage):
     assert read_runs(storage) == ([], 0)
 
