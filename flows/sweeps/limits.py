@@ -6,10 +6,10 @@ from prefect_torch.flows.sweeps.search_config import SearchConfig
 
 
 def limits_of(search: SearchConfig) -> dict[str, float]:
-    """Return the limits of `search.stop` and `search.max_t`, by metric or time."""
+    """Return the limits of `search.stop` and `search.max_t`, by metric or time; of two for the same time, the lower."""
     limits = dict(search.stop or {})
     if search.max_t is not None:
-        limits.setdefault(search.time_attr, search.max_t)
+        limits[search.time_attr] = min(search.max_t, limits.get(search.time_attr, search.max_t))
     return limits
 
 

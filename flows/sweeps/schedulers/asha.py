@@ -59,7 +59,7 @@ class Asha:
         """Return that the trial goes on if it is promoted at once, is complete at the last rung, and else pauses."""
         trial = history[number]
         rungs, rung = self.rungs(self.bracket_of(number)), len(trial.reports) - 1
-        if rung >= len(rungs) - 1 or trial.reports[-1].time >= self.max_t:
+        if rung >= len(rungs) - 1:
             return Decision("completed", reason=f"max_t={self.max_t:g}")
         promoted = self.promote({**history, number: replace(trial, state="paused")})
         if promoted is not None and promoted.number == number:

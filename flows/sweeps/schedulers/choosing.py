@@ -26,12 +26,12 @@ def make_scheduler(search: SearchConfig, space: Nested, seed: int, num_trials: i
         make = Asha if search.scheduler == "asha" else hyperband
         return make(search.grace_period, search.reduction_factor, search.max_t, num_trials)
     if search.scheduler == "median":
-        return Median(search.grace_period, search.max_t)
+        return Median(search.grace_period)
     if search.scheduler == "pbt":
         assert search.perturbation_interval is not None
         return PopulationBased(space, search.perturbation_interval, num_trials, seed)
     if search.scheduler == "pruner":
         assert search.pruner is not None
         pruning, counts_reports = OptunaPruning(search.pruner), search.is_timed_by_metric
-        return PrunedTrials(pruning, search.grace_period, search.max_t, counts_reports=counts_reports)
+        return PrunedTrials(pruning, search.grace_period, counts_reports=counts_reports)
     return RunToTheEnd()

@@ -6,11 +6,11 @@ from statistics import fmean, median
 
 from prefect_torch.flows.sweeps.history import History, TrialRecord
 
-from .scheduling import Decision, Promotion, RunToTheEnd, sort_key
+from .scheduling import Decision, ResumesAll, sort_key
 
 
 @dataclass(frozen=True, slots=True)
-class Median:
+class Median(ResumesAll):
     """Stops a trial whose best value is worse than the median of the others' averages up to the same time.
 
     Others count that have come as far, as in Ray Tune: the averages of those that were stopped before are of their bad
@@ -18,13 +18,11 @@ class Median:
 
     Attributes:
         grace_period: No trial is stopped before this time.
-        max_t: The time at which a trial is complete; None for none.
         min_trials: How many others must have come as far.
 
     """
 
     grace_period: float
-    max_t: float | None = None
     min_trials: int = 3
     asks_always: bool = True
     promotes_first: bool = True
@@ -37,8 +35,6 @@ class Median:
         """Return whether the trial is stopped."""
         trial = history[number]
         time = trial.reports[-1].time
-        if self.max_t is not None and time >= self.max_t:
-            return Decision("completed", reason=f"max_t={self.max_t:g}")
         others = (it for it in history.values() if it.number != number and it.reports and it.reports[-1].time >= time)
         averages = [mean for other in others if (mean := _mean(other, time)) is not None]
         if time < self.grace_period or len(averages) < self.min_trials:
@@ -48,14 +44,6 @@ class Median:
         if math.isnan(best) or best > middle:
             return Decision("stopped", reason=f"worse than the median of {len(averages)} trials at {time:g}")
         return Decision("running", self.grace_period)
-
-    def promote(self, history: History) -> Promotion | None:
-        """Return the first paused trial, which another scheduler has paused."""
-        return RunToTheEnd().promote(history)
-
-    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - as the others
-        """Return none: every paused trial is resumed."""
-        return frozenset()
 
 
 def _mean(trial: TrialRecord, time: float) -> float | None:

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState
 
-from .scheduling import Decision, Promotion, RunToTheEnd
+from .scheduling import Decision, ResumesAll
 
 
 class Pruning(Protocol):
@@ -19,7 +19,7 @@ class Pruning(Protocol):
         ...
 
 
-class PrunedTrials:
+class PrunedTrials(ResumesAll):
     """Stops a trial at a report at which a pruner would.
 
     What the pruner knows is made from the history, so a sweep that is started again has it, too: report by report, as far as
@@ -28,7 +28,6 @@ class PrunedTrials:
     Args:
         pruning: The pruner.
         grace_period: No trial is stopped before this time.
-        max_t: The time at which a trial is complete; None for none.
         counts_reports: Whether the steps that the pruner sees number the reports of a trial, from 1, since a time may be a
             fraction or missing; else they are the times.
 
@@ -37,11 +36,10 @@ class PrunedTrials:
     asks_always = True
     promotes_first = True
 
-    def __init__(self, pruning: Pruning, grace_period: float, max_t: float | None, *, counts_reports: bool) -> None:
+    def __init__(self, pruning: Pruning, grace_period: float, *, counts_reports: bool) -> None:
         self._pruning = pruning
         self._counts_reports = counts_reports
         self._grace_period = grace_period
-        self._max_t = max_t
         self._seen: dict[int, int] = {}  # how many reports of each trial
         self._ended: set[int] = set()
 
@@ -57,19 +55,9 @@ class PrunedTrials:
         trial = history[number]
         prunes = self._catch_up(trial)
         time = trial.reports[-1].time
-        if self._max_t is not None and time >= self._max_t:
-            return Decision("completed", reason=f"max_t={self._max_t:g}")
         if prunes and time >= self._grace_period:
             return Decision("stopped", reason=f"pruned at {time:g}")
         return Decision("running", 0.0)
-
-    def promote(self, history: History) -> Promotion | None:
-        """Return the first paused trial, which another scheduler has paused."""
-        return RunToTheEnd().promote(history)
-
-    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - as the others
-        """Return none: every paused trial is resumed."""
-        return frozenset()
 
     def _catch_up(self, trial: TrialRecord) -> bool:
         """Let the pruner see the new reports of a trial, and return what it says of the last of them."""

@@ -432,6 +432,14 @@ def test_an_integer_that_no_float_can_hold_is_an_infinite_score():
     assert time_of("loss", 0, 1, {"loss": 10**400}) == math.inf
 
 
+def test_the_lower_of_two_limits_for_the_same_time_counts():
+    for stop in ({"step": 5}, {"step": 50}):
+        search = Search(configured(max_t=9, stop=stop), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
+        assert search.decide(search.next_trial().number, DecisionRequest(0, 4, 1, {"loss": 1.0}, "a")).goes_on
+        assert not search.decide(0, DecisionRequest(0, 9, 2, {"loss": 1.0}, "b")).goes_on
+        assert search.trials[0].reason == f"step=9 has reached {min(9, stop['step'])}"
+
+
 def test_the_time_of_earlier_starts_counts_against_the_time_budget():
     def started_again(budget_s):
         events = [decode_event(entry, "the journal") for entry in entries]
