@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.history import newest_of_each, read_history
-from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.opening import StorageLike
 from prefect_torch.flows.monitoring.sweeps.notebook import sweep_html
 from prefect_torch.flows.monitoring.sweeps.parameters import parameters_of
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
 from prefect_torch.flows.sweeps.definition import Definition, config_of_trial, read_definition
-from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, score_in
+from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, score_in, value_in
 from prefect_torch.flows.sweeps.stored_trials import read_trials
 
 from .result import Result
@@ -212,7 +212,7 @@ class SweepResult:
 
 
 def _seen(trial: Trial, metric: str) -> SeenTrial:
-    value = None if trial.state == "failed" else find_finite_score(trial.metrics, metric)
+    value = value_in(trial.metrics, trial.state, metric)
     parameters = parameters_of(trial.config)
     return SeenTrial(trial.number, trial.run, trial.state, trial.reason, parameters, trial.metrics, value)
 

@@ -150,6 +150,13 @@ def flatten_metrics(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, M
             yield f"{prefix}{name}", value
 
 
+def numbers_in(metrics: Metrics) -> Iterator[tuple[str, int | float]]:
+    """Yield each leaf of nested metrics that is a number and no bool, as `flatten_metrics` does."""
+    for name, value in flatten_metrics(metrics):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, value
+
+
 def with_numbers(value: object) -> object:
     """Return `value` with numpy scalars, 0-d arrays and 0-d tensors in its dicts and lists as Python numbers."""
     if isinstance(value, Mapping):

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from itertools import islice
 
 from prefect import get_run_logger
 from prefect.blocks.core import Block
@@ -11,7 +12,7 @@ from prefect_torch.ckpt import RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import step_of
-from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import find_score, numbers_in
 from prefect_torch.ckpt.runs.retention import score
 from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.ckpt.text import show_count
@@ -96,9 +97,7 @@ def _best(result: Result, policy: RetentionPolicy) -> list[str]:
     """Return the best score; without a score, the last value of the first metric that is a number."""
     name, order = policy.checkpoint_score_attribute, policy.checkpoint_score_order
     if name is None:
-        flat = flatten_metrics(result.metrics)
-        numbers = ((key, it) for key, it in flat if isinstance(it, (int, float)) and not isinstance(it, bool))
-        return [f"{key} {show_number(value)}" for key, value in list(numbers)[:1]]
+        return [f"{key} {show_number(value)}" for key, value in islice(numbers_in(result.metrics), 1)]
     scored = [(record.metrics, record.step) for record in result.history if _has_score(record, name)]
     if not scored:  # an evaluation attached it
         found = [(it.manifest, metrics) for it, metrics in result.best_checkpoints]

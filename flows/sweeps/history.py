@@ -338,5 +338,10 @@ def score_of(trial: TrialRecord, metric: str, mode: str) -> float | None:
 
 def score_in(metrics: Metrics, state: TrialState, metric: str, mode: str) -> float | None:
     """Return the value of a metric in a trial's metrics; see `score_of`."""
-    value = None if state == "failed" else find_finite_score(metrics, metric)
+    value = value_in(metrics, state, metric)
     return value if value is None or mode == "min" else -value
+
+
+def value_in(metrics: Metrics, state: TrialState, metric: str) -> float | None:
+    """Return the value of a metric in a trial's metrics; None if it is no finite number, or the trial failed."""
+    return None if state == "failed" else find_finite_score(metrics, metric)

@@ -13,11 +13,11 @@ from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.errors import CheckpointError
-from prefect_torch.ckpt.runs.history import MetricRecord, read_history
-from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
+from prefect_torch.ckpt.runs.history import read_history
+from prefect_torch.ckpt.runs.metrics import numbers_in
 from prefect_torch.ckpt.runs.standing import Standing, read_standing
 from prefect_torch.ckpt.storage.parallel import read_all
-from prefect_torch.flows.monitoring.pages.drawing.curves import Point
+from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
 from prefect_torch.flows.monitoring.text import page_url, plain_text, seconds_of, show_number, show_time
@@ -146,8 +146,9 @@ def _with_metrics(storage: StorageSpec, until_s: float, clock: Callable[[], floa
     if not history:
         return _as_sweep(store, row)
     policy = row.standing.attempt.policy
-    name = policy.checkpoint_score_attribute or _first_metric(history)
-    points = [] if name is None else list(_points(history, name))
+    name = policy.checkpoint_score_attribute or next((key for key, _ in numbers_in(history[-1].metrics)), None)
+    by_step = {} if name is None else {record.step: value for record, value in finite_values(history, name)}
+    points = sorted(by_step.items())  # what was trained again has replaced what was lost
     choose = max if policy.checkpoint_score_order == "max" else min
     best = None
     if points:
@@ -166,21 +167,6 @@ def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
     scores = [score for trial in trials.values() if (score := score_of(trial, metric, mode)) is not None]
     best = None if not scores else min(scores) * (1 if mode == "min" else -1)
     return replace(row, metric=metric, best=best, num_trials=len(trials))
-
-
-def _first_metric(history: Sequence[MetricRecord]) -> str | None:
-    flat = flatten_metrics(history[-1].metrics)
-    return next((name for name, value in flat if isinstance(value, (int, float)) and not isinstance(value, bool)), None)
-
-
-def _points(history: Sequence[MetricRecord], name: str) -> Iterator[Point]:
-    """Yield the finite values of a metric by step; what was trained again replaces what was lost."""
-    values: dict[int, float] = {}
-    for record in history:
-        value = find_score(record.metrics, name)
-        if value is not None and abs(value) < 1e300:  # noqa: PLR2004 - neither NaN nor infinite, and differences are finite
-            values[record.step] = float(value)
-    yield from sorted(values.items())
 
 
 def _cells(row: RunRow) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_torch.flows.monitoring.pages.drawing.axis import Axis, log_axis, value_axis
+from prefect_torch.flows.monitoring.pages.drawing.axis import WIDE_RATIO, Axis, log_axis, value_axis
 from prefect_torch.flows.monitoring.pages.drawing.svg import (
     COLOURS,
     WIDTH,
@@ -23,7 +23,6 @@ _HEIGHT, _TOP, _BOTTOM, _SIDE = 260, 34, 16, 60
 _MAX_TRIALS = 200
 _MAX_LABELS = 8
 _FEW = 5  # numbers that are written beside their axis, instead of round ones
-_WIDE_RATIO = 30.0  # from which on numbers are searched by their logarithms
 _GOOD, _BAD = (59, 130, 246), (150, 156, 168)
 _BAR_HEIGHT, _NAME_WIDTH = 20, 180
 
@@ -117,7 +116,7 @@ def _scale(name: str, values: Sequence[Value]) -> Scale:
 
 def _number_axis(numbers: Sequence[float]) -> Axis:
     low, high = min(numbers), max(numbers)
-    return log_axis(low, high) if low > 0 and high / low >= _WIDE_RATIO else value_axis(numbers)
+    return log_axis(low, high) if low > 0 and high / low >= WIDE_RATIO else value_axis(numbers)
 
 
 def _note(axis: Axis) -> str:

@@ -1,17 +1,15 @@
 """The curve of a trial: what it has reported of the metric that the sweep optimizes, read from its run."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from prefect_torch.ckpt.runs.history import MetricRecord, newest_of_each, read_history
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.ckpt.runs.history import newest_of_each, read_history
+from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import read_standing
-from prefect_torch.flows.monitoring.pages.drawing.curves import Point, thin
+from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values, thin
 from prefect_torch.flows.monitoring.text import seconds_of
 
 _MAX_POINTS = 60
-_LARGEST = 1e300  # differences of larger numbers overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ def read_curve(run: Run, metric: str) -> TrialCurve:
     if standing is None:
         return TrialCurve()
     history = read_history(run)
-    values = dict(_finite(history, metric))
+    values = {record.step: (value, seconds_of(record.reported_at)) for record, value in finite_values(history, metric)}
     points = thin([(step, value) for step, (value, _) in sorted(values.items())], _MAX_POINTS)
     return TrialCurve(
         tuple(points),
@@ -70,11 +68,3 @@ def read_curve(run: Run, metric: str) -> TrialCurve:
         standing.attempt.owner.flow_run_id,
         standing.attempt.number,
     )
-
-
-def _finite(history: Iterable[MetricRecord], metric: str) -> Iterable[tuple[int, tuple[float, float]]]:
-    """Yield the step, value and time of each finite value; a step that was trained again comes twice."""
-    for record in history:
-        value = find_score(record.metrics, metric)
-        if value is not None and abs(value) < _LARGEST:
-            yield record.step, (float(value), seconds_of(record.reported_at))

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score
+from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.flows.sweeps.definition import Definition
-from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, score_in
+from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, score_in, value_in
 
 from .parameters import Value, parameters_of
 from .trial_curves import TrialCurve, read_curve
@@ -153,7 +153,6 @@ class SweepView:
     def _seen(self, record: TrialRecord) -> SeenTrial:
         curve = self._curves.get(record.number, TrialCurve())
         metrics = curve.metrics if record.state == "running" and curve.metrics else record.metrics or curve.metrics
-        score = None if record.state == "failed" else find_finite_score(metrics, self.metric)
         return SeenTrial(
             record.number,
             record.run,
@@ -161,7 +160,7 @@ class SweepView:
             record.reason,
             parameters_of(record.config),
             metrics,
-            score,
+            value_in(metrics, record.state, self.metric),
             tuple(report.time for report in record.reports),
             curve,
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _NUM_TICKS = 4
-_WIDE_RATIO = 30.0
+WIDE_RATIO = 30.0  # of the largest to the smallest number, from which on logarithms may show more
 _SMALLEST, _LARGEST = 1e-307, 1e307  # arithmetic between these neither underflows nor overflows
 
 
@@ -43,7 +43,7 @@ def value_axis(values: Sequence[float]) -> Axis:
     if low == high:
         margin = abs(low) / 10 or 1.0
         return _linear(low - margin, high + margin)
-    if low > 0 and high / low > _WIDE_RATIO and _middle_share(values) <= _middle_share([math.log10(value) for value in values]):
+    if low > 0 and high / low > WIDE_RATIO and _middle_share(values) <= _middle_share([math.log10(value) for value in values]):
         return log_axis(low, high)
     margin = (high - low) / 20
     return _linear(low - margin, high + margin)

@@ -1,12 +1,12 @@
 """The metrics of a run as curves of bounded size, however long it trains."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.ckpt.runs.metrics import MetricValue, as_float, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import MetricValue, as_float, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.flows.monitoring.pages.attempt_log import Position
 
@@ -45,7 +45,7 @@ class Curve:
         number = _number(value)
         if number is None:
             return
-        if not math.isfinite(number) or abs(number) > _LARGEST:
+        if math.isnan(number) or abs(number) > _LARGEST:
             self.num_odd += 1
             return
         self.low = number if self.low is None else min(self.low, number)
@@ -110,6 +110,14 @@ class Curves:
     def sorted(self, first: str | None) -> list[Curve]:
         """Return the curves, the one named `first` at the front."""
         return sorted(self._by_name.values(), key=lambda curve: curve.name != first)
+
+
+def finite_values(history: Iterable[MetricRecord], metric: str) -> Iterator[tuple[MetricRecord, float]]:
+    """Yield each report with a value of a metric that can be drawn: finite, and so that differences are."""
+    for record in history:
+        score = find_score(record.metrics, metric)
+        if score is not None and abs(value := as_float(score)) <= _LARGEST:
+            yield record, value
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
