@@ -203,6 +203,8 @@ class Checkpoint:
         stored it. What all ranks of a node need from a bucket is downloaded once, below `TMPDIR`, if there is room. Names that
         `state` leaves out are not read; a dict below a name gets back every item it held. All names, shapes and dtypes are
         compared before anything changes; after an error while reading, parts of `state` are restored and others not.
+        A tensor outside of modules that shares the memory of a module in `state`, or of another tensor there, is replaced by a
+        new one where its stored values are others.
 
         On GPUs it waits for the work that this thread has queued on the current streams; work on other streams must be awaited
         by these before. Afterwards every stream sees the values. A tensor below a name for which `state` holds none, such as an

@@ -14,14 +14,20 @@ _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torc
 
 
 class ParameterNames:
-    """The names of all parameters of the modules in a state, which identify an optimizer's state on other ranks."""
+    """The names of all parameters of the modules in a state, which identify an optimizer's state on other ranks.
+
+    Attributes:
+        modules: The modules, without what wraps them whole.
+
+    """
 
     def __init__(self, state: Any) -> None:
-        modules = dict(_modules(state, ()))
+        self.modules: list[torch.nn.Module] = []
         self._names: dict[torch.Tensor, tuple[str, str]] = {}
-        for prefix, module in modules.items():
+        for prefix, module in _modules(state, ()):
             _reshard(module)
-            for name, parameter in unwrap(module).named_parameters():
+            self.modules.append(unwrap(module))
+            for name, parameter in self.modules[-1].named_parameters():
                 self._names.setdefault(parameter, (prefix, clean_name(name)))
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[str | int]:

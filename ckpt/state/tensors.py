@@ -1,6 +1,7 @@
 """The tensors that a state may hold, and this rank's part of each."""
 
 import sys
+from typing import NamedTuple
 
 import torch
 
@@ -59,6 +60,39 @@ def is_dtensor(value: object) -> bool:
     # A thread may be importing them, which torch's compiler does: a module in the making has no class yet.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
+
+
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and any other tensor itself."""
+    return value.to_local() if is_dtensor(value) else value  # type: ignore[attr-defined]
+
+
+class Place(NamedTuple):
+    """Where this rank's part of a tensor lies in memory.
+
+    Attributes:
+        storage: The address of its storage; 0 if it has none.
+        start: The address of its first element.
+        stop: The address behind its last element, equal to `start` if it has none.
+
+    """
+
+    storage: int
+    start: int
+    stop: int
+
+
+def place_of(value: torch.Tensor) -> Place:
+    """Return where this rank's part of a tensor lies."""
+    local = local_tensor(value)
+    storage, item_bytes = local.untyped_storage().data_ptr(), local.element_size()
+    start = storage + int(local.storage_offset()) * item_bytes
+    if storage == 0 or local.numel() == 0:
+        return Place(storage, start, start)
+    if local.is_contiguous():
+        return Place(storage, start, start + local.numel() * item_bytes)
+    reach = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)) + 1
+    return Place(storage, start, start + reach * item_bytes)
 
 
 def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:

@@ -12,7 +12,7 @@ from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.tensors import local_part
 
 from .read import Block, StateReader, stored_value, tensor_blocks, value_block
-from .targets import why_unwritable
+from .targets import FilledMemory, why_unwritable
 
 Path: TypeAlias = tuple[Step, ...]
 Get: TypeAlias = Callable[[], Any]
@@ -73,6 +73,7 @@ class LoadPlan:
         finish: The actions once they are read, in order.
         last: The actions after these: they set random generators, from which the others may draw.
         problems: The differences between what is stored and the state to load into.
+        memory: The memory that is filled in place.
 
     """
 
@@ -85,6 +86,7 @@ class LoadPlan:
         self.finish: list[Callable[[], None]] = []
         self.last: list[Callable[[], None]] = []
         self.problems: list[str] = []
+        self.memory = FilledMemory()
         self._index = index
         self._reader = reader
         self._rank = rank
@@ -226,8 +228,12 @@ class LoadPlan:
             tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
         elif why_unwritable(like) is not None:
             tensor = torch.empty(entry.shape, dtype=dtype, device="cpu" if like.is_meta else like.device)
+        elif like.dtype != dtype:
+            tensor = torch.empty_like(like, dtype=dtype)
         else:
-            tensor = like if like.dtype == dtype else torch.empty_like(like, dtype=dtype)
+            own, get = self.memory.own(like)
+            self.fill(own, entry)
+            return get
         self.fill(tensor, entry)
         return lambda: tensor
 

@@ -1,10 +1,11 @@
 """The load of a state into live objects, in place: every difference is found before anything changes."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from itertools import chain
 from typing import Any
 
 import torch
-from prefect_torch.ckpt.state.arrays import array_kind, memory_of_array
+from prefect_torch.ckpt.state.arrays import array_kind, as_array, memory_of_array
 from prefect_torch.ckpt.state.flatten import check_is_dict, is_plain, is_stateful
 from prefect_torch.ckpt.state.index import TensorEntry
 from prefect_torch.ckpt.state.key_order import hashable
@@ -12,11 +13,11 @@ from prefect_torch.ckpt.state.parameters import ParameterNames, clean_name, is_b
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.random_state import ProcessGenerators
 from prefect_torch.ckpt.state.rank_local import RankLocal
-from prefect_torch.ckpt.state.tensors import local_part
+from prefect_torch.ckpt.state.tensors import Place, place_of
 
 from .load_plan import Get, LoadPlan, Node, Path, tensors_in
 from .optimizers import restore_optimizer
-from .targets import does_more_than_copy, fill_tensor, filled
+from .targets import does_more_than_copy, fill_tensor, filled, why_unwritable
 
 
 def plan_restore(plan: LoadPlan, state: MutableMapping[str, Any]) -> None:
@@ -42,6 +43,8 @@ class _Restore:
     def __init__(self, plan: LoadPlan, parameters: ParameterNames) -> None:
         self._plan = plan
         self._parameters = parameters
+        self._places = {id(module): _places(module) for module in parameters.modules}
+        plan.memory.reserve(chain.from_iterable(self._places.values()))
 
     def item(self, container: Any, key: Any, node: Node, path: Path, step: Step | None = None) -> None:
         """Plan the load into `container[key]`."""
@@ -66,9 +69,9 @@ class _Restore:
         elif isinstance(target, torch.optim.Optimizer) and is_by_parameter(target.state_dict()):
             restore_optimizer(plan, target, self._parameters.of(target), node, path)
         elif isinstance(target, torch.Tensor):
-            self._restore_tensor(target, node, path)
+            return self._restore_tensor(target, node, path)
         elif array_kind(target) == "array":
-            self._restore_array(target, node, path)
+            return self._restore_array(target, node, path)
         elif is_stateful(target):
             get = plan.build(node, path, tensors_in(target.state_dict(), path))
             finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
@@ -106,7 +109,13 @@ class _Restore:
                 f"{name!r} is one value in the checkpoint, without what the {type(target).__name__} to load into holds"
             )
 
-    def _restore_tensor(self, target: torch.Tensor, node: Node, path: Path) -> None:
+    def _restore_tensor(self, target: torch.Tensor, node: Node, path: Path) -> Get | None:
+        """Plan the load into `target`; return a function for its new value where another part of the state has its memory."""
+        own, get = (target, None) if why_unwritable(target) else self._plan.memory.own(target)
+        self._fill(own, node, path)
+        return None if own is target else get
+
+    def _fill(self, target: torch.Tensor, node: Node, path: Path) -> None:
         plan = self._plan
         name = plan.name_of(node, path)
         if name is None:
@@ -124,14 +133,15 @@ class _Restore:
             value = plan.value(name)
             plan.finish.append(lambda: fill_tensor(target, value(), name))
 
-    def _restore_array(self, target: Any, node: Node, path: Path) -> None:
+    def _restore_array(self, target: Any, node: Node, path: Path) -> Get | None:
         memory = memory_of_array(target)
         if memory is None:
             self._plan.problems.append(
                 f"{path_name(path)!r} is to be loaded into an array that is read-only or reversed: give a copy"
             )
-        else:
-            self._restore_tensor(memory, node, path)
+            return None
+        get = self._restore_tensor(memory, node, path)
+        return None if get is None else lambda: target if (value := get()) is memory else as_array(value, "array")
 
     def _restore_module(self, module: torch.nn.Module, node: Node, path: Path) -> None:
         if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
@@ -140,10 +150,13 @@ class _Restore:
             )
             return
         state = module.state_dict()
-        own = {tensor.untyped_storage().data_ptr() for tensor in _local((*module.parameters(), *module.buffers()))}
+        own = {place.storage for place in self._places[id(module)]}
         names = {clean_name(key): key for key in state}
         for name, key in names.items():
-            self.item(state, key, node, path, name)
+            if isinstance(state[key], torch.Tensor) and name in node.children:
+                self._fill(state[key], node.children[name], (*path, name))
+            else:
+                self.item(state, key, node, path, name)
         unknown = (key for key in node.children.keys() - names.keys() if not self._plan.is_of_others(node.children[key]))
         for unexpected in sorted(str(key) for key in unknown):
             self._plan.problems.append(
@@ -154,14 +167,13 @@ class _Restore:
             self._plan.finish.append(_calls(module.load_state_dict, state))
 
 
-def _is_in(memory: set[int], value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and all(part.untyped_storage().data_ptr() in memory for part in _local([value]))
+def _is_in(storages: set[int], value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and place_of(value).storage in storages
 
 
-def _local(tensors: Any) -> Iterator[torch.Tensor]:
-    for tensor in tensors:
-        if (part := local_part(tensor)) is not None:
-            yield part[1]
+def _places(module: torch.nn.Module) -> list[Place]:
+    tensors = (*module.parameters(), *module.buffers())
+    return [place_of(tensor) for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)]
 
 
 def _has_names(target: Any, value: Any) -> bool:

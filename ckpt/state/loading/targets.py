@@ -1,12 +1,22 @@
 """The load into one target: a container, a tensor, a module, an optimizer's state of a parameter."""
 
-from collections.abc import Mapping, MutableMapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from prefect_torch.ckpt.errors import StateMismatchError
 from prefect_torch.ckpt.state.arrays import array_kind, tensor_of
-from prefect_torch.ckpt.state.tensors import has_own_operations, is_dtensor, local_part, why_unstorable
+from prefect_torch.ckpt.state.staging.device_copies import bytes_of
+from prefect_torch.ckpt.state.tensors import (
+    Place,
+    has_own_operations,
+    is_dtensor,
+    local_part,
+    local_tensor,
+    place_of,
+    why_unstorable,
+)
 
 
 def filled(target: Any, value: Any) -> Any:
@@ -79,6 +89,44 @@ def does_more_than_copy(module: torch.nn.Module) -> bool:
         or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")  # noqa: SLF001 - intended for overriding
         for part in module.modules()
     )
+
+
+class FilledMemory:
+    """The memory that a load fills in place: that of modules, and of each other tensor that shares it with none before."""
+
+    def __init__(self) -> None:
+        self._of_modules: list[Place] = []  # in order, and apart
+        self._starts: set[int] = set()
+
+    def reserve(self, places: Iterable[Place]) -> None:
+        """Keep the places of all modules' tensors for these."""
+        merged = self._of_modules
+        for place in sorted(places, key=lambda it: it.start):
+            if merged and place.start <= merged[-1].stop:
+                merged[-1] = merged[-1]._replace(stop=max(merged[-1].stop, place.stop))
+            elif place.stop > place.start:
+                merged.append(place)
+
+    def own(self, target: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        """Return the tensor to read `target`'s values into, and a function for what it becomes then.
+
+        Usually both are `target` itself. Where its memory is a module's, or that of a tensor before, as of a dict that begins
+        as references to a model's parameters, both would be filled, and the values of one be lost: it is a new tensor then,
+        which takes the place of `target` unless the values are equal.
+        """
+        place = place_of(target)
+        if place.stop == place.start:
+            return target, lambda: target
+        if place.start not in self._starts and not self._is_in_module(place):
+            self._starts.add(place.start)
+            return target, lambda: target
+        mine = target.detach()
+        new = torch.empty_like(mine)
+        return new, lambda: target if torch.equal(bytes_of(local_tensor(mine)), bytes_of(local_tensor(new))) else new
+
+    def _is_in_module(self, place: Place) -> bool:
+        before = bisect_left(self._of_modules, place.stop, key=lambda it: it.start)  # those that begin before its end
+        return before > 0 and self._of_modules[before - 1].stop > place.start
 
 
 def undo_casts(state: MutableMapping[str, Any], stored: Mapping[str, Any]) -> None:

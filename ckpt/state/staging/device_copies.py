@@ -67,7 +67,7 @@ def brought_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         of_device.setdefault(tensor.device, []).append(place)
     found: dict[int, torch.Tensor] = {}
     for places in of_device.values():
-        raw, start = torch.cat([_raw(tensors[place]) for place in places]).to("cpu"), 0
+        raw, start = torch.cat([bytes_of(tensors[place]) for place in places]).to("cpu"), 0
         for place in places:
             part = raw[start : start + tensors[place].nbytes]
             found[place] = part.clone().view(tensors[place].dtype).view(tensors[place].shape)
@@ -153,13 +153,14 @@ def _is_within(start: int, size: int, step: int) -> bool:
     return size == 0 or start // step == (start + size - 1) // step
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's values, in its own memory where that is contiguous."""
     dense = tensor.resolve_conj().resolve_neg().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    raw = _raw(tensor)
+    raw = bytes_of(tensor)
     if len(raw) % 4 or raw.storage_offset() % 4:
         aligned = raw.new_zeros(-(-len(raw) // 4) * 4)
         aligned[: len(raw)] = raw

@@ -439,9 +439,9 @@ MUTANTS = {
         test_tensors_that_no_module_holds_are_compared_by_the_gpu,
         Mutant(
             "ckpt.state.staging.device_copies",
-            'torch.cat([_raw(tensors[place]) for place in places]).to("cpu"), 0',
+            'torch.cat([bytes_of(tensors[place]) for place in places]).to("cpu"), 0',
             "torch.empty(sum(it.nbytes for it in tensors), dtype=torch.uint8), 0\n"
-            "        raw.copy_(torch.cat([_raw(tensors[place]) for place in places]), non_blocking=True)",
+            "        raw.copy_(torch.cat([bytes_of(tensors[place]) for place in places]), non_blocking=True)",
         ),
     ),
     "torch conjugates the host's memory": (

@@ -305,6 +305,63 @@ class Holder:
         self.tensor = state["tensor"]
 
 
+@pytest.mark.parametrize("size", [3, 300])  # a value, and a tensor of its own
+def test_what_begins_as_references_to_a_models_tensors_gets_its_values_and_the_model_its_own(store, size):
+    def make(shift):
+        model = torch.nn.Linear(size, size)
+        tensors = model.state_dict()
+        ema = {name: tensor + 1 if shift else tensor for name, tensor in tensors.items()}
+        arrays = {name: tensor.numpy() + 2 if shift else tensor.numpy() for name, tensor in tensors.items()}
+        holder = Holder(tensors["weight"] + 3 if shift else tensors["weight"])
+        return {"best": RankLocal(ema["bias"]), "ema": ema, "arrays": arrays, "holder": holder, "model": model}
+
+    reported, state = make(shift=True), make(shift=False)
+    stored(store, reported).load_state(state)
+    check_equal(dict(state["model"].state_dict()), dict(reported["model"].state_dict()))
+    check_equal(state["ema"], reported["ema"])
+    check_equal(state["best"], reported["best"])
+    assert torch.equal(state["holder"].tensor, reported["holder"].tensor)
+    for name, array in reported["arrays"].items():
+        assert np.array_equal(state["arrays"][name], array)
+
+
+@pytest.mark.parametrize("size", [3, 300])
+def test_what_shares_memory_and_had_equal_values_still_shares_it(store, size):
+    model, tensor = torch.nn.Linear(size, size), torch.ones(size, size)
+    checkpoint = stored(
+        store, {"model": model, "head": model.weight, "holder": Holder(model.weight), "one": tensor, "two": tensor}
+    )
+    fresh, zeros = torch.nn.Linear(size, size), torch.zeros(size, size)
+    state = {"model": fresh, "head": fresh.weight, "one": zeros, "two": zeros}
+    checkpoint.load_state(state)
+    assert state["head"] is fresh.weight
+    assert torch.equal(fresh.weight, model.weight)
+    assert state["one"] is state["two"] is zeros
+    assert torch.equal(zeros, tensor)
+
+
+@pytest.mark.parametrize("size", [3, 300])
+def test_two_tensors_of_a_state_that_share_memory_each_get_their_values(store, size):
+    checkpoint = stored(store, {"one": {"w": torch.ones(size, size)}, "two": {"w": torch.full((size, size), 2.0)}})
+    both = torch.zeros(size, size)
+    state = {"one": {"w": both}, "two": {"w": both}}
+    checkpoint.load_state(state)
+    assert state["one"]["w"] is both
+    assert (both == 1).all()
+    assert (state["two"]["w"] == 2).all()
+
+
+def test_views_of_one_tensor_that_lie_apart_are_loaded_in_place(store):
+    def make(flat):
+        model = torch.nn.Linear(100, 100, bias=False)
+        model.weight.data = flat[:10_000].view(100, 100)
+        return {"model": model, "ema": flat[10_000:20_000], "a": flat[20_000:30_000], "b": flat[30_000:]}
+
+    flat, into = torch.arange(40_000.0), torch.zeros(40_000)
+    stored(store, make(flat)).load_state(make(into))
+    assert torch.equal(into, flat)
+
+
 def views():
     """Return tensors of 300 times 300 elements into which no data can be read, with what an error calls them."""
     return {
