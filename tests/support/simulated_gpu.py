@@ -358,13 +358,15 @@ def _copy_to_device(source, target, non_blocking):
     if direct or target.is_contiguous():
         write = memory.of(target)
         _launch(lambda: write.copy_(read.take()), read)
+        if not non_blocking:
+            current_stream().synchronize()
     else:
         dense = memory.allocate(target.shape, _dense_stride(target.shape), target.dtype)
         arrived, write = memory.of(dense), memory.of(target)
         _launch(lambda: arrived.copy_(read.take()), read)
-        _launch(lambda: write.copy_(arrived))
-    if not non_blocking:
-        current_stream().synchronize()
+        if not non_blocking:
+            current_stream().synchronize()
+        _launch(lambda: write.copy_(arrived))  # within the device: whatever `non_blocking` is, nothing waits for it
 
 
 def _dense_stride(shape):

@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.expected_size import prepare_for_loaded
 from prefect_torch.ckpt.state.index import INDEX_FILE, StateIndex
+from prefect_torch.ckpt.state.staging.device_copies import wait_for_current_streams
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Storage
@@ -79,6 +80,7 @@ def _load(
     source.read(plan.blocks)
     for finish in (*plan.finish, *plan.last):
         finish()
+    wait_for_current_streams(plan.devices)  # torch's own copies within a device return before they are done
     prepare_for_loaded(index, *rank_and_size)
 
 

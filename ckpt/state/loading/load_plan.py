@@ -74,6 +74,7 @@ class LoadPlan:
         last: The actions after these: they set random generators, from which the others may draw.
         problems: The differences between what is stored and the state to load into.
         memory: The memory that is filled in place.
+        devices: The devices of the tensors that are filled.
 
     """
 
@@ -87,6 +88,7 @@ class LoadPlan:
         self.last: list[Callable[[], None]] = []
         self.problems: list[str] = []
         self.memory = FilledMemory()
+        self.devices: set[torch.device] = set()
         self._index = index
         self._reader = reader
         self._rank = rank
@@ -197,11 +199,13 @@ class LoadPlan:
 
     def fill(self, target: torch.Tensor, entry: TensorEntry) -> None:
         """Plan to read a stored tensor into `target`; of a DTensor, this rank's part."""
+        self.devices.add(target.device)
         if (part := local_part(target)) is not None:
             self.blocks.extend(tensor_blocks(entry, self._index.block_bytes, part[1], part[0]))
 
     def fits(self, target: torch.Tensor, dtype: str, shape: Sequence[int], name: str) -> bool:
         """Return whether a stored tensor can be read into `target`; otherwise a problem is recorded."""
+        self.devices.add(target.device)
         what = why_unwritable(target)
         if what is not None:
             self.problems.append(f"{name!r} is to be loaded into a tensor that is {what}: make it one with memory of its own")

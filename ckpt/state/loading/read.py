@@ -222,6 +222,7 @@ class _Placement:
 
     def __call__(self, data: memoryview) -> None:
         """Copy the elements of `data` that are in the part, and return when they have arrived."""
+        is_gathered = False
         elements = torch.frombuffer(data, dtype=torch.uint8).view(self.box.dtype)
         corner, ends = self.corner, [low + size for low, size in zip(self.corner, self.box.shape, strict=True)]
         at = 0
@@ -234,6 +235,9 @@ class _Placement:
                 target = self.box[tuple(slice(low - b, high - b) for (low, high), b in zip(inside, corner, strict=True))]
                 with torch.no_grad():
                     target.copy_(source)
+                is_gathered = is_gathered or not target.is_contiguous()
+        if is_gathered and not self.box.is_cpu:  # the device copies once more, on this thread's stream, and torch does not wait
+            wait_for_current_streams([self.box.device])
 
 
 def boxes_of(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -46,6 +46,20 @@ def go_on(value):
         value.detach().fill_(7)
 
 
+class Scaled(torch.nn.Module):
+    """A module that derives something on its device when it is loaded."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = torch.nn.Parameter(scale)
+        self.twice = None
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        loaded = super().load_state_dict(state_dict, *args, **kwargs)
+        self.twice = 2 * self.scale.detach()
+        return loaded
+
+
 def make_training(seed, device, **options):
     """Return a model and its optimizer after a step; where `device` is the simulated GPU, the step is still in its queue."""
     generator = torch.Generator().manual_seed(seed)
@@ -343,6 +357,24 @@ def test_a_load_waits_for_the_current_stream_and_is_there_for_every_other(tmp_pa
 
 
 @on_simulated_gpu
+def test_strided_tensors_are_there_for_every_stream_after_a_load(tmp_path):
+    store = CheckpointStore.open(tmp_path, "run")
+    large, small = torch.arange(2_000_000.0).reshape(2000, 1000), torch.arange(6.0).reshape(2, 3)
+    checkpoint = stored(store, lambda _: {"large": large, "small": small, "scaled": Scaled(small)})
+    state = {"large": gpu.on_device(torch.zeros(1000, 2000)).t(), "small": gpu.on_device(torch.zeros(3, 2)).t()}
+    scaled = Scaled(gpu.on_device(torch.zeros(2, 3)))
+    stream = gpu.Stream()
+    stream.wait_stream(gpu.current_stream())
+    with gpu.stream(stream):
+        checkpoint.load_state(state)
+    assert torch.equal(gpu.values(state["large"]), large)  # with nothing more awaited
+    assert torch.equal(gpu.values(state["small"]), small)
+    with gpu.stream(stream):
+        checkpoint.load_state({"scaled": scaled})
+    assert torch.equal(gpu.values(scaled.twice), 2 * small)
+
+
+@on_simulated_gpu
 def test_a_load_takes_neither_memory_of_the_gpu_nor_of_the_host_for_whole_tensors(tmp_path):
     store = CheckpointStore.open(tmp_path, "run")
     whole = torch.arange(12_000_000.0).reshape(3000, 4000)
@@ -469,6 +501,14 @@ MUTANTS = {
             "streams.current_stream(device).synchronize()",
             "streams.Stream(device).synchronize()",
         ),
+    ),
+    "strided blocks are not awaited": (
+        test_strided_tensors_are_there_for_every_stream_after_a_load,
+        Mutant("ckpt.state.loading.read", "wait_for_current_streams([self.box.device])", "pass"),
+    ),
+    "what follows the reads is not awaited": (
+        test_strided_tensors_are_there_for_every_stream_after_a_load,
+        Mutant("ckpt.state.loading.load", "wait_for_current_streams(plan.devices)", "pass"),
     ),
     "blocks are still to be copied when their slot is reused": (
         test_a_load_takes_neither_memory_of_the_gpu_nor_of_the_host_for_whole_tensors,
