@@ -238,7 +238,10 @@ class Describer:
     def describe(self, leaf: Leaf) -> tuple[TensorShard, torch.Tensor] | None:
         """Return the description of this rank's part of a tensor leaf and its memory; None where this rank has none."""
         value, known = leaf.value, self._known.get(leaf.name)
-        part = local_part(value)
+        try:
+            part = local_part(value)
+        except ValueError as exc:
+            raise ValueError(f"{leaf.name!r} in the state is {exc}: redistribute it") from exc
         if part is None:
             return None
         offsets, local = part

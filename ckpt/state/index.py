@@ -4,11 +4,8 @@ import json
 import math
 import re
 import reprlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from secrets import randbits
 from typing import Annotated, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError
@@ -17,7 +14,7 @@ from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, fields_of, p
 from prefect_torch.ckpt.storage.keys import check_key
 
 from .key_order import KeyOrder, key_of, needed_orders
-from .plan import Step
+from .plan import Step, lie_apart
 
 INDEX_FILE = ".state.json"
 DCP_METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own
@@ -301,18 +298,6 @@ def _check_box(name: str, tensor: TensorEntry, chunk: Chunk) -> None:
 
 
 def _check_apart(name: str, tensor: TensorEntry) -> None:
-    """Raise if chunks overlap that lie inside a tensor and have its size together; linear in their number.
-
-    They do not if and only if their corners, with alternating signs, cancel out to the tensor's own. With a random number for
-    each coordinate, that is one comparison of sums (the lemma of Schwartz and Zippel).
-    """
-    if len(tensor.chunks) < 2:  # noqa: PLR2004 - one alone is the tensor
-        return
-    numbers: dict[tuple[int, int], int] = defaultdict(partial(randbits, 61))
-
-    def corners(offsets: Sequence[int], sizes: Sequence[int]) -> int:
-        ends = enumerate(zip(offsets, sizes, strict=True))
-        return math.prod(numbers[dimension, start + size] - numbers[dimension, start] for dimension, (start, size) in ends)
-
-    if sum(corners(chunk.offsets, chunk.sizes) for chunk in tensor.chunks) != corners([0] * len(tensor.shape), tensor.shape):
+    """Raise if chunks overlap that lie inside a tensor and have its size together."""
+    if not lie_apart(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
         raise ValueError(f"two chunks of {name!r} overlap")

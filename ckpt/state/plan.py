@@ -4,6 +4,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from secrets import randbits
 from typing import Any, TypeAlias
 
 from prefect_torch.ckpt.errors import ReportMismatchError
@@ -112,6 +114,23 @@ def plan_writes(shards: Sequence[Sequence[TensorShard]]) -> list[list[WriteItem]
     return [sorted(of_rank, key=lambda write: (write.shard, write.start)) for of_rank in writes]
 
 
+def lie_apart(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return whether boxes (offsets and sizes) that have a tensor's size together are apart and inside; linear in their number.
+
+    They are if and only if their corners, with alternating signs, cancel out to the tensor's own. With a random number for
+    each coordinate, that is one comparison of sums (the lemma of Schwartz and Zippel).
+    """
+    if len(boxes) < 2:  # noqa: PLR2004 - one alone is the tensor
+        return True
+    numbers: dict[tuple[int, int], int] = defaultdict(partial(randbits, 61))
+
+    def corners(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        ends = enumerate(zip(offsets, sizes, strict=True))
+        return math.prod(numbers[dimension, start + size] - numbers[dimension, start] for dimension, (start, size) in ends)
+
+    return sum(corners(*box) for box in boxes) == corners([0] * len(shape), shape)
+
+
 def _cut(
     ranks: tuple[int, ...], line: Sequence[Sequence[int]], shards: Sequence[Sequence[TensorShard]]
 ) -> Iterator[tuple[int, WriteItem]]:
@@ -169,7 +188,7 @@ def _check_alike(shards: Sequence[Sequence[TensorShard]]) -> None:
 
 
 def _check_whole(shards: Sequence[Sequence[TensorShard]]) -> None:
-    found: dict[str, dict[tuple[Any, ...], int]] = defaultdict(dict)
+    found: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = defaultdict(dict)
     shapes: dict[str, tuple[int, ...]] = {}
     for of_rank in shards:
         for shard in of_rank:
@@ -181,3 +200,5 @@ def _check_whole(shards: Sequence[Sequence[TensorShard]]) -> None:
                 f"the ranks' parts of {name!r} hold {sum(parts.values())} of its {math.prod(shapes[name])} elements: "
                 "report the state on every rank that has a part, sharded in one way"
             )
+        if not lie_apart(shapes[name], [*parts]):
+            raise ReportMismatchError(f"the ranks' parts of {name!r} overlap: shard it in one way on every rank")

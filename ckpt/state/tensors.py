@@ -1,7 +1,10 @@
 """The tensors that a state may hold, and this rank's part of each."""
 
 import sys
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,18 +102,51 @@ def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | No
     """Return the offsets of this rank's part of `value` and the part, sharing its memory; None where it has none.
 
     Raises:
-        ValueError: If a DTensor's parts are partial sums, still to be reduced.
+        ValueError: If a DTensor's parts are partial sums, still to be reduced, or this rank's is no box of it.
 
     """
     if not is_dtensor(value):
         return (0,) * value.dim(), value
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - for DTensors only
-
-    if any(placement.is_partial() for placement in value.placements):  # type: ignore[attr-defined]
-        raise ValueError(f"a DTensor with placements {value.placements} holds no values yet: redistribute it")  # type: ignore[attr-defined]
-    local: torch.Tensor = value.to_local()  # type: ignore[attr-defined]
-    if value.device_mesh.get_coordinate() is None or (local.numel() == 0 and value.numel() > 0):  # type: ignore[attr-defined]
+    mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"a DTensor with placements {placements}, which holds no values yet")
+    local, coordinate = local_tensor(value), mesh.get_coordinate()
+    if coordinate is None or (local.numel() == 0 and value.numel() > 0):
         return None
-    shape, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)  # type: ignore[attr-defined]
-    assert tuple(shape) == tuple(local.shape)
-    return tuple(offsets), local
+    box = box_of(tuple(value.shape), placements, mesh.shape, coordinate)
+    if box is None or box[1] != tuple(local.shape):
+        raise ValueError(
+            f"a DTensor {list(value.shape)} with placements {placements} on a mesh {list(mesh.shape)}, of which this rank's "
+            f"part {list(local.shape)} is not known to be one box of it"
+        )
+    return box[0], local
+
+
+def box_of(
+    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the offsets and sizes of the part of a DTensor at a coordinate of its mesh; None where that is no box.
+
+    A dimension is cut as torch.chunk does, by the mesh's dimensions from left to right. A `_StridedShard` comes later, after as
+    many parts as its `split_factor`: FSDP2 shards the parts of tensor parallelism, which are to its right. torch's own function
+    is wrong where these parts have unequal sizes, and for a part of several intervals it returns the first.
+    """
+    offsets, sizes = [0] * len(shape), [*shape]
+    orders: dict[int, list[int]] = {}
+    for number in reversed(range(len(placements))):
+        dimension: int | None = getattr(placements[number], "dim", None)
+        if dimension is None or mesh_shape[number] == 1:
+            continue
+        order = orders.setdefault(dimension, [])
+        num_parts = [*accumulate((mesh_shape[it] for it in order), mul, initial=1)]
+        factor = getattr(placements[number], "split_factor", 1)
+        if factor not in num_parts:
+            return None
+        order.insert(num_parts.index(factor), number)
+    for dimension, order in orders.items():
+        for number in order:
+            chunk = -(-sizes[dimension] // mesh_shape[number])
+            first = min(coordinate[number] * chunk, sizes[dimension])
+            offsets[dimension] += first
+            sizes[dimension] = min(chunk, sizes[dimension] - first)
+    return tuple(offsets), tuple(sizes)

@@ -101,10 +101,10 @@ MUTANTS = [
         ('links[key.rpartition("/")[0]] or key', "key"),
         ("            return None\n    return None", "            return key\n    return None"),
     ),
+    *mutants_of("ckpt/state/plan.py", "tests/ckpt/state/test_index.py", ("== corners(", ">= corners(")),
     *mutants_of(
         "ckpt/state/index.py",
         "tests/ckpt/state/test_index.py",
-        ("!= corners(", "< corners("),
         ("if not value.bytes:", "if False:"),
         ("if self.block_bytes % tensor.item_bytes:", "if False:"),
         ("math.prod(max(size, 1) for size in shape)", "math.prod(shape)"),

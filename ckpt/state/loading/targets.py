@@ -58,8 +58,13 @@ def why_unwritable(target: torch.Tensor) -> str | None:
     """Return the reason why no data can be read into `target`; None if they can."""
     if (what := why_unstorable(target)) is not None:
         return what
-    if has_own_operations(target) and not is_dtensor(target):
-        return f"a {type(target).__name__}, which wraps others"
+    if has_own_operations(target):
+        if not is_dtensor(target):
+            return f"a {type(target).__name__}, which wraps others"
+        try:
+            local_part(target)
+        except ValueError as exc:
+            return str(exc)
     if target.is_conj() or target.is_neg():
         return "a view that conjugates or negates"
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):

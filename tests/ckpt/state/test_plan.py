@@ -1,13 +1,18 @@
 """Who writes what of a state."""
 
+import itertools
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import ReportMismatchError
 from prefect_torch.ckpt.state.plan import TensorShard, plan_writes
 from prefect_torch.ckpt.state.planner import StateDescription, StatePlanner
+from prefect_torch.ckpt.state.tensors import box_of
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def piece(name, shape, offsets=None, sizes=None, *, by_first=False, dtype="float32"):
@@ -100,6 +105,33 @@ def test_something_else_under_one_name_is_a_mismatch_that_names_both_ranks(other
 def test_parts_that_do_not_make_a_whole_are_a_mismatch(parts):
     with pytest.raises(ReportMismatchError, match=r"parts of 'w' hold \d of its 4 elements"):
         plan_writes([[part] for part in parts])
+
+
+def test_parts_that_overlap_are_a_mismatch_though_they_have_the_size_of_the_whole():
+    parts = [piece("w", (8,), (start,), (2,)) for start in (0, 1, 4, 5)]
+    with pytest.raises(ReportMismatchError, match="parts of 'w' overlap"):
+        plan_writes([[part] for part in parts])
+
+
+@given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 3))
+def test_the_parts_of_tensor_parallelism_are_those_that_fsdp2_shards(rows, num_fsdp, num_tp):
+    def chunks(tensor, number):
+        return [*tensor.chunk(number), *[tensor[:0]] * number]
+
+    placements = [_StridedShard(0, split_factor=num_tp), Shard(0)]
+    for fsdp, tp in itertools.product(range(num_fsdp), range(num_tp)):
+        (start,), (size,) = box_of((rows,), placements, (num_fsdp, num_tp), (fsdp, tp))
+        part = chunks(chunks(torch.arange(rows), num_tp)[tp], num_fsdp)[fsdp]
+        assert [*range(start, start + size)] == part.tolist()
+
+
+def test_dimensions_are_cut_from_left_to_right_and_each_strided_one_after_the_parts_it_counts():
+    strided, plain = _StridedShard(0, split_factor=2), Shard(0)
+    assert box_of((8, 6), [Shard(1), plain, plain], (3, 2, 2), (1, 1, 0)) == ((4, 2), (2, 2))
+    assert box_of((16,), [strided, strided, plain], (2, 2, 2), (0, 1, 1)) == ((10,), (2,))
+    assert box_of((16,), [_StridedShard(0, split_factor=4), strided, plain], (2, 2, 2), (0, 1, 1)) == ((12,), (2,))
+    assert box_of((8,), [plain, strided], (2, 2), (0, 1)) is None
+    assert box_of((8,), [strided], (2,), (1,)) is None
 
 
 def test_a_plan_is_made_anew_only_when_a_structure_changes():

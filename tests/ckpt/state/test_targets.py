@@ -1,5 +1,6 @@
 """Odd things to store, targets that want more than bytes in their memory, and torch's modes."""
 
+import contextlib
 import copy
 import itertools
 import sys
@@ -17,11 +18,14 @@ from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.state.flatten import flatten
 from prefect_torch.ckpt.state.loading import read
+from prefect_torch.ckpt.state.tensors import local_part
 from ranks import Attempt
 from states import check_equal
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -145,16 +149,51 @@ def test_a_module_with_code_of_its_own_for_loading_has_it_called(store, wrap, ki
 def test_tensors_of_a_dict_are_loaded_into_the_parts_of_sharded_ones(store):
     whole = {"small": torch.arange(6.0), "large": torch.arange(40_000.0)}
     checkpoint = stored(store, {"m": whole})
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
+    with one_of(2, rank=1):
         mesh = DeviceMesh("cpu", [0, 1])
         parts = {name: torch.zeros(len(tensor) // 2) for name, tensor in whole.items()}
         sharded = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in parts.items()}
         checkpoint.load_state({"m": sharded}, rank=1, world_size=2)
-    finally:
-        dist.destroy_process_group()
     for name, part in parts.items():
         assert torch.equal(part, whole[name][len(part) :])
+
+
+@contextlib.contextmanager
+def one_of(world_size, rank):
+    """Make this process one rank of a group of which the others do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_parts_of_fsdp2_and_tensor_parallelism_are_known_where_neither_divides_a_size():
+    with one_of(8, rank=7):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("fsdp", "tp"))
+        model = torch.nn.Sequential(torch.nn.Embedding(17, 4))
+        parallelize_module(model, mesh["tp"], {"0": RowwiseParallel(input_layouts=Replicate())})
+        fully_shard(model, mesh=mesh["fsdp"])
+        offsets, local = local_part(model[0].weight)
+    assert offsets == (15, 0)  # in the second half, rows 9 to 16
+    assert tuple(local.shape) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("placements", "told"),
+    [
+        ([Shard(0), _StridedShard(0, split_factor=2)], r"a DTensor \[8\] with placements .* is not known to be one box of it"),
+        ([Replicate(), Partial()], "a DTensor with placements .* holds no values yet"),
+    ],
+)
+def test_a_dtensor_whose_part_on_a_rank_is_no_box_of_it_is_refused(store, placements, told):
+    checkpoint = stored(store, {"it": torch.zeros(8)})
+    with one_of(4, rank=1):
+        tensor = DTensor.from_local(torch.zeros(2), DeviceMesh("cpu", [[0, 1], [2, 3]]), placements, run_check=False)
+        with pytest.raises(ValueError, match=f"'it' in the state is {told}: redistribute it"):
+            Attempt(store).session().report({}, state={"it": tensor})
+        with pytest.raises(StateMismatchError, match=f"'it' is to be loaded into a tensor that is {told}"):
+            checkpoint.load_state({"it": tensor}, rank=0, world_size=1)
 
 
 def test_the_groups_of_an_optimizer_are_read_at_once(store):
@@ -414,9 +453,8 @@ def test_a_tensor_with_interleaved_elements_of_its_own_is_loaded_in_place(store)
 @pytest.fixture
 def two_ranks():
     """A process group of two ranks, of which this process is the first and the other does nothing."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with one_of(2, rank=0):
+        yield
 
 
 @pytest.mark.filterwarnings("ignore:.*`NO_SHARD`")
