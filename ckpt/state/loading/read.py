@@ -232,8 +232,8 @@ class _Placement:
             inside = [(max(a, b), min(c, d)) for a, b, c, d in zip(lower, corner, upper, ends, strict=True)]
             if all(low < high for low, high in inside):
                 source = stored[tuple(slice(low - a, high - a) for (low, high), a in zip(inside, lower, strict=True))]
-                target = self.box[tuple(slice(low - b, high - b) for (low, high), b in zip(inside, corner, strict=True))]
-                with torch.no_grad():
+                with torch.inference_mode():  # the part may have been made in it, which only its own threads may change else
+                    target = self.box[tuple(slice(low - b, high - b) for (low, high), b in zip(inside, corner, strict=True))]
                     target.copy_(source)
                 is_gathered = is_gathered or not target.is_contiguous()
         if is_gathered and not self.box.is_cpu:  # the device copies once more, on this thread's stream, and torch does not wait

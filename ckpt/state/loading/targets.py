@@ -50,7 +50,7 @@ def fill_tensor(target: torch.Tensor, value: Any, name: str) -> None:
     offsets, local = part
     if local.shape != target.shape:
         value = value[tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))]
-    with torch.no_grad():
+    with torch.inference_mode():  # as for blocks
         local.copy_(value)
 
 

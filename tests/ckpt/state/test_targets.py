@@ -255,6 +255,19 @@ def test_reports_in_inference_mode_and_out_of_it_may_alternate(store):
         assert state["t"].unique().tolist() == [manifest.step]
 
 
+def test_a_load_in_inference_mode_fills_what_was_made_in_it_and_what_was_not(store):
+    whole = torch.arange(4_000_000.0).reshape(2000, 2000)  # several reads, by threads that are not in it
+    checkpoint = stored(store, {"mine": whole, "other": whole, "small": whole[:2, :3]})
+    other = torch.zeros(2000, 2000).t()  # strided, which is filled as tensors on a GPU are
+    with torch.inference_mode():
+        state = {"mine": torch.zeros(2000, 2000).t(), "other": other, "small": torch.zeros(2, 3)}
+        checkpoint.load_state(state)
+    assert torch.equal(state["mine"], whole)
+    assert torch.equal(other, whole)
+    assert torch.equal(state["small"], whole[:2, :3])
+    checkpoint.load_state(state)
+
+
 def test_an_integer_is_stored_as_long_as_it_can_be_read(store):
     for number in (2**2039, {1: 2**3000}):
         with pytest.raises(ValueError, match=r"'it' in the state is a (int|dict) that .* cannot read"):
