@@ -122,6 +122,17 @@ class LoadPlan:
                 "them out of the state to load into, or run on as many ranks"
             )
 
+    def attempt(self, planned: Callable[[], None]) -> bool:
+        """Plan what `planned` does, unless it finds problems: then nothing of it is left. Return whether it is planned."""
+        lists: list[list[Any]] = [self.values, self.unpack, self.blocks, self.finish, self.last, self.problems, self._of_ranks]
+        before, num_problems = [len(it) for it in lists], len(self.problems)
+        planned()
+        if len(self.problems) == num_problems:
+            return True
+        for it, length in zip(lists, before, strict=True):
+            del it[length:]
+        return False
+
     def name_of(self, node: Node, path: Path) -> str | None:
         """Return the stored name of `node` for this rank; None where there is a problem, or ranks must be redistributed."""
         if (name := self.own_name(node)) is not None:

@@ -53,7 +53,10 @@ class _Restore:
         if child is None:
             self._plan.problems.append(f"{path_name(at)!r} is not in the checkpoint")
             return
-        get = self._restore(container[key], child, at)
+        self._restore_value(container, key, child, at)
+
+    def _restore_value(self, container: Any, key: Any, node: Node, path: Path) -> None:
+        get = self._restore(container[key], node, path)
         if get is not None:
             self._plan.finish.append(lambda: container.__setitem__(key, filled(container[key], get())))
 
@@ -152,8 +155,11 @@ class _Restore:
         state = module.state_dict()
         own = {place.storage for place in self._places[id(module)]}
         names = {clean_name(key): key for key in state}
+        has_new = False
         for name, key in names.items():
-            if isinstance(state[key], torch.Tensor) and name in node.children:
+            if f".{key}".endswith("._extra_state") and name in node.children:
+                has_new = self._restore_extra_state(state, key, node.children[name], (*path, name)) or has_new
+            elif isinstance(state[key], torch.Tensor) and name in node.children:
                 self._fill(state[key], node.children[name], (*path, name))
             else:
                 self.item(state, key, node, path, name)
@@ -163,12 +169,36 @@ class _Restore:
                 f"{path_name((*path, unexpected))!r} is in the checkpoint and not in the module: give its state_dict() to load "
                 "what it has"
             )
-        if does_more_than_copy(module) or not all(_is_in(own, value) for value in state.values()):
+        if has_new or does_more_than_copy(module) or not all(_is_in(own, value) for value in state.values()):
             self._plan.finish.append(_calls(module.load_state_dict, state))
+
+    def _restore_extra_state(self, state: MutableMapping[str, Any], key: str, node: Node, path: Path) -> bool:
+        """Plan the load of a module's extra state; return whether `state[key]` becomes another.
+
+        It may have another form than that of a fresh module, such as the pickled bytes of what the module has counted.
+        """
+        plan = self._plan
+
+        def in_place() -> None:
+            if isinstance(state[key], torch.Tensor):
+                self._fill(state[key], node, path)
+            else:
+                self._restore_value(state, key, node, path)
+
+        if plan.attempt(in_place):
+            return False
+        get = plan.build(node, path, {})
+        plan.finish.append(lambda: state.__setitem__(key, _on_device_of(state[key], get())))
+        return True
 
 
 def _is_in(storages: set[int], value: Any) -> bool:
     return isinstance(value, torch.Tensor) and place_of(value).storage in storages
+
+
+def _on_device_of(former: Any, value: Any) -> Any:
+    is_moved = isinstance(former, torch.Tensor) and isinstance(value, torch.Tensor) and not former.is_meta
+    return value.to(former.device) if is_moved else value
 
 
 def _places(module: torch.nn.Module) -> list[Place]:

@@ -214,6 +214,36 @@ def test_what_a_module_has_beside_its_tensors_comes_back(store):
     assert torch.equal(other.weight, module.weight)
 
 
+@pytest.mark.parametrize(
+    ("fresh", "reported"),
+    [
+        (torch.empty(0, dtype=torch.uint8), torch.arange(7, dtype=torch.uint8)),
+        ([torch.zeros(2)], [torch.ones(2), torch.ones(3)]),
+        ({"a": torch.zeros(2), "b": 1}, {"c": torch.ones(40_000)}),
+        (None, {"c": torch.ones(3)}),
+        (b"", torch.ones(3)),
+    ],
+)
+def test_an_extra_state_may_have_another_form_than_when_the_module_is_fresh(store, fresh, reported):
+    class Pickled(torch.nn.Linear):
+        def get_extra_state(self):
+            return self.extra
+
+        def set_extra_state(self, state):
+            self.extra = state
+
+    def make(extra):
+        module = Pickled(2, 2)
+        module.extra = extra
+        return torch.nn.Sequential(module)
+
+    module, other = make(reported), make(fresh)
+    assert report(store, lambda _: {"m": module}) == [None, None]
+    load(store, {"m": other})
+    check_equal(other[0].extra, reported)
+    assert torch.equal(other[0].weight, module[0].weight)
+
+
 class CountingSGD(torch.optim.SGD):
     """An optimizer with a state beside what all have."""
 
