@@ -1,7 +1,7 @@
 """The load of an optimizer: its state by the names of its parameters, and the options of its parameter groups."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +40,11 @@ def restore_optimizer(
     def load() -> None:
         restored = {number: get() for number, get in states.items()}
         loaded = [{**get(), "params": group["params"]} for get, group in zip(groups, _numbered(optimizer), strict=True)]
-        optimizer.load_state_dict({**{key: get() for key, get in more.items()}, "state": restored, "param_groups": loaded})
+        given = {**restored}  # ZeroRedundancyOptimizer takes out what other ranks step
+        optimizer.load_state_dict({**{key: get() for key, get in more.items()}, "state": given, "param_groups": loaded})
         for number, (parameter, _) in enumerate(parameters):
-            undo_casts(optimizer.state.get(parameter, {}), restored.get(number, {}))
+            if isinstance(of_parameter := optimizer.state.get(parameter), MutableMapping):
+                undo_casts(of_parameter, restored.get(number, {}))
 
     plan.finish.append(load)
 

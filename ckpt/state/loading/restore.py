@@ -1,5 +1,6 @@
 """The load of a state into live objects, in place: every difference is found before anything changes."""
 
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
@@ -69,7 +70,7 @@ class _Restore:
                 plan.finish.append(lambda: setattr(target, "value", filled(target.value, inner())))
         elif isinstance(target, torch.nn.Module):
             self._restore_module(unwrap(target), node, path)
-        elif isinstance(target, torch.optim.Optimizer) and is_by_parameter(target.state_dict()):
+        elif isinstance(target, torch.optim.Optimizer) and _has_usual_form(target):
             restore_optimizer(plan, target, self._parameters.of(target), node, path)
         elif isinstance(target, torch.Tensor):
             return self._restore_tensor(target, node, path)
@@ -190,6 +191,13 @@ class _Restore:
         get = plan.build(node, path, {})
         plan.finish.append(lambda: state.__setitem__(key, _on_device_of(state[key], get())))
         return True
+
+
+def _has_usual_form(optimizer: torch.optim.Optimizer) -> bool:
+    kind: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    if kind is not None and isinstance(optimizer, kind):
+        return True  # its state_dict() raises unless all ranks have sent this one their parts
+    return is_by_parameter(optimizer.state_dict())
 
 
 def _is_in(storages: set[int], value: Any) -> bool:

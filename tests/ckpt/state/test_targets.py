@@ -631,3 +631,20 @@ def test_adam_and_adamw_load_each_other(store):
         state = trained(kinds[1])
         stored(store, trained(kinds[0])).load_state(state)
         state["optimizer"].step()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_zero_redundancy_optimizer_that_is_fresh_gets_what_its_rank_steps(store):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - the import warns
+
+    state = trained(torch.optim.AdamW)
+    checkpoint = stored(store, state)
+    with one_of(2, rank=1):
+        model = torch.nn.Linear(3, 3)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.2)
+        for _ in range(2):  # the second time, it has no state of the first rank's parameter
+            checkpoint.load_state({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
+        (inner,) = optimizer.optim.param_groups
+        assert ([*inner["params"]], inner["lr"]) == ([model.bias], 0.1)
+        check_equal(optimizer.optim.state[model.bias], state["optimizer"].state[state["model"].bias])
+        assert model.weight not in optimizer.optim.state
