@@ -14,7 +14,7 @@ from .parameters import (
     ParameterNames,
     check_has_no_flat,
     check_not_flat,
-    clean_name,
+    clean_names,
     is_by_parameter,
     joined_names,
     renamed_optimizer_state,
@@ -170,10 +170,10 @@ class _Walk:
         if not at.rank_local:
             check_not_flat(module, at.name)
         buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        parts: list[str] = []
-        for key, value in module.state_dict().items():
-            name = clean_name(key)
-            parts.append(name)
+        state = module.state_dict()
+        names = clean_names(module, state)
+        for key, value in state.items():
+            name = names[key]
             of_module = _At(f"{at.name}.{name}", (*at.path, name), of_model=True, rank_local=at.rank_local)
             if isinstance(value, torch.Tensor) or is_plain(value) or array_kind(value) is not None:
                 self._take(value, of_module, by_first=key in buffers)
@@ -183,7 +183,7 @@ class _Walk:
                 kind = type(value).__name__
                 raise ValueError(f"{of_module.name!r} in the module's state_dict() is a {kind}, neither a tensor nor plain")
         if not at.rank_local:
-            self.found.parts[at.name] = parts
+            self.found.parts[at.name] = [*names.values()]
 
     def _visit_optimizer(self, optimizer: torch.optim.Optimizer, at: _At) -> None:
         found = self._names.in_modules(optimizer)

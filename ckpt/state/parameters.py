@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,19 +16,25 @@ _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torc
 class ParameterNames:
     """The names of all parameters of the modules in a state, which identify an optimizer's state on other ranks.
 
+    Args:
+        state: The state.
+        with_ddp: Whether names have the parts that DDP inserts, as those have that former versions stored.
+
     Attributes:
         modules: The modules, without what wraps them whole.
 
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, *, with_ddp: bool = False) -> None:
         self.modules: list[torch.nn.Module] = []
         self._names: dict[torch.Tensor, tuple[str, str]] = {}
         for prefix, module in _modules(state, ()):
             _reshard(module)
             self.modules.append(unwrap(module))
-            for name, parameter in self.modules[-1].named_parameters():
-                self._names.setdefault(parameter, (prefix, clean_name(name)))
+            parameters = dict(self.modules[-1].named_parameters())
+            names = clean_names(self.modules[-1], parameters, with_ddp=with_ddp)
+            for name, parameter in parameters.items():
+                self._names.setdefault(parameter, (prefix, names[name]))
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[str | int]:
         """Return the name of each of its parameters, in its own order; their numbers where a parameter has no name."""
@@ -122,9 +128,30 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     return getattr(module, "_orig_mod", None)
 
 
-def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers insert."""
-    return _WRAPPERS.sub("", name)
+def clean_names(module: torch.nn.Module, names: Iterable[str], *, with_ddp: bool = False) -> dict[str, str]:
+    """Return the `names` of what is in `module`, each with the same without the parts that wrappers insert at any depth.
+
+    Args:
+        module: The module, without what wraps it whole.
+        names: The names in it.
+        with_ddp: Whether to leave the parts that DDP inserts.
+
+    """
+    cleaned = {name: _WRAPPERS.sub("", name) for name in names}
+    if with_ddp or not any("module." in name for name in cleaned.values()):  # most: their parts need not be looked at
+        return cleaned
+    for inner, outer in _prefixes_of_ddp(module):
+        for name, clean in cleaned.items():
+            if clean.startswith(inner):
+                cleaned[name] = outer + clean.removeprefix(inner)
+    return cleaned
+
+
+def _prefixes_of_ddp(module: torch.nn.Module) -> list[tuple[str, str]]:
+    """Return how names in what DDP wraps within `module` begin, with and without its part; those of inner ones first."""
+    parts = module.named_modules(remove_duplicate=False)
+    found = {_WRAPPERS.sub("", name) for name, part in parts if isinstance(part, torch.nn.parallel.DistributedDataParallel)}
+    return [(f"{name}.module.", f"{name}.") for name in sorted(found, key=len, reverse=True)]
 
 
 def _modules(value: Any, path: tuple[Step, ...]) -> Iterator[tuple[str, torch.nn.Module]]:

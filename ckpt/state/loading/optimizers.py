@@ -1,8 +1,8 @@
 """The load of an optimizer: its state by the names of its parameters, and the options of its parameter groups."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from prefect_torch.ckpt.state.index import TensorEntry
@@ -12,24 +12,25 @@ from prefect_torch.ckpt.state.plan import path_name
 from .load_plan import Get, LoadPlan, Node, Path, step_of, tensors_in
 from .targets import undo_casts
 
+Names: TypeAlias = Callable[[], Sequence[str | int]]
 
-def restore_optimizer(
-    plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Sequence[str | int], node: Node, path: Path
-) -> None:
+
+def restore_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Sequence[Names], node: Node, path: Path) -> None:
     """Plan the load of what is stored at `node` into an optimizer with the state of torch's own.
 
     Args:
         plan: The plan of the load.
         optimizer: The optimizer, which may be fresh.
-        names: The name of each of its parameters, in its own order.
+        names: Return the name of each of its parameters, in its own order: as this version stores it, and as former ones did.
         node: What is stored.
         path: The path of the optimizer in the state.
 
     """
-    if not _check_groups(plan, optimizer, names, node, path):
+    stored_names = _stored_names(plan, optimizer, names, node, path)
+    if stored_names is None:
         return
     parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-    states = _read_states(plan, optimizer, parameters, names, node, path)
+    states = _read_states(plan, optimizer, parameters, stored_names, node, path)
     groups = []
     for (number,), options in sorted(_children(node, "param_groups").items()):
         where = (*path, "param_groups", [number])
@@ -73,32 +74,40 @@ def _read_states(
     return states
 
 
-def _check_groups(plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Sequence[str | int], node: Node, path: Path) -> bool:
-    """Return whether the stored parameter groups have the optimizer's parameters; otherwise a problem is recorded."""
+def _stored_names(
+    plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Sequence[Names], node: Node, path: Path
+) -> Sequence[str | int] | None:
+    """Return the names of the parameters that the stored groups have; None, and a problem is recorded, if they have others."""
     groups, where = _children(node, "param_groups"), path_name(path)
     if len(groups) != len(optimizer.param_groups):
         plan.problems.append(
             f"{where!r} has {len(groups)} parameter groups in the checkpoint, not {len(optimizer.param_groups)}"
         )
-        return False
+        return None
     found: list[str] = []
     for number in range(len(groups)):
         name = plan.name_of(groups[number,].children.get("params", Node()), (*path, "param_groups", [number], "params"))
         if name is None:
-            return False
+            return None
         found.append(name)
-    for number, (group, stored) in enumerate(zip(_numbered(optimizer), plan.values_now(found), strict=True)):
-        mine = [names[parameter] for parameter in group["params"]]
+    of_groups, numbered = plan.values_now(found), _numbered(optimizer)
+    chosen = next((it for it in (get() for get in names) if [_named(it, group) for group in numbered] == of_groups), names[0]())
+    for number, (group, stored) in enumerate(zip(numbered, of_groups, strict=True)):
+        mine = _named(chosen, group)
         if stored != mine:
             plan.problems.append(f"group {number} of {where!r} has other parameters: {_difference(stored, mine)}")
-            return False
+            return None
         if unset := _unset_options(optimizer, {*groups[number,].children}):
             plan.problems.append(
                 f"group {number} of {where!r} has no {', '.join(unset)} in the checkpoint: another kind of optimizer than "
                 f"{type(optimizer).__name__} stored it"
             )
-            return False
-    return True
+            return None
+    return chosen
+
+
+def _named(names: Sequence[str | int], group: Mapping[str, Any]) -> list[str | int]:
+    return [names[number] for number in group["params"]]
 
 
 def _unset_options(optimizer: torch.optim.Optimizer, stored: Collection[Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -10,7 +11,7 @@ from prefect_torch.ckpt.state.arrays import array_kind, as_array, memory_of_arra
 from prefect_torch.ckpt.state.flatten import check_is_dict, is_plain, is_stateful
 from prefect_torch.ckpt.state.index import TensorEntry
 from prefect_torch.ckpt.state.key_order import hashable
-from prefect_torch.ckpt.state.parameters import ParameterNames, clean_name, is_by_parameter, unwrap
+from prefect_torch.ckpt.state.parameters import ParameterNames, clean_names, is_by_parameter, unwrap
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.random_state import ProcessGenerators
 from prefect_torch.ckpt.state.rank_local import RankLocal
@@ -31,7 +32,7 @@ def plan_restore(plan: LoadPlan, state: MutableMapping[str, Any]) -> None:
 
     """
     check_is_dict(state)
-    restore = _Restore(plan, ParameterNames(state))
+    restore = _Restore(plan, state)
     root = plan.tree()
     for key in state:
         restore.item(state, key, root, ())
@@ -41,10 +42,11 @@ def plan_restore(plan: LoadPlan, state: MutableMapping[str, Any]) -> None:
 class _Restore:
     """Plans the load into each kind of object."""
 
-    def __init__(self, plan: LoadPlan, parameters: ParameterNames) -> None:
+    def __init__(self, plan: LoadPlan, state: Mapping[str, Any]) -> None:
         self._plan = plan
-        self._parameters = parameters
-        self._places = {id(module): _places(module) for module in parameters.modules}
+        self._state = state
+        self._parameters = ParameterNames(state)
+        self._places = {id(module): _places(module) for module in self._parameters.modules}
         plan.memory.reserve(chain.from_iterable(self._places.values()))
 
     def item(self, container: Any, key: Any, node: Node, path: Path, step: Step | None = None) -> None:
@@ -71,7 +73,8 @@ class _Restore:
         elif isinstance(target, torch.nn.Module):
             self._restore_module(unwrap(target), node, path)
         elif isinstance(target, torch.optim.Optimizer) and _has_usual_form(target):
-            restore_optimizer(plan, target, self._parameters.of(target), node, path)
+            names = partial(self._parameters.of, target), lambda: ParameterNames(self._state, with_ddp=True).of(target)
+            restore_optimizer(plan, target, names, node, path)
         elif isinstance(target, torch.Tensor):
             return self._restore_tensor(target, node, path)
         elif array_kind(target) == "array":
@@ -155,7 +158,11 @@ class _Restore:
             return
         state = module.state_dict()
         own = {place.storage for place in self._places[id(module)]}
-        names = {clean_name(key): key for key in state}
+        former = clean_names(module, state, with_ddp=True)  # of former versions
+        names = {
+            former[key] if former[key] in node.children and name not in node.children else name: key
+            for key, name in clean_names(module, state).items()
+        }
         has_new = False
         for name, key in names.items():
             if f".{key}".endswith("._extra_state") and name in node.children:

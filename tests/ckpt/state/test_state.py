@@ -1,6 +1,7 @@
 """What a report of live objects promises, with ranks as threads."""
 
 import collections
+import itertools
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 from prefect_torch.ckpt import (
     Checkpoint,
     CheckpointCorruptError,
@@ -41,6 +43,8 @@ from states import check_equal, make_state, make_training, take_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 
 @pytest.fixture
@@ -183,6 +187,44 @@ def test_what_ddp_and_compile_wrap_has_the_name_of_what_they_wrap(store):
     other = make_training(2)[0]
     load(newest(store), {"m": other})
     check_equal(other, plain_model)
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def make_pair(wrap, seed):
+    """Return a module of two that `wrap` may wrap, trained for a step, with its optimizer and an average of one of them."""
+    torch.manual_seed(seed)
+    pair = torch.nn.ModuleDict({"g": wrap(torch.nn.Linear(3, 3)), "d": wrap(torch.nn.Linear(3, 2))})
+    optimizer = torch.optim.AdamW(pair.parameters())
+    pair["d"](pair["g"](torch.ones(2, 3))).square().sum().backward()
+    optimizer.step()
+    return {"pair": pair, "optimizer": optimizer, "ema": AveragedModel(pair["g"])}
+
+
+def tensors_of(state):
+    moments = [list(of.values()) for of in state["optimizer"].state.values()]
+    return [*state["pair"].state_dict().values(), *state["ema"].state_dict().values(), *moments]
+
+
+@pytest.mark.parametrize("by_former", [False, True])
+def test_what_ddp_wraps_within_a_module_has_the_name_of_what_it_wraps(store, group, monkeypatch, by_former):
+    wraps = {"ddp": DistributedDataParallel, "plain": lambda module: module}
+    names = [{leaf.name for leaf in flatten(make_pair(wrap, 1), 0).leaves} for wrap in wraps.values()]
+    assert names[0] == names[1]
+    for stored_by, loaded_by in [("ddp", "ddp")] if by_former else itertools.permutations(wraps):
+        reported, state = make_pair(wraps[stored_by], 1), make_pair(wraps[loaded_by], 2)
+        with monkeypatch.context() as patch:
+            if by_former:
+                patch.setattr("prefect_torch.ckpt.state.parameters._prefixes_of_ddp", lambda module: [])
+            assert Attempt(store).run(lambda session, _, it=reported: session.report({}, state=it, upload="sync")) == [None]
+        load(newest(store), state)
+        check_equal(tensors_of(state), tensors_of(reported))
 
 
 def test_a_tensor_that_changes_after_the_report_is_stored_as_it_was(store, monkeypatch):
