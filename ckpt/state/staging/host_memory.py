@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from prefect_torch.ckpt.storage.anonymous_memory import anonymous_memory
 
 REGISTRATION_BYTES = 2**30  # of one call to the driver, which holds up the training's kernel launches meanwhile
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs of this process
@@ -34,9 +35,7 @@ class HostMemory:
         self._registration: weakref.finalize[..., HostMemory] | None = None
         if size == 0:
             return
-        self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._pages.madvise(mmap.MADV_HUGEPAGE)  # the first copy is up to six times faster than into small pages
+        self._pages = anonymous_memory(size)
         self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
 
     def register(self, device: torch.device) -> None:

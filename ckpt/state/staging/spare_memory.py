@@ -86,8 +86,9 @@ def prepare(size: int) -> SpareMemory | None:
     global kept  # noqa: PLW0603 - as above
     with _lock:
         if _is_expected and kept is None and size >= LEAST_BYTES:
-            kept = SpareMemory(size)
-            return kept
+            with suppress(OSError, RuntimeError):  # no memory, or no thread: the first report says so, if it has none either
+                kept = SpareMemory(size)
+                return kept
     return None
 
 

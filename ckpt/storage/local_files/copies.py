@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import io
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
+from prefect_torch.ckpt.storage.anonymous_memory import anonymous_memory
 from prefect_torch.ckpt.storage.digest import CHUNK_BYTES, RunningDigest, copy_and_digest, split, write_all
 from prefect_torch.ckpt.storage.protocol import Transfer
 
@@ -48,7 +48,7 @@ def copy_file(source: io.FileIO, target: io.FileIO) -> Transfer:
         return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
     if size < _LEAST_BYTES or not hasattr(os, "O_DIRECT"):
         return copy_and_digest(source, target)
-    pieces = [_new_piece() for _ in range(_PIECES)]
+    pieces = [memoryview(anonymous_memory(_PIECE_BYTES)) for _ in range(_PIECES)]
     digest, writing, offset = RunningDigest(), deque[Future[None]](), 0
     _set_direct(target.fileno(), on=True)
     with ThreadPoolExecutor(_WRITERS, "prefect-torch-write") as pool:
@@ -109,13 +109,6 @@ def require_whole(file: int, written: Transfer, path: Callable[[], Path]) -> Non
     size = os.fstat(file).st_size
     if size != written.bytes:
         raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {size} of {written.bytes} bytes are in the file", str(path()))
-
-
-def _new_piece() -> memoryview:
-    memory = mmap.mmap(-1, _PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # a thousand pages less to fault in and to hand to the disk
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
 
 
 def _fill(source: io.FileIO, piece: memoryview) -> int:

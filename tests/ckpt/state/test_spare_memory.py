@@ -1,7 +1,9 @@
 """Memory for the first report of a state, touched before that report."""
 
 import ctypes
+import errno
 import mmap
+import os
 import threading
 
 import pytest
@@ -80,6 +82,35 @@ def test_memory_that_is_too_small_is_given_back_before_other_is_allocated(expect
     spare_memory.prepare(8 * MIB).wait()
     assert spare_memory.take(8 * MIB + 1) is None
     assert spare_memory.release() is None
+
+
+class WithoutHugePages(mmap.mmap):
+    """Memory of a kernel that knows no huge pages."""
+
+    def madvise(self, option, *part):
+        if option == mmap.MADV_HUGEPAGE:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        super().madvise(option, *part)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no system without them gives such advice")
+def test_a_kernel_without_huge_pages_has_memory_for_states(expected, monkeypatch):
+    monkeypatch.setattr(mmap, "mmap", WithoutHugePages)
+    spare_memory.prepare(8 * MIB).wait()
+    assert resident_bytes(spare_memory.take(6 * MIB).tensor) == 6 * MIB
+
+
+@pytest.mark.parametrize(
+    ("what", "error"), [("mmap.mmap", OSError(errno.ENOMEM, "")), ("threading.Thread.start", RuntimeError())]
+)
+def test_where_no_memory_can_be_prepared_the_training_goes_on(expected, monkeypatch, what, error):
+    def fail(*args, **options):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(what, fail)
+        assert spare_memory.prepare(8 * MIB) is None
+    assert spare_memory.take(8 * MIB) is None
 
 
 def test_a_process_that_reports_nothing_keeps_no_memory():
