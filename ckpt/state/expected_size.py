@@ -11,9 +11,9 @@ from prefect_torch.ckpt.state.staging import spare_memory
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .index import StateIndex, rank_of
+from .plan import LEAST_SPLIT_BYTES
 
 _BYTES_OF_A_CHUNK = 2048  # its archive's header and footer, and the alignment
-_LEAST_SPLIT_BYTES = 2**20  # ranks do not split a smaller tensor, so that one may have as much more than another
 
 _lock = threading.Lock()
 _modules: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
@@ -28,7 +28,7 @@ def expected_bytes(sizes: Iterable[int], world_size: int) -> int:
 
     """
     found = list(sizes)
-    slack = _LEAST_SPLIT_BYTES if world_size > 1 else 0
+    slack = LEAST_SPLIT_BYTES if world_size > 1 else 0  # ranks do not split smaller ones, so that one may have as much more
     return sum(found) // world_size + len(found) * _BYTES_OF_A_CHUNK + slack
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from prefect_torch.ckpt.errors import ReportMismatchError
 
 Step: TypeAlias = str | int | list[int]  # a dict's key, or an index of a list as [index], so that JSON can represent a path
-_LEAST_SPLIT_BYTES = 2**20  # a smaller tensor is cheaper to copy whole than to describe twice
+LEAST_SPLIT_BYTES = 2**20  # a smaller tensor is cheaper to copy whole than to describe twice
 
 
 def path_name(path: tuple[Step, ...]) -> str:
@@ -170,7 +170,7 @@ def _rows_that_fit(shard: TensorShard, row: int, left: float) -> int:
     row_bytes = shard.bytes / shard.rows
     if rows * row_bytes <= max(left, 0.0):
         return rows
-    if shard.bytes < _LEAST_SPLIT_BYTES or shard.rows == 1:  # whole, to a rank whose share has room for more than half of it
+    if shard.bytes < LEAST_SPLIT_BYTES or shard.rows == 1:  # whole, to a rank whose share has room for more than half of it
         return rows if rows * row_bytes / 2 < left else 0
     return max(0, round(left / row_bytes))
 

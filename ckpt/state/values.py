@@ -16,6 +16,7 @@ from prefect_torch.ckpt.state.staging.device_copies import brought_to_host, sums
 
 from .flatten import Leaf
 from .plan import Step
+from .tensors import DTYPE_NAMES
 
 _PLAIN = {type(None), bool, float, str}
 _UNREADABLE = re.compile(r"WeightsUnpickler error:\s*(.+?)(?: was not an allowed|\n|$)")  # torch's message, without its advice
@@ -112,8 +113,8 @@ def _digest_bytes(tensor: torch.Tensor, data: torch.Tensor) -> str:
 
 
 def _hold_tensor(leaf: Leaf, kept: torch.Tensor) -> Value:
-    dtype, shape = str(kept.dtype).removeprefix("torch."), tuple(kept.shape)
-    return Value(leaf.name, leaf.path, _digest_tensor(kept), lambda: _saved(kept), (dtype, shape))
+    form = DTYPE_NAMES[kept.dtype], tuple(kept.shape)
+    return Value(leaf.name, leaf.path, _digest_tensor(kept), lambda: _saved(kept), form)
 
 
 def _is_marshalled(value: Any) -> bool:
