@@ -29,7 +29,7 @@ class Rounds:
         number: How many rounds this rank has begun.
         writes: What this rank writes of a state, by the plan of the newest agreement.
         desynchronized: The error because of which the ranks are no longer in the same round, or None.
-        has_last_checkpoint: On rank 0, whether a checkpoint was agreed on since termination is requested.
+        has_last_checkpoint: On rank 0, whether a checkpoint was agreed on since termination is requested and has not failed.
 
     """
 
@@ -133,6 +133,7 @@ class Rounds:
             state = exc
         failure = self._take_failure(intents) if self._background.commits else None
         if failure is not None:
+            self.has_last_checkpoint = False  # it may be the one that failed
             return Agreement(intents[0].step, error=RemoteError.of(failure), is_background_failure=True)
         return self._end_if_requested(decide(intents, self._attempt, topic, state), intents[0].num_requests)
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, never
-from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
+from prefect_torch.ckpt.errors import CheckpointError, PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.files.folder import LentDirectories
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit
@@ -138,10 +138,14 @@ class RankSession:
             if self._node_copy is not None:
                 self._node_copy.release()  # every rank has restored the checkpoint by now
             staged = report.stage(agreement, self._rounds.writes, self.context.world_rank)
-            self._commits.commit(staged)
-            self._last_step, self._num_reports = report.step, self._num_reports + 1
-            if agreement.asks_leader and not agreement.ends_training:
-                self._follow_decision(report, agreement)
+            try:
+                self._commits.commit(staged)
+                self._last_step, self._num_reports = report.step, self._num_reports + 1
+                if agreement.asks_leader and not agreement.ends_training:
+                    self._follow_decision(report, agreement)
+            except CheckpointError:
+                self._rounds.has_last_checkpoint = False  # it failed, so the next one is stored
+                raise
         if agreement.ends_training:
             raise SystemExit
 

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -716,3 +717,35 @@ def test_a_function_that_asks_may_return_by_itself_but_stores_no_second_checkpoi
     assert attempt.run(train) == [None, None]
     assert done[0] == done[1] == [0, 1, 2, 3]
     assert [manifest.step for manifest in store.list()] == [0]
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_a_last_checkpoint_that_failed_may_be_reported_again(store, tmp_path, monkeypatch, upload):
+    attempt, put_bytes, failed = Attempt(store), type(store.storage).put_bytes, []
+
+    def fail_once(self, key, data):
+        if attempt.ends_soon and key.startswith(store.layout.manifests) and not failed:
+            failed.append(key)
+            raise CommitFailedError("no manifest")
+        put_bytes(self, key, data)
+
+    monkeypatch.setattr(type(store.storage), "put_bytes", fail_once)
+    session = attempt.session()
+    session.report({}, folder(tmp_path / "0", m="0"))
+    if upload == "async":
+        session.context.should_checkpoint()  # a function that calls it goes on after its last checkpoint
+    attempt.ends_soon = True
+
+    def report_last():
+        session.report({}, folder(tmp_path / "1", m="1"), step=1, upload=upload)
+
+    if upload == "async":
+        report_last()
+        session.wait_for_commits()
+    with pytest.raises(CommitFailedError, match="no manifest"):
+        report_last()
+    with suppress(SystemExit):
+        report_last()
+    session.finish()
+    assert len(failed) == 1
+    assert store.latest().step == 1
