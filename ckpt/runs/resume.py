@@ -30,7 +30,8 @@ def choose_checkpoint(
     """Return the newest whole checkpoint since attempt `lineage`; None if there never was one.
 
     A damaged checkpoint is quarantined with a warning, and the next older one is tried. An object of another program in the
-    place of a manifest is skipped in the same way, but stays as it is.
+    place of a manifest is skipped in the same way, but stays as it is. Where not one file of any checkpoint is there, nothing
+    is quarantined: a directory that is not mounted looks like that.
 
     Args:
         run: The run.
@@ -42,13 +43,15 @@ def choose_checkpoint(
         dry_run: Only look; what is damaged stays where it is.
 
     Raises:
-        CheckpointCorruptError: If checkpoints exist and all are damaged, now or at an earlier start; it lists them.
+        CheckpointCorruptError: If checkpoints exist and all are damaged, now or at an earlier start; it lists them. Or if none
+            has any file.
         UnsupportedFormatError: If a newer version committed the next candidate: to resume from an older one would discard it.
 
     """
     unreadable: dict[str, str] = {}
 
     def take(listed: ListedCheckpoint) -> Manifest | None:
+        manifest = None
         try:
             manifest = run.committed(listed.id)
             prove(run, manifest, verify)
@@ -57,6 +60,8 @@ def choose_checkpoint(
             unreadable[listed.id] = str(exc)
             return None
         except CheckpointCorruptError as exc:
+            if manifest is not None and next(run.storage.list(run.layout.checkpoints), None) is None:
+                raise _without_data(run, str(exc)) from exc
             if dry_run:
                 unreadable[listed.id] = str(exc)
             else:
@@ -70,6 +75,13 @@ def choose_checkpoint(
     if chosen is None:
         _refuse_if_damaged(run, lineage, unreadable)
     return chosen
+
+
+def _without_data(run: Run, reason: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"run {run.name!r} in {run.storage.url} has checkpoints, but {run.layout.checkpoints} has no file of any of them, so "
+        f"nothing was set aside: if it is not mounted, mount it and start again; else resume='never' starts fresh ({reason})"
+    )
 
 
 def _refuse_if_damaged(run: Run, lineage: int, unreadable: dict[str, str]) -> None:

@@ -159,6 +159,19 @@ def test_when_none_is_whole_all_that_were_tried_are_listed(store, tmp_path):
     assert choose_checkpoint(store, lineage=2, verify="size") is None
 
 
+def test_where_the_data_of_all_are_missing_nothing_is_set_aside(store, tmp_path):
+    """As where the directory of the data is a mount of its own that is not there."""
+    manifests = fill(store, tmp_path, 1, 2, 3)
+    place = tmp_path / "store/run/checkpoints"
+    place.rename(tmp_path / "away")
+    place.mkdir()
+    with pytest.raises(CheckpointCorruptError, match=r"run/checkpoints/ has no file of any of them, so nothing was set aside"):
+        choose_checkpoint(store, lineage=1, verify="size")
+    place.rmdir()
+    (tmp_path / "away").rename(place)
+    assert choose_checkpoint(store, lineage=1, verify="size") == manifests[-1]
+
+
 def test_an_older_lineage_is_not_resumed(store, tmp_path):
     fill(store, tmp_path, 1)
     assert choose_checkpoint(store, lineage=2, verify="digest") is None
