@@ -323,7 +323,7 @@ def _claim(run: Run, storage: StorageSpec, run_config: RunConfig, given: Definit
             raise CheckpointNotFoundError(f"there is no sweep {run.name!r} in {storage.url}, and resume='must' asks for one")
         continued = (owner.flow_run_id, *restarted_by_this(run_config))
 
-        def claim(previous: Attempt | None) -> Attempt:
-            return claim_attempt(run, owner, world_size=0, lineage=lineage_of(previous, run_config, continued))
+        def claim(previous: Attempt | None, known: frozenset[str] | None) -> Attempt:
+            return claim_attempt(run, owner, world_size=0, lineage=lineage_of(previous, run_config, continued), known=known)
 
         return claim_leadership(run, owner, claim, is_sweep=True, takeover=run_config.takeover)

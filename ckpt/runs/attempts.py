@@ -5,14 +5,22 @@ import re
 import reprlib
 import secrets
 import socket
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from prefect_torch.ckpt.errors import CheckpointError, FencedError, MalformedRecordError, StorageError
+from prefect_torch.ckpt.errors import (
+    CheckpointError,
+    FencedError,
+    MalformedRecordError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, AttemptNumber, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
@@ -27,6 +35,7 @@ from .retention import RetentionPolicy
 
 Ending: TypeAlias = Literal["completed", "stopped", "failed", "preempted", "cancelled"]
 _RANK = re.compile(r"[0-9]{1,9}")
+_REWRITTEN_WITHIN_S = 5.0  # a claim is half there at most so long, on a storage that replaces objects in place
 FailureKind: TypeAlias = Literal["user", "infrastructure", "out_of_memory", "preemption", "final"]
 
 
@@ -74,13 +83,6 @@ class Owner:
         return _start_ticks(self.pid) != self.started or not is_alive(self.pid)
 
 
-def _policy(settings: dict[str, Any]) -> RetentionPolicy:
-    try:
-        return decode(RetentionPolicy, settings, "they", "a retention policy's")
-    except MalformedRecordError as exc:
-        raise ValueError(str(exc)) from exc
-
-
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One claim on a run.
@@ -104,7 +106,7 @@ class Attempt:
     resumed_from: str | None
     lineage: AttemptNumber
     claimed_at: str
-    settings: Annotated[dict[str, Any], _policy] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_sweep(self) -> bool:
@@ -113,8 +115,11 @@ class Attempt:
 
     @property
     def policy(self) -> RetentionPolicy:
-        """The retention policy in `settings`, as far as this version knows its fields."""
-        return _policy(self.settings)
+        """The retention policy in `settings`, as far as this version knows its fields; else one that keeps everything."""
+        try:
+            return decode(RetentionPolicy, self.settings, "they", "a retention policy's")
+        except (MalformedRecordError, UnsupportedFormatError):
+            return RetentionPolicy()
 
     @property
     def restored_id(self) -> str | None:
@@ -175,8 +180,36 @@ def newest_attempt(run: Run) -> Attempt | None:
         UnsupportedFormatError: If a newer version made it: whether it lives, and which checkpoint it restores, is unknown.
 
     """
-    readable = (attempt for key in reversed(_claims(run)) if (attempt := read_attempt(run, key)) is not None)
-    return next(readable, None)  # keys sort by number, then token
+    readable, _ = newest_claims(run)
+    return readable[0] if readable else None
+
+
+def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Attempt], list[str]]:
+    """Return the attempts with the highest number that can be read, and the keys of newer claims that cannot.
+
+    There are several with one number only if a process was killed between its claim and the withdrawal of it.
+
+    Args:
+        run: The run.
+        keys: The keys of all claims, sorted, if they were just listed; None lists them.
+
+    Raises:
+        UnsupportedFormatError: If a newer version made one.
+
+    """
+    readable: list[Attempt] = []
+    unreadable: list[str] = []
+    number = 0
+    for key in reversed(_claims(run) if keys is None else keys):  # keys sort by number, then token
+        if attempt_number(key) < number:
+            break
+        attempt = read_attempt(run, key)
+        if attempt is not None:
+            readable.append(attempt)
+            number = attempt_number(key)
+        elif _is_there(run, key):  # else it was withdrawn
+            unreadable.append(key)
+    return readable, unreadable
 
 
 def claim_attempt(
@@ -186,18 +219,31 @@ def claim_attempt(
     world_size: int,
     lineage: int | None = None,
     settings: dict[str, Any] | None = None,
+    known: frozenset[str] | None = None,
 ) -> Attempt:
     """Claim the next attempt number; no two claims end with the same one, on any storage.
 
     No conditional write is needed: every claim is a key of its own, written and then looked for. Of two claims of the same
-    number, the last to list sees the other and moves on to the next number, so exactly one is the newest.
+    number, the last to list sees the other and moves on to the next number, so exactly one is the newest. A claim that is not
+    seen through is removed again, as far as the storage answers: it would fence whoever leads the run.
+
+    Args:
+        run: The run.
+        owner: The process that is to lead it.
+        world_size: The number of ranks; 0 of a sweep.
+        lineage: The first attempt whose checkpoints it may restore; None for its own.
+        settings: The fields of the retention policy.
+        known: For `claim_unless_led`: the keys of the claims that were looked at; None takes the run whoever has claimed it.
 
     Raises:
         UnsupportedFormatError: If a newer version began the run.
 
     """
     run.get_record(_RunInfo, run.layout.run_info, "what a run begins with")
-    number = _newest_number(run) + 1
+    claims = _claims(run)
+    if known is not None and not known.issuperset(claims):
+        raise _ClaimedMeanwhileError
+    number = _next_number(claims)
     if number == 1:
         run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": utc_now(), "created_by": owner.host}
         run.put_json(run.layout.run_info, run_info)
@@ -215,45 +261,71 @@ def claim_attempt(
             settings=settings or {},
         )
         key = run.layout.attempt(attempt.number, attempt.token)
-        run.put_json(key, asdict(attempt))
-        rivals = [it for it in run.keys(run.layout.attempts) if attempt_number(it) >= number]
-        if rivals == [key]:
+        claims = _put_claim(run, key, attempt)
+        is_newest = [it for it in claims if attempt_number(it) >= number] == [key]
+        is_next = known is None or known.issuperset(set(claims) - {key})
+        if is_newest and is_next:
             return attempt
         run.storage.delete([key])
-        if not rivals:
+        if key not in claims:
             raise StorageError(
                 f"{run.storage.url} does not list {key}, which was stored just before: who leads run {run.name!r} cannot be "
                 "told from such listings, so no attempt was begun; try again, and give another storage if that does not help"
             )
-        number = max(map(attempt_number, rivals)) + 1
+        if known is not None:
+            raise _ClaimedMeanwhileError
+        number = _next_number(claims)
 
 
-def claim_unless_led(run: Run, refuse_if_led: Callable[[Attempt], None], claim: Callable[[Attempt | None], Attempt]) -> Attempt:
+class _ClaimedMeanwhileError(Exception):
+    """Another process has claimed the run since it was looked at."""
+
+
+def _put_claim(run: Run, key: str, attempt: Attempt) -> list[str]:
+    """Store a claim and return the keys of all claims; after an error, remove it as far as the storage answers."""
+    try:
+        run.put_json(key, asdict(attempt))
+        return _claims(run)
+    except BaseException:
+        with suppress(StorageError, OSError):
+            run.storage.delete([key])
+        raise
+
+
+def claim_unless_led(
+    run: Run, refuse_if_led: Callable[[Attempt], None], claim: Callable[[Attempt | None, frozenset[str] | None], Attempt]
+) -> Attempt:
     """Claim the next attempt unless a live attempt leads the run; of several concurrent claims exactly one succeeds.
 
-    A claimer that finds claims between the attempt that it looked at and its own number came later: it withdraws, and looks
-    again. So the first claim is not fenced by those that are refused. Costs a listing and a small read before the claim,
-    and a listing after it.
+    Whoever finds a claim that it has not looked at came later, and looks again: right before its own claim, since
+    `refuse_if_led` may take minutes, or right after, and then it withdraws its own. So the first claim is not fenced by those
+    that are refused, or only for the moment between two neighboring requests. Costs a listing and a small read before the
+    claim.
+
+    A claim that cannot be read may be that of a live leader who rewrites it at this moment. If it cannot be read after five
+    seconds either, its writer was killed, or it is no claim: nobody leads by it.
 
     Args:
         run: The run.
         refuse_if_led: Raises if the owner of an attempt leads the run.
-        claim: Claims a number, given the newest attempt, which does not lead the run.
+        claim: Claims a number by `claim_attempt`, given the newest attempt, which does not lead the run, and the known claims.
 
     Raises:
         RunBusyError: Or any other error of `refuse_if_led`; then nothing is claimed.
 
     """
+    torn: set[str] = set()
     while True:
-        previous = newest_attempt(run)
-        if previous is not None:
-            refuse_if_led(previous)
-        claimed = claim(previous)
-        seen = 0 if previous is None else previous.number
-        numbers = map(attempt_number, run.keys(run.layout.attempts))
-        if not any(seen < number < claimed.number for number in numbers):
-            return claimed
-        run.storage.delete([run.layout.attempt(claimed.number, claimed.token)])
+        keys = _claims(run)
+        readable, unreadable = newest_claims(run, keys)
+        if not torn.issuperset(unreadable):
+            torn = set(unreadable)
+            time.sleep(_REWRITTEN_WITHIN_S)
+            continue
+        for attempt in readable:
+            refuse_if_led(attempt)
+        with suppress(_ClaimedMeanwhileError):
+            return claim(readable[0] if readable else None, frozenset(keys))
 
 
 def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
@@ -326,8 +398,16 @@ def _read_outcome(run: Run, key: str) -> Outcome | None:
     return run.leave_out_newer(lambda: run.get_record(Outcome, key, "the outcome of an attempt"))
 
 
-def _newest_number(run: Run) -> int:
-    return max(map(attempt_number, run.keys(run.layout.attempts)), default=0)
+def _next_number(claims: Sequence[str]) -> int:
+    return max(map(attempt_number, claims), default=0) + 1
+
+
+def _is_there(run: Run, key: str) -> bool:
+    try:
+        run.storage.size(key)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _host() -> str:

@@ -29,7 +29,7 @@ from pathlib import PurePath
 from prefect_torch.ckpt.runs.manifest import is_id
 
 _CHECKPOINTS = "checkpoints"
-_CLAIM = re.compile(r"(?P<number>[0-9]{6})-[^/]+\.json")
+_CLAIM = re.compile(r"(?P<number>[0-9]{6})-[0-9a-f]{8}\.json")
 TRIAL_NAME = r"trial-[0-9]{4,9}-[0-9a-f]{8}"
 # A run, or a trial in the directory of its sweep; in forms, too.
 RUN_NAME = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}(/{TRIAL_NAME})?"

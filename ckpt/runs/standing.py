@@ -1,11 +1,11 @@
 """The state of a run: its newest attempt, how that ended, whether its process is gone; and what a prune must therefore keep."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.run import Run
 
-from .attempts import Attempt, Ending, Outcome, newest_attempt, read_outcome
+from .attempts import Attempt, Ending, Outcome, newest_claims, read_outcome
 from .history import newest_recorded
 
 State: TypeAlias = Ending | Literal["running", "lost", "unknown"]
@@ -18,11 +18,13 @@ class Standing:
     Attributes:
         attempt: The attempt.
         outcome: Its recorded outcome; None while it runs, or if its leader was killed.
+        is_newest: Whether no newer claim lies there that cannot be read.
 
     """
 
     attempt: Attempt
     outcome: Outcome | None
+    is_newest: bool = True
 
     @property
     def is_process_gone(self) -> bool | None:
@@ -55,8 +57,8 @@ def read_standing(run: Run) -> Standing | None:
         UnsupportedFormatError: If a newer version made the attempt.
 
     """
-    attempt = newest_attempt(run)
-    return None if attempt is None else standing_of(run, attempt)
+    readable, newer = newest_claims(run)
+    return replace(standing_of(run, readable[0]), is_newest=not newer) if readable else None
 
 
 def standing_of(run: Run, attempt: Attempt) -> Standing:
@@ -83,9 +85,10 @@ def prune_limits(run: Run, standing: Standing | None) -> PruneLimits:
     """Return the limits of a prune by a process other than the leader of the newest attempt; a leader knows its own.
 
     An attempt without an outcome is running, or its leader was killed, and then the next leader stores the reports that it left
-    unstored. Costs nothing with an outcome; without one, a listing and a read of the metric history.
+    unstored. So does a newer attempt whose claim cannot be read. Costs nothing with an outcome; without one, a listing and a
+    read of the metric history.
     """
-    if standing is None or standing.outcome is not None:
+    if standing is None or (standing.outcome is not None and standing.is_newest):
         return PruneLimits()
     restored = standing.attempt.restored_id
     return PruneLimits(() if restored is None else (restored,), newest_recorded(run))

@@ -11,14 +11,19 @@ from prefect_torch.tasks.liveness import may_be_led
 
 
 def claim_leadership(
-    run: Run, owner: Owner, claim: Callable[[Attempt | None], Attempt], *, is_sweep: bool, takeover: bool
+    run: Run,
+    owner: Owner,
+    claim: Callable[[Attempt | None, frozenset[str] | None], Attempt],
+    *,
+    is_sweep: bool,
+    takeover: bool,
 ) -> Attempt:
     """Claim the next attempt of a run, which fences the process that led it before.
 
     Args:
         run: The run.
         owner: The process that is to lead it.
-        claim: Makes the claim, given the newest attempt.
+        claim: Makes the claim by `claim_attempt`, given the newest attempt and the known claims.
         is_sweep: Whether it leads a sweep, rather than a training.
         takeover: Whether it takes over a run that another flow run leads.
 
@@ -28,12 +33,12 @@ def claim_leadership(
 
     """
 
-    def claim_after(previous: Attempt | None) -> Attempt:
+    def claim_after(previous: Attempt | None, known: frozenset[str] | None) -> Attempt:
         refuse_other_kind(run, previous, is_sweep=is_sweep)
-        return claim(previous)
+        return claim(previous, known)
 
     if takeover:
-        return claim_after(newest_attempt(run))
+        return claim_after(newest_attempt(run), None)
     return claim_unless_led(run, lambda attempt: refuse_if_alive(run, attempt, owner.flow_run_id), claim_after)
 
 

@@ -41,7 +41,7 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
 
     before: Attempt | None = None
 
-    def claim_after(previous: Attempt | None) -> Attempt:
+    def claim_after(previous: Attempt | None, known: frozenset[str] | None) -> Attempt:
         nonlocal before
         before = previous
         return claim_attempt(
@@ -50,6 +50,7 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
             world_size=job.scaling.most_workers,
             lineage=lineage_of(previous, job.run_config, (owner.flow_run_id, *job.restarted)),
             settings=asdict(job.policy),
+            known=known,
         )
 
     claimed = claim_leadership(store, owner, claim_after, is_sweep=False, takeover=job.run_config.takeover)

@@ -1,13 +1,16 @@
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
-from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError
+from faulty_storage import FaultyStorage
+from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, RunBusyError, StorageError
+from prefect_torch.ckpt.runs import attempts
 from prefect_torch.ckpt.runs.attempts import (
     Outcome,
     Owner,
@@ -20,6 +23,7 @@ from prefect_torch.ckpt.runs.attempts import (
     read_outcomes,
     write_outcome,
 )
+from wrapped_storage import WrappedStorage
 
 
 @pytest.fixture
@@ -148,18 +152,26 @@ def test_an_owner_that_version_0_1_wrote_is_judged_by_its_machine():
     assert replace(before, started=0).is_process_gone() is True
 
 
+def refuse(attempt):
+    raise RunBusyError(f"led by {attempt.owner.flow_run_id}")
+
+
+def start_unless_led(store, name, refuse_if_led=lambda _: None):
+    def claim(_, known):
+        return claim_attempt(store, Owner.current(name), world_size=1, known=known)
+
+    return claim_unless_led(store, refuse_if_led, claim)
+
+
 def test_of_simultaneous_starts_one_claims_and_all_others_are_refused(store):
     """As six processes do it that start together, each of which takes every other for alive."""
     barrier = threading.Barrier(6)
     claimed, refused = [], []
 
     def start(name):
-        def refuse(attempt):
-            raise RunBusyError(f"led by {attempt.owner.flow_run_id}")
-
         barrier.wait()
         try:
-            claimed.append(claim_unless_led(store, refuse, lambda _: claim_attempt(store, Owner.current(name), world_size=1)))
+            claimed.append(start_unless_led(store, name, refuse))
         except RunBusyError as exc:
             refused.append(str(exc))
 
@@ -178,12 +190,126 @@ def test_a_run_whose_owner_has_ended_is_claimed_with_what_it_left(store):
     ended = claim_attempt(store, Owner.current("old"), world_size=1)
     previous = []
 
-    def claim(attempt):
+    def claim(attempt, known):
         previous.append(attempt)
-        return claim_attempt(store, Owner.current("new"), world_size=1)
+        return claim_attempt(store, Owner.current("new"), world_size=1, known=known)
 
     assert claim_unless_led(store, lambda _: None, claim).number == 2
     assert previous == [ended]
+
+
+@pytest.mark.parametrize("junk", [b"", b"{", b'{"number": 2}'])
+def test_a_claim_that_cannot_be_read_holds_up_no_later_start(store, monkeypatch, junk):
+    """As its leader leaves it who is killed while it rewrites it, on a storage that replaces objects in place."""
+    monkeypatch.setattr(attempts, "_REWRITTEN_WITHIN_S", 0.0)
+    first = claim_attempt(store, Owner.current("ended"), world_size=1)
+    torn = claim_attempt(store, Owner.current("killed"), world_size=1)
+    store.storage.put_bytes(store.layout.attempt(torn.number, torn.token), junk)
+    asked = []
+
+    def note(attempt):
+        asked.append(attempt)
+        assert len(asked) < 5, "it claims and withdraws without end"
+
+    assert start_unless_led(store, "new", note).number == 3
+    assert asked == [first]
+
+
+def test_a_claim_that_is_rewritten_at_this_moment_is_asked_about(store, monkeypatch):
+    claimed = claim_attempt(store, Owner.current("leader"), world_size=1)
+    key = store.layout.attempt(claimed.number, claimed.token)
+    whole = store.storage.get_bytes(key)
+    store.storage.put_bytes(key, whole[:9])
+    monkeypatch.setattr(attempts.time, "sleep", lambda _: store.storage.put_bytes(key, whole))
+    with pytest.raises(RunBusyError, match="leader"):
+        start_unless_led(store, "new", refuse)
+    assert list(list_attempts(store)) == [claimed]
+
+
+def test_an_attempt_with_a_policy_of_a_later_version_is_seen_and_keeps_everything(store):
+    settings = {"num_to_keep": 1, "checkpoint_score_order": "median"}
+    claimed = claim_attempt(store, Owner.current(), world_size=1, settings=settings)
+    assert newest_attempt(store) == claimed
+    assert claimed.policy == RetentionPolicy()
+
+
+def test_a_file_of_another_program_beside_the_claims_fences_nobody(store):
+    claimed = claim_attempt(store, Owner.current(), world_size=1)
+    store.storage.put_bytes(f"{store.layout.attempts}000009-notes.json", b"{}")
+    check_fence(store, claimed.number)
+    assert start_unless_led(store, "new").number == 2
+
+
+class Meeting(WrappedStorage):
+    """Calls `meanwhile` once, at the first operation that `meets` accepts: after a listing, before anything else."""
+
+    def __init__(self, inner, meets, meanwhile):
+        super().__init__(inner)
+        self.meets, self.meanwhile = meets, meanwhile
+
+    def _do(self, verb, *args, **kwargs):
+        listed = list(super()._do(verb, *args, **kwargs)) if verb == "list" else None
+        if self.meets(verb, args[0]) and self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        return super()._do(verb, *args, **kwargs) if listed is None else iter(listed)
+
+
+def test_a_start_that_looked_before_another_claimed_fences_it_at_no_moment(store):
+    """It asks Prefect in between, which may take long."""
+    claimed, puts = [], []
+
+    def meets(verb, key):
+        puts.extend([key] if verb == "put_bytes" and "/attempts/" in key else [])
+        return verb == "list"
+
+    late = Meeting(store.storage, meets, lambda: claimed.append(start_unless_led(store, "first")))
+    with pytest.raises(RunBusyError, match="first"):
+        start_unless_led(CheckpointStore(late, store.layout, store.spec), "late", refuse)
+    assert puts == []
+    check_fence(store, claimed[0].number)
+
+
+def test_a_claim_with_a_smaller_number_that_was_made_meanwhile_came_first(store):
+    withdrawn = claim_attempt(store, Owner.current("refused"), world_size=1)
+    claimed = []
+
+    def meanwhile():
+        store.storage.delete([store.layout.attempt(withdrawn.number, withdrawn.token)])
+        claimed.append(start_unless_led(store, "first"))
+
+    late = Meeting(store.storage, lambda verb, key: verb == "put_bytes" and "/attempts/" in key, meanwhile)
+    with pytest.raises(RunBusyError, match="first"):
+        start_unless_led(
+            CheckpointStore(late, store.layout, store.spec), "late", lambda it: refuse(it) if it != withdrawn else None
+        )
+    assert list(list_attempts(store)) == claimed
+    assert claimed[0].number == withdrawn.number
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_start_that_fails_at_any_operation_leaves_no_claim(store, after):
+    leader = claim_attempt(store, Owner.current("leader"), world_size=1)
+    for number in itertools.count(1):
+        faulty = FaultyStorage(store.storage, number, after=after, error=StorageError("no answer"))
+        try:
+            start_unless_led(CheckpointStore(faulty, store.layout, store.spec), "new")
+        except StorageError:
+            check_fence(store, leader.number)
+        else:
+            break
+    assert number == 7
+    assert faulty.counts() == {"list": 3, "get_bytes": 2, "put_bytes": 1}
+
+
+def test_all_claims_of_one_number_are_asked_about(store):
+    """A process that was killed before it withdrew its own has left one."""
+    leader = claim_attempt(store, Owner.current("leader"), world_size=1)
+    for token in ("00000000", "ffffffff"):
+        left = replace(leader, token=token, owner=Owner.current("killed"))
+        store.put_json(store.layout.attempt(left.number, token), asdict(left))
+    with pytest.raises(RunBusyError, match="leader"):
+        start_unless_led(store, "new", lambda it: refuse(it) if it.owner.flow_run_id != "killed" else None)
 
 
 def test_outcomes_come_back(store):

@@ -282,9 +282,9 @@ def test_a_run_whose_claims_cannot_be_read_is_not_said_to_be_missing(store, are_
 
 
 def test_claims_that_no_number_can_follow_are_refused_by_name(store):
-    store.storage.put_bytes("run/attempts/1000000-x.json", b"{}")
+    store.storage.put_bytes("run/attempts/1000000-00000000.json", b"{}")
     assert claim_attempt(store, Owner.current(), world_size=1).number == 3
-    store.storage.put_bytes("run/attempts/999999-x.json", b"{}")
+    store.storage.put_bytes("run/attempts/999999-00000000.json", b"{}")
     with pytest.raises(CheckpointError, match=r"run 'run' in memory:.* has attempt 999999, and 999999 at most"):
         claim_attempt(store, Owner.current(), world_size=1)
 

@@ -164,7 +164,7 @@ class Starter:
             self.claimed = claim_unless_led(
                 self.store,
                 self._refuse_if_led,
-                lambda _: claim_attempt(self.store, Owner.current(self.name), world_size=1),
+                lambda _, known: claim_attempt(self.store, Owner.current(self.name), world_size=1, known=known),
             )
         except RunBusyError:
             self.is_refused = True

@@ -135,7 +135,7 @@ def test_the_newest_attempt_costs_one_read_and_a_torn_claim_is_passed_over():
     counting.taken()
     assert newest_attempt(store) == attempts[-1]
     assert counting.taken() == {"list": 1, "get_bytes": 1}
-    store.storage.put_bytes(store.layout.attempt(13, "torn"), b"{")
+    store.storage.put_bytes(store.layout.attempt(13, "00000000"), b"{")
     assert newest_attempt(store) == attempts[-1]
 
 

@@ -50,3 +50,11 @@ def test_a_prune_is_limited_until_the_attempt_has_an_outcome(store, owner):
     assert prune_limits(store, read_standing(store)) == PruneLimits((CHECKPOINT,), up_to="")
     write_outcome(store, Outcome(1, "failed"))
     assert prune_limits(store, read_standing(store)) == PruneLimits()
+
+
+def test_a_prune_is_limited_where_a_newer_claim_cannot_be_read(store):
+    claim_attempt(store, HERE, world_size=1)
+    write_outcome(store, Outcome(1, "completed"))
+    torn = claim_attempt(store, HERE, world_size=1)
+    store.storage.put_bytes(store.layout.attempt(torn.number, torn.token), b"{")
+    assert prune_limits(store, read_standing(store)) == PruneLimits(up_to="")
