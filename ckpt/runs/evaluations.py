@@ -1,7 +1,8 @@
 """Metrics attached to a checkpoint after its commit: an object for each evaluation, beside the manifest.
 
 The manifest never changes. An object has one name and is written whole, so two evaluators never lose each other's work. An
-interrupted evaluator leaves the old object, the new one, or a damaged one, which is left out as if it did not exist.
+interrupted evaluator leaves the old object, the new one, or a damaged one, which is left out as if it did not exist; only
+retention does not take its score for missing.
 """
 
 import logging
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
 from prefect_torch.ckpt.runs.layout import Layout, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, is_id
-from prefect_torch.ckpt.runs.metrics import Metrics, to_json
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score, to_json
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, seal, unseal
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
@@ -128,19 +129,39 @@ def evaluation_of(layout: Layout, key: str) -> tuple[str, str] | None:
     return (checkpoint_id, name) if is_evaluation else None  # else another program's file
 
 
-def has_newer(storage: Storage, layout: Layout, checkpoint_id: str, names: Iterable[str]) -> bool:
-    """Return whether a newer version attached one of `names`, so that the checkpoint's score is unknown."""
-    return any(_is_newer(storage, layout, checkpoint_id, name) for name in names)
+def hides_score(storage: Storage, layout: Layout, manifest: Manifest, names: Iterable[str], attribute: str | None) -> bool:
+    """Return whether an evaluation that could not be read may have rated the checkpoint, so that its score is unknown.
+
+    That is one of a newer version, or, with a warning, one that is damaged or not yet written whole, if it has the score.
+
+    Args:
+        storage: The storage.
+        layout: The keys of the run.
+        manifest: The checkpoint, with the metrics of the evaluations that could be read.
+        names: The names of those that could not.
+        attribute: The score by which checkpoints are sorted, or None.
+
+    """
+    attribute = attribute or ""
+    name, slash, _ = attribute.partition("/")
+    is_missing = bool(slash) and find_score(manifest.metrics, attribute) is None
+    return any(_hides_score(storage, layout, manifest.id, it, has_score=is_missing and it == name) for it in names)
 
 
-def _is_newer(storage: Storage, layout: Layout, checkpoint_id: str, name: str) -> bool:
+def _hides_score(storage: Storage, layout: Layout, checkpoint_id: str, name: str, *, has_score: bool) -> bool:
     try:
         _load(storage, layout, checkpoint_id, name)
     except UnsupportedFormatError:
         return True
-    except (FileNotFoundError, CheckpointCorruptError):
+    except FileNotFoundError:
         return False
-    return False
+    except CheckpointCorruptError as exc:
+        if has_score:
+            _logger.warning(
+                "checkpoint %s of run %r stays, whatever its score: evaluate it again as %r, or delete that evaluation: %s",
+                *(checkpoint_id, layout.run, name, exc),
+            )
+    return has_score  # also of one that is whole by now: it was read while it was written
 
 
 def _read(storage: Storage, layout: Layout, manifest: Manifest, name: str) -> Metrics | None:

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.bulk import no_collection
-from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of, has_newer
+from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of, hides_score
 from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
 from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
 from prefect_torch.ckpt.runs.run import Run
@@ -32,14 +32,15 @@ def prune(run: Run, policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str
     if run.memory is not None:
         run.memory.forget_all_but([it.id for it in listed])
     overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))
-    kept = (*in_use, *_newer_evaluated(run, manifests, {it.id: it.evaluations for it in listed}))
+    attached = {it.id: it.evaluations for it in listed}
+    kept = (*in_use, *_with_hidden_scores(run, manifests, attached, policy))
     pinned = run.pinned()
     with no_collection():
         decided = plan(manifests, policy, pinned=pinned, in_use=kept, up_to=up_to, overdue=overdue)
     if dry_run or not decided.drop:
         return decided
     with marked(run, (manifest.id for manifest in decided.drop)) as mark:
-        stayed = _delete_all(run, decided.drop, {it.id: it.evaluations for it in listed}, mark)
+        stayed = _delete_all(run, decided.drop, attached, mark)
     return Plan(
         keep={**decided.keep, **dict.fromkeys(stayed, ("pinned",))},
         drop=tuple(manifest for manifest in decided.drop if manifest.id not in stayed),
@@ -59,13 +60,13 @@ def delete_checkpoints(run: Run, manifests: Sequence[Manifest]) -> frozenset[str
         return frozenset(_delete_all(run, tuple(manifests), known, mark))
 
 
-def _newer_evaluated(run: Run, manifests: Iterable[Manifest], attached: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield the ids of checkpoints with an evaluation of a newer version, which may have rated them the best of all."""
+def _with_hidden_scores(
+    run: Run, manifests: Iterable[Manifest], attached: dict[str, tuple[str, ...]], policy: RetentionPolicy
+) -> Iterator[str]:
+    """Yield the ids of checkpoints with an evaluation that cannot be read and may have rated them the best of all."""
     for manifest in manifests:
-        if not attached[manifest.id]:
-            continue
         unread = set(attached[manifest.id]) - set(manifest.evaluations)
-        if has_newer(run.storage, run.layout, manifest.id, unread):
+        if unread and hides_score(run.storage, run.layout, manifest, unread, policy.checkpoint_score_attribute):
             yield manifest.id
 
 

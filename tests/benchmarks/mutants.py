@@ -134,6 +134,8 @@ MUTANTS = [
         ("if name in manifest.reported:", "if False:"),
         ("metrics={**manifest.metrics, **found}", "metrics=found"),
         ("or is_id(stem(name)):", ":"),
+        ("    return has_score  #", "    return False  #"),
+        ("has_score=is_missing and it == name", "has_score=is_missing"),
     ),
     *mutants_of(
         "ckpt/runs/run.py",

@@ -189,6 +189,41 @@ def test_a_damaged_evaluation_is_left_out_and_the_checkpoint_is_as_good_as_ever(
     assert not [info.key for info in store.storage.list("run/") if first in info.key]
 
 
+def test_the_best_checkpoint_stays_though_its_evaluation_cannot_be_read(store, tmp_path, caplog):
+    first, _ = ids = fill(store, tmp_path, 1, 2)
+    for checkpoint_id, accuracy in zip(ids, (0.9, 0.1), strict=True):
+        store.attach_metrics(checkpoint_id, {"accuracy": accuracy})
+    key = store.layout.evaluation(first, "eval")
+    store.storage.put_bytes(key, store.storage.get_bytes(key).replace(b"0.9", b"0.8"))
+    assert store.prune(RetentionPolicy(1, "eval/accuracy")).drop == ()
+    assert f"checkpoint {first} of run 'run' stays, whatever its score: evaluate it again as 'eval'" in caplog.text
+    assert [it.id for it in store.prune(RetentionPolicy(1, "other/accuracy")).drop] == [first]
+
+
+class HalfWritten(WrappedStorage):
+    """Shows the beginning of one object to its first two readers."""
+
+    def __init__(self, inner, key):
+        super().__init__(inner)
+        self.key, self.left = key, 2
+
+    def _do(self, verb, *args, **kwargs):
+        result = super()._do(verb, *args, **kwargs)
+        if (verb, args[0]) == ("get_bytes", self.key) and self.left > 0:
+            self.left -= 1
+            return result[:20]
+        return result
+
+
+def test_a_prune_that_reads_an_evaluation_while_it_is_written_keeps_the_checkpoint(store, tmp_path):
+    first, second = fill(store, tmp_path, 1, 2)
+    store.attach_metrics(first, {"accuracy": 0.9})
+    store.attach_metrics(second, {"accuracy": 0.1})
+    writing = HalfWritten(store.storage, store.layout.evaluation(first, "eval"))
+    assert open_run(writing).prune(RetentionPolicy(1, "eval/accuracy")).drop == ()
+    assert writing.left == 0
+
+
 def test_an_evaluation_copied_over_a_reported_name_replaces_nothing(store, tmp_path):
     (only,) = fill(store, tmp_path, 1)
     body = {"format": 1, "checkpoint": only, "name": "loss", "metrics": {"a": 1}}
