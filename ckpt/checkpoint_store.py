@@ -108,7 +108,8 @@ class CheckpointStore(Run):
             up_to: Checkpoints newer than this id stay; None for no such limit.
 
         Raises:
-            StorageError: If a deletion failed; the others were done, and the next prune tries again.
+            StorageError: If a deletion failed; the others were done, unless the storage no longer answers, and the next prune
+                tries again.
 
         """
         from prefect_torch.ckpt.runs.pruning import prune  # noqa: PLC0415 - deleting is apart from reading

@@ -23,6 +23,7 @@ from .retention import Plan, RetentionPolicy, overdue_evaluations, plan
 
 GARBAGE_GRACE_S = 3600.0
 _DAY_S = 24 * 3600.0
+_MOST_IN_A_ROW = 3  # failures of a storage that has not answered within its retries, two minutes each
 _logger = logging.getLogger(__name__)
 
 
@@ -75,6 +76,7 @@ def _delete_all(
 ) -> set[str]:
     """Delete the checkpoints that were not pinned meanwhile, and return the ids of those that were."""
     failures: list[tuple[Manifest, Exception]] = []
+    num_done = num_in_a_row = 0
     kept: set[str] = set()
     pinned: frozenset[str] | None = None
     for manifest in dropped:
@@ -90,10 +92,15 @@ def _delete_all(
                 _delete(run, manifest, evaluations[manifest.id])
         except (StorageError, OSError) as exc:
             failures.append((manifest, exc))
+            num_in_a_row = num_in_a_row + 1 if isinstance(exc, StorageError) else 0
+            if num_in_a_row == _MOST_IN_A_ROW:
+                break
+        else:
+            num_done, num_in_a_row = num_done + 1, 0
     if failures:
         manifest, first = failures[0]
         raise StorageError(
-            f"{len(failures)} of {len(dropped)} checkpoints of run {run.name!r} could not be deleted, "
+            f"{len(dropped) - num_done} of {len(dropped)} checkpoints of run {run.name!r} could not be deleted, "
             f"{manifest.id} first: {first}; the next prune tries again"
         ) from first
     if deleted := {it.id for it in dropped if evaluations[it.id]} - kept:  # garbage collection finds those of the others

@@ -275,6 +275,20 @@ def test_a_delete_that_fails_does_not_stop_the_others_and_is_told(store, tmp_pat
     assert [manifest.id for manifest in store.list()] == [manifests[0].id, manifests[3].id]
 
 
+@pytest.mark.parametrize(("error", "tries"), [(StorageError("no answer"), 3), (OSError(5, "Input/output error"), 5)])
+def test_a_prune_gives_up_on_a_storage_that_does_not_answer(store, tmp_path, monkeypatch, error, tries):
+    manifests, tried = fill(store, tmp_path, *range(6)), []
+
+    def failing(self, keys):
+        tried.append(keys)
+        raise error
+
+    monkeypatch.setattr(type(store.storage), "delete", failing)
+    with pytest.raises(StorageError, match=f"5 of 5 checkpoints of run 'run' could not be deleted, {manifests[0].id} first"):
+        store.prune(RetentionPolicy(1))
+    assert len(tried) == tries
+
+
 def test_data_of_an_older_attempt_is_garbage_only_after_the_grace(store, tmp_path):
     fill(store, tmp_path, 1)
     store.storage.put_bytes(store.layout.data("000001-00000005-00000000", "model"), b"half")
