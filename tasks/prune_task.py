@@ -8,7 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
-from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.pruning import collect_garbage, prune
 from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.tasks.options.storage import configured_storage
 
@@ -45,7 +45,7 @@ def prune_checkpoints(
         garbage: Whether to look for data that were never committed.
 
     Raises:
-        FencedError: If a newer attempt owns the run, which may restore a checkpoint that this one would delete.
+        FencedError: If a newer attempt owns the run, which may restore a checkpoint that this one would delete; also halfway.
         StorageError: If something could not be deleted; the next prune tries again.
 
     """
@@ -58,7 +58,7 @@ def prune_checkpoints(
         limits_up_to = [it for it in (up_to, limits.up_to) if it is not None]
         in_use, up_to = (*in_use, *limits.in_use), min(limits_up_to, default=None)
     with library_logs_in_run():
-        decided = store.prune(policy, in_use=in_use, up_to=up_to, dry_run=dry_run)
+        decided = prune(store, policy, dry_run=dry_run, in_use=in_use, up_to=up_to, attempt=attempt)
         if decided.drop and dry_run:
             logger.info("would prune %s; kept %s", ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
         elif decided.drop:  # a training's table of checkpoints has the list

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 
-from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.errors import FencedError, StorageError
 from prefect_torch.ckpt.runs.bulk import no_collection
 from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of, hides_score
 from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 
+from .attempts import check_fence
 from .deletion_marks import DeletionMark, marked, remove_stale_marks
 from .log_files import delete_evaluation_logs
 from .retention import Plan, RetentionPolicy, overdue_evaluations, plan
@@ -27,8 +28,25 @@ _MOST_IN_A_ROW = 3  # failures of a storage that has not answered within its ret
 _logger = logging.getLogger(__name__)
 
 
-def prune(run: Run, policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str, ...], up_to: str | None) -> Plan[Manifest]:
-    """Delete what `policy` drops; see `CheckpointStore.prune`."""
+def prune(
+    run: Run,
+    policy: RetentionPolicy,
+    *,
+    dry_run: bool,
+    in_use: tuple[str, ...],
+    up_to: str | None,
+    attempt: int | None = None,
+) -> Plan[Manifest]:
+    """Delete what `policy` drops; see `CheckpointStore.prune`.
+
+    An `attempt` that is given is the one that prunes; it deletes nothing once it is overtaken, which is looked for before the
+    first deletion and every ten minutes.
+
+    Raises:
+        FencedError: If a newer attempt than `attempt` owns the run.
+        StorageError: If a deletion failed.
+
+    """
     listed, manifests = run.list_readable()
     if run.memory is not None:
         run.memory.forget_all_but([it.id for it in listed])
@@ -41,7 +59,7 @@ def prune(run: Run, policy: RetentionPolicy, *, dry_run: bool, in_use: tuple[str
     if dry_run or not decided.drop:
         return decided
     with marked(run, (manifest.id for manifest in decided.drop)) as mark:
-        stayed = _delete_all(run, decided.drop, attached, mark)
+        stayed = _delete_all(run, decided.drop, attached, mark, attempt)
     return Plan(
         keep={**decided.keep, **dict.fromkeys(stayed, ("pinned",))},
         drop=tuple(manifest for manifest in decided.drop if manifest.id not in stayed),
@@ -72,7 +90,11 @@ def _with_hidden_scores(
 
 
 def _delete_all(
-    run: Run, dropped: tuple[Manifest, ...], evaluations: dict[str, tuple[str, ...]], mark: DeletionMark
+    run: Run,
+    dropped: tuple[Manifest, ...],
+    evaluations: dict[str, tuple[str, ...]],
+    mark: DeletionMark,
+    attempt: int | None = None,
 ) -> set[str]:
     """Delete the checkpoints that were not pinned meanwhile, and return the ids of those that were."""
     failures: list[tuple[Manifest, Exception]] = []
@@ -83,7 +105,7 @@ def _delete_all(
         try:
             if mark.is_due:
                 pinned = None
-                mark.renew()
+                _renew(run, mark, attempt)
             if pinned is None:
                 pinned = run.pinned()
             if manifest.id in pinned:
@@ -106,6 +128,17 @@ def _delete_all(
     if deleted := {it.id for it in dropped if evaluations[it.id]} - kept:  # garbage collection finds those of the others
         delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id in deleted)
     return kept
+
+
+def _renew(run: Run, mark: DeletionMark, attempt: int | None) -> None:
+    """Renew the mark of a deletion, unless a newer attempt owns the run: then nothing more is deleted."""
+    if attempt is not None:
+        try:
+            check_fence(run, attempt)
+        except FencedError:
+            mark.remove()
+            raise
+    mark.renew()
 
 
 def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:

@@ -329,6 +329,12 @@ MUTANTS = [
     ),
     *mutants_of("tasks/prune_task.py", "tests/tasks/test_prune_task.py", ("check_fence(store, attempt)", "pass")),
     *mutants_of(
+        "ckpt/runs/pruning.py",
+        "tests/tasks/test_prune_task.py",
+        ("check_fence(run, attempt)", "pass"),
+        ("mark.remove()", "pass"),
+    ),
+    *mutants_of(
         "tasks/gang/termination.py",
         "tests/tasks/gang/test_termination.py",
         ("self._grace_s = grace_s", "self._grace_s = 20.0"),

@@ -3,13 +3,15 @@
 import pytest
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy
+from prefect_torch.ckpt.runs import deletion_marks
+from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
 from prefect_torch.tasks.prune_task import prune_checkpoints
 from ranks import Attempt, folder
 
 
-def prune(store, attempt):
+def prune(store, attempt, num_to_keep=1):
     with disable_run_logger():
-        return prune_checkpoints.fn(store.spec, "run", RetentionPolicy(1), attempt=attempt)
+        return prune_checkpoints.fn(store.spec, "run", RetentionPolicy(num_to_keep), attempt=attempt)
 
 
 def test_an_overtaken_attempt_deletes_nothing(tmp_path):
@@ -19,8 +21,31 @@ def test_an_overtaken_attempt_deletes_nothing(tmp_path):
     for _ in range(3):
         session.report({}, folder(tmp_path / "c", model="x"))
     second = Attempt(store)
-    with pytest.raises(FencedError, match="attempt 1 of run 'run' was overtaken by attempt 2"):
-        prune(store, first.number)
+    for num_to_keep in (1, 9):  # it collects no garbage either
+        with pytest.raises(FencedError, match="attempt 1 of run 'run' was overtaken by attempt 2"):
+            prune(store, first.number, num_to_keep)
     assert len(store.list()) == 3
     prune(store, second.number)
     assert len(store.list()) == 1
+
+
+def test_an_attempt_that_is_overtaken_during_a_prune_deletes_no_more(tmp_path, monkeypatch):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    first = Attempt(store)
+    session = first.session()
+    for _ in range(4):
+        session.report({}, folder(tmp_path / "c", model="x"))
+    oldest, delete = store.list()[0], type(store.storage).delete
+
+    def overtaken(self, keys):
+        keys = list(keys)
+        delete(self, keys)
+        if keys == [store.layout.manifest(oldest.id)]:
+            claim_attempt(store, Owner.current(), world_size=1)
+
+    monkeypatch.setattr(deletion_marks, "_RENEW_S", -1.0)  # as if each deletion took minutes
+    monkeypatch.setattr(type(store.storage), "delete", overtaken)
+    with pytest.raises(FencedError, match="overtaken by attempt 2"):
+        prune(store, first.number)
+    assert len(store.list()) == 3
+    assert list(store.storage.list(store.layout.deletions)) == []
