@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -233,7 +234,8 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
     _delete_unreported(run, newest_attempt, now_s - grace_s)
     remove_stale_marks(run, now_s)
-    run.storage.remove_interrupted(f"{run.name}/", grace_s)
+    # It compares with this machine's clock. Where that is ahead of the storage's, files that are being written would look old.
+    run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - now_s))
     return garbage
 
 

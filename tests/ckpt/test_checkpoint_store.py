@@ -312,6 +312,22 @@ def test_the_grace_is_counted_by_the_clock_of_the_storage(store, tmp_path, hours
     assert collect_garbage(store, grace_s=3600) == [half]
 
 
+def test_what_is_being_written_is_not_older_than_the_clock_of_the_storage_says(store, tmp_path):
+    """As on a file server whose clock is behind that of the machine that collects garbage."""
+    fill(store, tmp_path, 1)
+    half = tmp_path / "store/run/checkpoints/000001-00000005-00000000/.tmp-0123456789abcdef"
+    half.parent.mkdir()
+    half.write_bytes(b"half")
+    storage_s = time.time() - 7200
+    for path in (tmp_path / "store").rglob("*"):
+        os.utime(path, (storage_s, storage_s))
+    collect_garbage(store)
+    assert half.exists()
+    os.utime(half, (storage_s - 4000, storage_s - 4000))
+    collect_garbage(store)
+    assert not half.exists()
+
+
 def test_data_of_the_running_attempt_is_no_garbage_unless_it_was_given_up(store, tmp_path):
     (committed,) = fill(store, tmp_path, 1)
     store.storage.put_bytes(store.layout.data("000001-00000005-00000000", "model"), b"being uploaded")
