@@ -106,7 +106,8 @@ class RunConfig(_Config):
     takeover: bool = Field(
         default=False,
         title="Take over",
-        description="Take the run from a flow run that is still alive; that one is stopped at its next commit.",
+        description="Take the run from a flow run that is still alive; that one is stopped at its next commit. The retries of "
+        "this one do not take it back from another.",
     )
     yields_to_urgent: bool = Field(
         default=False,

@@ -4,7 +4,15 @@ from collections.abc import Callable
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import RunBusyError, StorageError
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_unless_led, newest_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts import (
+    Attempt,
+    Outcome,
+    Owner,
+    claim_unless_led,
+    list_attempts,
+    newest_attempt,
+    write_outcome,
+)
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.tasks.liveness import may_be_led
@@ -25,7 +33,8 @@ def claim_leadership(
         owner: The process that is to lead it.
         claim: Makes the claim by `claim_attempt`, given the newest attempt and the known claims.
         is_sweep: Whether it leads a sweep, rather than a training.
-        takeover: Whether it takes over a run that another flow run leads.
+        takeover: Whether it takes over a run that another flow run leads, unless the owner's flow run has led it before: a
+            retry does not take the run back.
 
     Raises:
         RunBusyError: If another flow run that is alive leads the run, unless it is taken over.
@@ -38,8 +47,19 @@ def claim_leadership(
         return claim(previous, known)
 
     if takeover:
-        return claim_after(newest_attempt(run), None)
+        previous = newest_attempt(run)
+        if previous is None or _are_tries_of_one(previous.owner, owner) or not _has_led(run, owner):
+            return claim_after(previous, None)
     return claim_unless_led(run, lambda attempt: refuse_if_alive(run, attempt, owner.flow_run_id), claim_after)
+
+
+def _has_led(run: Run, owner: Owner) -> bool:
+    return any(_are_tries_of_one(attempt.owner, owner) for attempt in list_attempts(run))
+
+
+def _are_tries_of_one(one: Owner, other: Owner) -> bool:
+    """Return whether two owners are of one flow run, which nobody has run again after its end."""
+    return one.flow_run_id is not None and (one.flow_run_id, one.budget) == (other.flow_run_id, other.budget)
 
 
 def refuse_other_kind(run: Run, previous: Attempt | None, *, is_sweep: bool) -> None:

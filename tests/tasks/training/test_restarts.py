@@ -14,7 +14,14 @@ from prefect_torch.ckpt import (
     RunBusyError,
     StorageError,
 )
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts import (
+    Outcome,
+    Owner,
+    check_fence,
+    claim_attempt,
+    record_resumed_from,
+    write_outcome,
+)
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
@@ -131,7 +138,8 @@ def test_a_flow_run_whose_budget_is_used_up_is_refused_until_somebody_runs_it_ag
     limited = job(store, **dict.fromkeys(BUDGETS.values(), 2))
     with pytest.raises(RestartsUsedUpError, match=counts_as):
         claim(store, limited, Restarts(limited.failure, "mine", is_rerun=True))
-    claim(store, limited, Restarts(limited.failure, "a new one"))
+    other = claim(store, limited, Restarts(limited.failure, "a new one"))
+    write_outcome(store, Outcome(other.number, "completed"))
     unlimited = job(store, **UNLIMITED)
     claim(store, unlimited, Restarts(unlimited.failure, "mine", is_rerun=True))
     rerun[0] = "failed-state"
@@ -141,6 +149,16 @@ def test_a_flow_run_whose_budget_is_used_up_is_refused_until_somebody_runs_it_ag
         earlier_attempt(store, kind, commits=commits, budget="failed-state")
     with pytest.raises(RestartsUsedUpError, match=counts_as):
         claim(store, limited, Restarts(limited.failure, "mine", is_rerun=True))
+
+
+def test_a_retry_does_not_take_the_run_back_from_who_has_taken_it_over(store):
+    claim_attempt(store, Owner.current(), world_size=1)
+    restarts = Restarts(job(store).failure, "mine")
+    assert [claim(store, job(store), restarts).number for _ in range(2)] == [2, 3]
+    newer = claim_attempt(store, Owner.current(), world_size=1)
+    with pytest.raises(RunBusyError, match="attempt 4"):
+        claim(store, job(store), restarts)
+    check_fence(store, newer.number)
 
 
 @pytest.mark.usefixtures("rerun")
