@@ -36,6 +36,7 @@ class RunRecorder:
     Attributes:
         newest: The id of the newest checkpoint that is known to be committed or was restored; None before the first.
         on_first_report: Called once, in the writing thread, after the first report.
+        on_first_commit: Called once, in the writing thread, after the first commit.
         on_request: Called in the writing thread with each request for a decision.
 
     """
@@ -45,6 +46,7 @@ class RunRecorder:
     ) -> None:
         self.newest = restored_id = None if restored is None else restored.id
         self.on_first_report: Callable[[], None] | None = None
+        self.on_first_commit: Callable[[], None] | None = None
         self.on_request: Callable[[DecisionRequest], None] | None = None
         self._store = store
         self._attempt = attempt
@@ -82,6 +84,9 @@ class RunRecorder:
         self._observers.notify(event)
         if isinstance(event, CommitEvent):
             self.newest = event.id
+            if self.on_first_commit is not None:
+                self._submit(self.on_first_commit, "the pin of the checkpoint that the run started from could not be removed")
+                self.on_first_commit = None
             self._write(partial(self._store.hint_latest, event.id), "the hint to the latest checkpoint")
             if self._index.add(event.id):
                 self._write(self._index.write, "the index of manifests")

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 
-from prefect_torch.ckpt import Checkpoint, CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, record_resumed_from
 from prefect_torch.ckpt.runs.manifest import Manifest
@@ -17,6 +17,7 @@ from .leadership import claim_leadership
 from .left_task_runs import end_left_task_runs
 from .observers import CheckpointQuarantined, Observers
 from .restarts import Restarts
+from .source_pin import SourcePin
 from .unusable_storage import unusable_storage_explained
 
 
@@ -69,6 +70,7 @@ class Start:
         path: Its path or URL.
         own: Its manifest if it is a checkpoint of this run, else None.
         node_copy: The bytes that were read to verify it, to be released once the ranks have restored it.
+        source_pin: Keeps the checkpoint of another run, to be removed once this run has one of its own; None if there is none.
 
     """
 
@@ -76,13 +78,15 @@ class Start:
     path: str | None = None
     own: Manifest | None = None
     node_copy: NodeCopy = field(default_factory=NodeCopy)
+    source_pin: SourcePin | None = None
 
 
 def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observers: Observers) -> Start:
     """Return the checkpoint that every rank of a claimed attempt starts from.
 
     To be called after the claim, so that no commit of an overtaken process is missed. Reads the manifest once, and every byte
-    of a checkpoint in a bucket once for all ranks of this node.
+    of a checkpoint in a bucket once for all ranks of this node. A checkpoint of another run is pinned first, since that run's
+    prunes do not know who starts from it; a sweep has pinned those of its trials.
 
     Raises:
         CheckpointNotFoundError: If the job must resume and there is nothing to resume from.
@@ -90,8 +94,10 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
 
     """
     node_copy = NodeCopy()
+    is_pinned_by_sweep = job.decisions is not None
+    pin = None if job.initial_checkpoint is None or is_pinned_by_sweep else SourcePin(job.initial_checkpoint, store.path)
     try:
-        checkpoint, is_own = _choose(store, job, attempt.lineage, observers, node_copy)
+        checkpoint, is_own = _choose(store, job, attempt.lineage, observers, node_copy, pin)
         if checkpoint is None:
             return Start()
         record_resumed_from(store, attempt, checkpoint.path)
@@ -101,7 +107,7 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
     ref = CheckpointRef(job.storage, job.run, checkpoint.manifest.id) if is_own else job.initial_checkpoint
     assert ref is not None
     own = checkpoint.manifest if is_own else None
-    return Start(ref.with_manifest(checkpoint.manifest), checkpoint.path, own, node_copy)
+    return Start(ref.with_manifest(checkpoint.manifest), checkpoint.path, own, node_copy, None if is_own else pin)
 
 
 def lineage_of(previous: Attempt | None, run: RunConfig, continued: Collection[str | None]) -> int | None:
@@ -120,7 +126,12 @@ def lineage_of(previous: Attempt | None, run: RunConfig, continued: Collection[s
 
 
 def _choose(
-    store: CheckpointStore, job: TrainJob, lineage: int, observers: Observers, node_copy: NodeCopy
+    store: CheckpointStore,
+    job: TrainJob,
+    lineage: int,
+    observers: Observers,
+    node_copy: NodeCopy,
+    pin: SourcePin | None,
 ) -> tuple[Checkpoint | None, bool]:
     """Return the checkpoint to start from, and whether it is of the run itself."""
     manifest = choose_checkpoint(
@@ -131,15 +142,29 @@ def _choose(
         on_quarantine=lambda checkpoint_id, reason: observers.notify(CheckpointQuarantined(checkpoint_id, reason)),
     )
     if manifest is not None:
+        if pin is not None:  # an attempt that was killed right after its first commit has left it
+            pin.remove()
         return store.checkpoint(manifest), True
     if job.initial_checkpoint is not None:
-        download_run(job.initial_checkpoint.storage, job.initial_checkpoint.run)
-        initial = job.initial_checkpoint.open()
-        assert initial.store is not None
-        node_copy.verify(initial.store, initial.manifest, job.run_config.verify)
-        return initial, False
+        return _open_initial(job.initial_checkpoint, job.run_config, node_copy, pin), False
     if job.run_config.resume == "must":
         raise CheckpointNotFoundError(
             f"run {store.run!r} in {store.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
         )
     return None, False
+
+
+def _open_initial(initial: CheckpointRef, run: RunConfig, node_copy: NodeCopy, pin: SourcePin | None) -> Checkpoint:
+    """Return the checkpoint of another run, verified and pinned."""
+    download_run(initial.storage, initial.run)
+    if pin is not None:
+        pin.set()
+    try:
+        checkpoint = initial.open()
+        assert checkpoint.store is not None
+        node_copy.verify(checkpoint.store, checkpoint.manifest, run.verify)
+    except CheckpointCorruptError:
+        if pin is not None:  # no later attempt can start from it, or would remove it
+            pin.remove()
+        raise
+    return checkpoint

@@ -169,6 +169,7 @@ class _Leader:
         job, termination, restored = self._job, self._termination, start.restored
         recorder = self._recorder = RunRecorder(self._store, job, attempt, start.own, self._observers)
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
+        recorder.on_first_commit = None if start.source_pin is None else start.source_pin.remove
         termination.raise_if_requested()
         specs_at = partial(_specs, job, attempt, restored, self._seat, lease)
         with rank_logs(job.run_config, LogFiles(self._store, self._store.layout.logs(attempt))) as logs:
@@ -178,6 +179,8 @@ class _Leader:
             try:
                 value = gang.run(key_value, recorder, termination)
                 self.regrows = gang.is_cut_short and not self._is_stopped
+                if start.source_pin is not None and not self.regrows:  # it is complete, with or without a checkpoint
+                    start.source_pin.remove()
                 return value
             finally:
                 try:

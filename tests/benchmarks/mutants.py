@@ -271,7 +271,10 @@ MUTANTS = [
     *mutants_of(
         "tasks/training/start.py",
         "tests/tasks/training/test_start.py",
-        ("node_copy.verify(initial.store, initial.manifest, job.run_config.verify)", "pass"),
+        ("node_copy.verify(checkpoint.store, checkpoint.manifest, run.verify)", "pass"),
+        ("        pin.set()", "        pass"),
+        ("            pin.remove()\n        return store", "            pass\n        return store"),
+        ("is_pinned_by_sweep = job.decisions is not None", "is_pinned_by_sweep = False"),
         ("checkpoint.manifest if is_own else None", "checkpoint.manifest"),
         ("record_resumed_from(store, attempt, checkpoint.path)", "pass"),
         ('if job.run_config.resume == "must":', "if False:"),

@@ -249,6 +249,7 @@ def test_another_runs_checkpoint_seeds_a_new_run_and_is_its_parent(run):
         assert result.checkpoint.manifest.parent == seed.path
     again = train("trainings:train_epochs", epochs(4), run=run.model_copy(update={"name": "a"}), resume_from=seed)
     assert again.return_value == {"begun": 3, "attempt": 2}  # its own checkpoint comes first
+    assert seed.store.pinned() == frozenset()  # as while each of them had none of its own
 
 
 def test_a_damaged_latest_is_set_aside_and_the_one_before_is_used(run):

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 from prefect.logging import disable_run_logger
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.training.recorder import RunRecorder
 from prefect_torch.tasks.training.start import choose_start
 from ranks import Attempt, folder
 
@@ -21,12 +23,12 @@ def seed(tmp_path):
     return CheckpointRef(store.spec, "seed", manifest.id), store.storage.local_path(store.layout.data(manifest.id, "model"))
 
 
-def start_from(initial, storage=None, **run_config):
+def start_from(initial, storage=None, decisions=None, **run_config):
     storage = storage or initial.storage
     store = CheckpointStore.open(storage, "run")
-    attempt = claim_attempt(store, Owner.current(), world_size=1)
+    attempt = claim_attempt(store, Owner.current(), world_size=1, lineage=1)
     job = SimpleNamespace(
-        initial_checkpoint=initial, run_config=RunConfig(**run_config), storage=storage, run="run", decisions=None
+        initial_checkpoint=initial, run_config=RunConfig(**run_config), storage=storage, run="run", decisions=decisions
     )
     with disable_run_logger():
         return choose_start(store, job, attempt, SimpleNamespace(notify=lambda event: None))
@@ -55,9 +57,69 @@ def test_an_initial_checkpoint_is_verified_before_any_rank_starts(seed, damage):
     file.write_text(damage)
     with pytest.raises(CheckpointCorruptError, match="model"):
         start_from(initial)
+    assert pinned(initial) == frozenset()  # as no later start would remove it
 
 
 def test_an_initial_checkpoint_is_trusted_where_that_is_asked_for(seed):
     initial, file = seed
     file.write_text("evil")
     assert start_from(initial, verify="none").restored == initial
+
+
+def pinned(initial):
+    return CheckpointStore.open(initial.storage, initial.run).pinned()
+
+
+def test_an_initial_checkpoint_is_pinned_until_the_run_has_one_of_its_own(seed, tmp_path):
+    initial, _ = seed
+    start = start_from(initial)
+    again = start_from(initial)  # as after a kill
+    assert pinned(initial) == {initial.checkpoint_id}
+    with disable_run_logger():
+        start.source_pin.remove()
+    assert pinned(initial) == frozenset()
+    with disable_run_logger():
+        again.source_pin.set()
+    Attempt(CheckpointStore.open(initial.storage, "run")).session().report({}, folder(tmp_path / "c", model="own"))
+    assert start_from(initial).source_pin is None
+    assert pinned(initial) == frozenset()  # also of an attempt that was killed right after its first commit
+
+
+def test_the_pin_of_a_person_and_of_another_run_stay(seed):
+    initial, _ = seed
+    source = CheckpointStore.open(initial.storage, initial.run)
+    source.pin(initial.checkpoint_id)
+    with disable_run_logger():
+        start_from(initial).source_pin.remove()
+    assert pinned(initial) == {initial.checkpoint_id}
+
+
+def test_a_sweep_pins_what_its_trials_start_from(seed):
+    initial, _ = seed
+    assert start_from(initial, decisions=object()).source_pin is None
+    assert pinned(initial) == frozenset()
+
+
+def test_an_initial_checkpoint_that_cannot_be_written_to_is_started_from(seed, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("read-only")
+
+    initial, _ = seed
+    monkeypatch.setattr(CheckpointStore, "pin", refuse)
+    monkeypatch.setattr(CheckpointStore, "unpin", refuse)
+    start = start_from(initial)
+    assert start.restored == initial
+    start.source_pin.remove()
+
+
+def test_the_leader_is_told_of_the_first_commit_once(tmp_path):
+    store = CheckpointStore.open(tmp_path, "run")
+    job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
+    with disable_run_logger():
+        recorder = RunRecorder(store, job, 1, None, SimpleNamespace(notify=lambda event: None))
+        told = []
+        recorder.on_first_commit = lambda: told.append(recorder.newest)
+        for step in range(2):
+            recorder.record(CommitEvent(f"000001-{step:08d}-00000000", step, {}, 1, 0.1))
+        recorder._writer.shutdown()
+    assert len(told) == 1
