@@ -43,9 +43,9 @@ def prune(
 ) -> dict[str, list[str]]:
     """Delete the checkpoints that no policy keeps, and uncommitted files; return the ids of the deleted checkpoints by run.
 
-    A run's latest checkpoint and its pinned ones are always kept. While the run is trained, so are the restored checkpoint and
-    those whose reports are not in the history yet: the flow may run during trainings. A failed deletion fails the task of its
-    run; the other runs are pruned nevertheless.
+    A run's latest checkpoint and its pinned ones are always kept. While the run is trained, so is the restored checkpoint, and
+    until it has completed those whose reports are not in the history yet: the flow may run during trainings. A
+    failed deletion fails the task of its run; the other runs are pruned nevertheless.
 
     Args:
         storage: The location of the runs.

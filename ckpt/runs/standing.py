@@ -45,6 +45,11 @@ class Standing:
         return self.outcome is not None and self.outcome.ending == "completed"
 
     @property
+    def is_done(self) -> bool:
+        """Whether the attempt completed, or was stopped by a decision: then all of its reports are stored."""
+        return self.outcome is not None and self.outcome.ending in ("completed", "stopped")
+
+    @property
     def may_be_alive(self) -> bool:
         """Whether the attempt may be under way, for all that its records and its machine show."""
         return self.state in ("running", "unknown")
@@ -85,10 +90,10 @@ def prune_limits(run: Run, standing: Standing | None) -> PruneLimits:
     """Return the limits of a prune by a process other than the leader of the newest attempt; a leader knows its own.
 
     An attempt without an outcome is running, or its leader was killed, and then the next leader stores the reports that it left
-    unstored. So does a newer attempt whose claim cannot be read. Costs nothing with an outcome; without one, a listing and a
-    read of the metric history.
+    unstored. So does a newer attempt whose claim cannot be read. One that has ended before its work was done may have failed to
+    store its last reports. Costs nothing after a completed attempt, else a listing and a read of the metric history.
     """
-    if standing is None or (standing.outcome is not None and standing.is_newest):
+    if standing is None or (standing.is_done and standing.is_newest):
         return PruneLimits()
-    restored = standing.attempt.restored_id
+    restored = standing.attempt.restored_id if standing.outcome is None else None
     return PruneLimits(() if restored is None else (restored,), newest_recorded(run))

@@ -73,8 +73,9 @@ MUTANTS = [
     *mutants_of(
         "ckpt/runs/standing.py",
         "tests/ckpt/runs/test_standing.py",
-        ("if standing is None or (standing.outcome is not None and standing.is_newest):", "if standing is None:"),
-        ("standing.outcome is not None and standing.is_newest)", "standing.outcome is not None)"),
+        ("if standing is None or (standing.is_done and standing.is_newest):", "if standing is None:"),
+        ("standing.is_done and standing.is_newest)", "standing.is_done)"),
+        ("if standing.outcome is None else None", ""),
         ("PruneLimits(() if restored is None else (restored,), newest_recorded(run))", "PruneLimits((), newest_recorded(run))"),
         ('"unknown" if is_gone is None else "lost"', '"lost" if is_gone is None else "lost"'),
         ('return self.state in ("running", "unknown")', 'return self.state == "running"'),

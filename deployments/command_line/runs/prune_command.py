@@ -61,8 +61,9 @@ def prune(
     """Delete the checkpoints that no policy keeps.
 
     First shows which checkpoints stay, why, and which go, and asks. Without --keep, --keep-last and --every, the policy is the
-    training's own. The newest checkpoint and pinned ones always stay; while the run is trained, so do the one that its ranks
-    restored and those whose reports are not in the metric history yet. No manifest is read of checkpoints in the run's index.
+    training's own. The newest checkpoint and pinned ones always stay. While the run is trained, so does the one that its
+    ranks restored, and until it has completed those whose reports are not in the metric history yet. No manifest
+    is read of checkpoints in the run's index.
 
     \b
     --json: dry_run, dropped_bytes,
