@@ -13,7 +13,7 @@ from prefect_torch.ckpt.errors import FencedError, StorageError
 from prefect_torch.ckpt.runs.bulk import no_collection
 from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of, hides_score
 from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
-from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
+from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id, step_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
@@ -182,7 +182,7 @@ def _link_to(run: Run, folder: str) -> str | None:
 def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quarantined_days: float | None = None) -> list[str]:
     """Delete data without a manifest that no process can still write or read in place; return the ids of their checkpoints.
 
-    An id is garbage when its attempt has committed a later one (an attempt uploads in order, so this one was abandoned or
+    An id is garbage when its attempt has committed a later step (an attempt uploads in order, so this one was abandoned or
     pruned), or when a newer attempt began and the data is older than `grace_s`. Evaluations and their logs are deleted with
     the data, or after it.
 
@@ -215,8 +215,9 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     def is_garbage(checkpoint_id: str) -> bool:
         if not is_id(checkpoint_id) or checkpoint_id in committed or checkpoint_id in quarantined:
             return False
-        attempt = attempt_of(checkpoint_id)
-        if any(attempt_of(other) == attempt and other > checkpoint_id for other in committed):
+        attempt, step = attempt_of(checkpoint_id), step_of(checkpoint_id)
+        # Not by the id: a step is reported again after a failed commit, whose manifest is there if only the answer was lost.
+        if any(attempt_of(other) == attempt and step_of(other) > step for other in committed):
             return True
         return attempt < newest_attempt and modified_s[checkpoint_id] < now_s - grace_s
 

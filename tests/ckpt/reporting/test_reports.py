@@ -416,7 +416,7 @@ def test_a_full_disk_is_rid_of_garbage_and_the_report_succeeds(small_disk, tmp_p
     store.storage.put_bytes(store.layout.data(given_up, "m"), b"g" * 700_000)
 
     def train(session, rank):
-        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"x" * 1000}))
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"x" * 1000}), step=1)
         session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": b"y" * 200_000}))
 
     assert Attempt(store, 2).run(train) == [None, None]
