@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -166,19 +166,35 @@ def read_history(run: Run, listed: Sequence[ListedCheckpoint] | None = None) -> 
 
     """
     records: list[MetricRecord] = []
+    late: list[MetricRecord] = []  # those that a later leader stored
     known: set[str] = set()
     for record in read_records(run.storage, run.layout, MetricRecord):
         if record.checkpoint is None or record.checkpoint not in known:  # a leader may store a lost record twice
-            records.append(record)
+            (late if records and record.attempt < records[-1].attempt else records).append(record)
         if record.checkpoint is not None:
             known.add(record.checkpoint)
     existing = run.listed() if listed is None else listed
-    filled_in = [_record_of(manifest) for manifest in run.readable(it for it in existing if it.id not in known)]
-    attempts = [record.attempt for record in records]
-    if not filled_in and attempts == sorted(attempts):
-        return records
-    # Stable: within an attempt the reports stay in order, and a filled-in one goes after those with a smaller step.
-    return sorted(records + filled_in, key=lambda record: (record.attempt, record.step))
+    late += [_record_of(manifest) for manifest in run.readable(it for it in existing if it.id not in known)]
+    return _with_late(records, late) if late else records
+
+
+def _with_late(records: Sequence[MetricRecord], late: Iterable[MetricRecord]) -> list[MetricRecord]:
+    """Return `records`, in order, with each of `late` before the next report of its attempt.
+
+    Not sorted by step, since what was logged between reports may count steps otherwise.
+    """
+    waiting = sorted(late, key=lambda record: (record.attempt, record.step))[::-1]
+    found: list[MetricRecord] = []
+    for record in records:
+        while waiting and _comes_before(waiting[-1], record):
+            found.append(waiting.pop())
+        found.append(record)
+    return found + waiting[::-1]
+
+
+def _comes_before(report: MetricRecord, record: MetricRecord) -> bool:
+    is_next = not record.is_logged and report.step < record.step
+    return report.attempt < record.attempt or (report.attempt == record.attempt and is_next)
 
 
 def newest_metrics(history: Sequence[MetricRecord]) -> Metrics:

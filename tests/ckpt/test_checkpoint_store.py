@@ -15,7 +15,14 @@ from prefect_torch.ckpt import (
     StorageError,
 )
 from prefect_torch.ckpt.runs.attempts import Outcome, write_outcome
-from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
+from prefect_torch.ckpt.runs.history import (
+    HistoryWriter,
+    MetricRecord,
+    lost_records,
+    newest_metrics,
+    newest_recorded,
+    read_history,
+)
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from ranks import Attempt, folder, read_files
@@ -358,6 +365,21 @@ def test_history_comes_back_in_order_with_what_only_a_manifest_remembers(store, 
     assert [record.step for record in history] == list(range(2500))
     assert history[0].checkpoint == manifest.id
     assert len(list(store.storage.list(store.layout.metrics))) == 3
+
+
+def test_a_report_that_was_not_stored_comes_after_what_was_logged_before_it(store, tmp_path):
+    first, second = fill(store, tmp_path, 0.5, 0.4)
+    now, writer = "2026-11-21T00:00:00+00:00", HistoryWriter(store, 1)
+    writer.append(MetricRecord(1, 0, {"score": 0.5}, first.id, now))
+    writer.append(MetricRecord(1, 100, {"score": 9.0}, None, now, is_logged=True))  # counted in batches
+    writer.flush()
+    assert [record.step for record in read_history(store)] == [0, 100, 1]
+    assert newest_metrics(read_history(store)) == {"score": 0.4}
+    for attempt, record in ((2, MetricRecord(2, 2, {}, None, now)), (3, MetricRecord(1, 1, {"score": 0.4}, second.id, now))):
+        writer = HistoryWriter(store, attempt)
+        writer.append(record)
+        writer.flush()
+    assert [record.step for record in read_history(store)] == [0, 100, 1, 2]
 
 
 def test_history_that_is_stored_bit_by_bit_is_an_object_per_thousand_reports(store):
