@@ -110,9 +110,10 @@ class IndexWriter:
             alike = [it for it in segments if least <= it.count < most]
             if len(alike) < _MERGED:
                 continue
-            contents = read_all(alike, lambda segment: read_segment(storage, segment))
-            if None in contents:  # another leader merges them
+            contents = zip(alike, read_all(alike, lambda segment: read_segment(storage, segment)), strict=True)
+            read = {segment.key: found for segment, found in contents if found is not None}  # else it is a newer version's
+            if len(read) < _MERGED:  # or another leader merges them
                 continue
-            entries = {it.manifest.id: it for found in contents for it in found or ()}
+            entries = {it.manifest.id: it for found in read.values() for it in found}
             write_segments(storage, layout, entries.values())
-            storage.delete([it.key for it in alike])
+            storage.delete(read)
