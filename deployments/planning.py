@@ -10,18 +10,21 @@ from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, ParameterTypeError, SignatureMismatchError
 from prefect.settings import PREFECT_API_URL
-from prefect_torch.flows import FailureConfig, PlanLine, ScalingConfig, TrainingPlan, plan, train
+from prefect_torch.flows import FailureConfig, PlanLine, RunConfig, ScalingConfig, TrainingPlan, plan, train
 from prefect_torch.flows.prefect_api.deployments import read_deployment
 
 from .job_templates import default_of, has_variable
-from .training import grace_in, read_work_pool
+from .training import grace_in, lost_with_container, read_work_pool
+
+_OF_RUN = ("damaged", "start", "retention")
 
 
 def plan_deployment(deployment: str, parameters: Mapping[str, Any] | None = None) -> TrainingPlan:
     """Return what the next flow run of a deployment of `train` would do; starts nothing.
 
-    Its grace is compared with its work pool's. In a work pool of containers, neither the function nor the GPUs are looked for
-    on this machine. The storage is looked at from here.
+    Its grace is compared with its work pool's. In a work pool of containers, neither the function, nor the code directory, nor
+    the GPUs are looked for on this machine, and a storage that would be lost with the container is a warning. Any other storage
+    is looked at from here.
 
     Args:
         deployment: Its name, such as "train/nightly"; without "train/", that of a deployment of `train`.
@@ -37,15 +40,12 @@ def plan_deployment(deployment: str, parameters: Mapping[str, Any] | None = None
     planned = plan_parameters(given)
     if found.work_pool_name is None:
         return planned
-    arguments = _arguments(given)
     pool, variables = read_work_pool(found.work_pool_name), found.job_variables or {}
-    in_pool = {
-        line.subject: line
-        for line in _look_at_pool(
-            pool, variables, arguments.get("scaling") or ScalingConfig(), arguments.get("failure") or FailureConfig()
-        )
-    }
-    return replace(planned, lines=tuple(in_pool.get(line.subject, line) for line in planned.lines))
+    in_pool = {line.subject: line for line in _look_at_pool(pool, variables, _arguments(given))}
+    lines = tuple(in_pool.get(line.subject, line) for line in planned.lines)
+    if "storage" not in in_pool:
+        return replace(planned, lines=lines)
+    return TrainingPlan(tuple(line for line in lines if line.subject not in _OF_RUN))  # no container has what is stored here
 
 
 def plan_parameters(parameters: Mapping[str, Any]) -> TrainingPlan:
@@ -78,14 +78,29 @@ def _find(name: str) -> DeploymentResponse:
         raise ConnectionError(f"{said}; set PREFECT_API_URL, and PREFECT_API_AUTH_STRING if it asks for it") from exc
 
 
-def _look_at_pool(
-    pool: WorkPool, variables: Mapping[str, Any], scaling: ScalingConfig, failure: FailureConfig
-) -> Iterator[PlanLine]:
-    yield grace_in(pool, variables, failure)
-    if not has_variable(pool, "working_dir"):
-        yield PlanLine("function", "ok", f"looked for in the image of work pool {pool.name!r} alone")
-    if has_variable(pool, "num_gpus") and scaling.cluster is None:
-        needed = scaling.most_workers if scaling.use_gpu else 0
-        given = int(variables.get("num_gpus", default_of(pool, "num_gpus") or 0))
-        text = f"{needed} needed, and work pool {pool.name!r} is asked for {given} (num_gpus)"
-        yield PlanLine("gpus", "ok" if given >= needed else "wrong", text)
+def _look_at_pool(pool: WorkPool, variables: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterator[PlanLine]:
+    scaling, run = arguments.get("scaling") or ScalingConfig(), arguments.get("run") or RunConfig()
+    yield grace_in(pool, variables, arguments.get("failure") or FailureConfig())
+    if has_variable(pool, "working_dir"):
+        return
+    in_image = f"looked for in the image of work pool {pool.name!r} alone"
+    yield PlanLine("function", "ok", in_image)
+    yield PlanLine("working_dir", "ok", in_image)
+    if scaling.cluster is None and scaling.use_gpu:
+        yield _gpus_in(pool, variables, scaling.most_workers)
+    if (loss := lost_with_container(pool, run)) is not None:
+        yield PlanLine("storage", "warning", loss)
+
+
+def _gpus_in(pool: WorkPool, variables: Mapping[str, Any], needed: int) -> PlanLine:
+    """Return whether a container of `pool` is asked for enough GPUs; this machine's own say nothing of that."""
+    ids, number = (variables.get(name, default_of(pool, name)) for name in ("gpu_ids", "num_gpus"))
+    if ids:
+        given, text = len(ids), f"is asked for {len(ids)} (gpu_ids)"
+    elif number is None:
+        given, text = needed, "has no variable that says how many a container has"
+    elif int(number) < 0:
+        given, text = needed, f"is asked for all of a machine (num_gpus={number})"
+    else:
+        given, text = int(number), f"is asked for {number} (num_gpus)"
+    return PlanLine("gpus", "ok" if given >= needed else "wrong", f"{needed} needed, and work pool {pool.name!r} {text}")

@@ -28,7 +28,7 @@ from .job_templates import default_of, has_variable
 
 _WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation
 _RESUMES = "A failed or killed training resumes from its latest checkpoint."
-_RELATIVE = re.compile(r"(?!/|~|[A-Za-z][A-Za-z0-9+.-]+://)")
+_IN_CONTAINER = re.compile(r"(?!/|[A-Za-z][A-Za-z0-9+.-]+://)")
 
 
 def make_deployment(
@@ -100,7 +100,8 @@ def deploy(
 
     A process worker runs it in the current directory, to which `train_fn` and a relative storage are relative, unless the job
     variable `working_dir` is set. In containers, `train_fn` must be part of the image. If the work pool has the variable
-    `num_gpus`, as in this package's job templates, it requests one GPU for each rank.
+    `num_gpus`, as in this package's job templates, it requests one GPU for each rank, unless the job variables
+    name `gpu_ids`.
 
     Args:
         name: The deployment's name; an existing deployment is updated.
@@ -128,7 +129,7 @@ def deploy(
     deployment = make_deployment(
         name, train_fn, config, scaling, run, checkpoint, failure, cron=cron, timezone=timezone, tags=tags
     )
-    asked_for = _job_variables(pool, scaling or ScalingConfig(), run or RunConfig())
+    asked_for = _job_variables(pool, scaling or ScalingConfig(), run or RunConfig(), job_variables or {})
     deployment.job_variables = {**asked_for, **(job_variables or {})}
     _warn_of_short_time(pool, deployment.job_variables, failure or FailureConfig())
     if deployment.job_variables.get("working_dir") == str(Path.cwd()):
@@ -221,15 +222,26 @@ def _warn_of_short_time(pool: WorkPool, job_variables: Mapping[str, Any], failur
         warnings.warn(line.text, stacklevel=3)
 
 
-def _job_variables(pool: WorkPool, scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:
+def lost_with_container(pool: WorkPool, run: RunConfig) -> str | None:
+    """Return why the checkpoints of a flow run in `pool` would be lost with its container; None if they would not be."""
+    if has_variable(pool, "working_dir") or not isinstance(run.storage, str) or is_block_slug(run.storage):
+        return None
+    if not _IN_CONTAINER.match(run.storage):
+        return None
+    return (
+        f"storage {run.storage!r} is a directory of a container, which is lost with it: give RunConfig(storage=...) a URL, "
+        "a block, or the absolute path of a volume"
+    )
+
+
+def _job_variables(pool: WorkPool, scaling: ScalingConfig, run: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     variables: dict[str, Any] = {}
     if has_variable(pool, "working_dir"):  # the default is a temporary directory of the flow run
         variables["working_dir"] = str(Path.cwd())
-    elif isinstance(run.storage, str) and _RELATIVE.match(run.storage) and not is_block_slug(run.storage):
-        raise ValueError(
-            f"storage {run.storage!r} is a directory of a container, which is lost with it: give RunConfig(storage=...) a URL, "
-            "a block, or the absolute path of a volume"
-        )
+    elif (loss := lost_with_container(pool, run)) is not None:
+        raise ValueError(loss)
     if has_variable(pool, "num_gpus"):
-        variables["num_gpus"] = scaling.most_workers if scaling.use_gpu and scaling.cluster is None else 0
+        are_named = "gpu_ids" in given and has_variable(pool, "gpu_ids")  # Docker takes their number or their names
+        is_here = scaling.use_gpu and scaling.cluster is None
+        variables["num_gpus"] = scaling.most_workers if is_here and not are_named else 0
     return variables

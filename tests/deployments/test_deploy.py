@@ -1,17 +1,23 @@
 """Deployments in work pools of a real server."""
 
+import re
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import my_training
 import pytest
 from forked_programs import run_program
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.objects import WorkPool
 from prefect_torch.ckpt.blocks import CheckpointStorage
-from prefect_torch.deployments import create_work_pool, deploy, make_deployment, plan_deployment, serve
+from prefect_torch.deployments import create_work_pool, deploy, job_template, make_deployment, plan_deployment, serve
 from prefect_torch.deployments.job_templates import KINDS
+from prefect_torch.deployments.planning import _look_at_pool
 from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, train
 
+OWN_FLOWS = (Path(__file__).parents[2] / "docs/how-to/own-flows.md").read_text()
 ON_S3 = RunConfig(storage="s3://bucket/runs")
 
 
@@ -104,9 +110,18 @@ def test_containers_are_asked_for_a_gpu_for_each_rank(client, kind):
     assert client.read_deployment(first).job_variables["num_gpus"] == 0
 
 
+def test_gpus_that_are_named_are_not_counted_too(client):
+    scaling, ids = ScalingConfig(num_workers=2, use_gpu=True), ["0", "1"]
+    named = {"work_pool": "docker-pool", "job_variables": {"gpu_ids": ids}}
+    deployment = client.read_deployment(deploy("named", "my_training:train_fn", None, scaling, ON_S3, **named))
+    assert deployment.job_variables == {"num_gpus": 0, "gpu_ids": ids}
+
+
 def test_checkpoints_that_would_vanish_with_their_container_are_refused():
     with pytest.raises(ValueError, match=r"'./checkpoints' is a directory of a container, which is lost with it"):
         deploy("lost", "my_training:train_fn", work_pool="docker-pool")
+    with pytest.raises(ValueError, match="'~/checkpoints' is a directory of a container"):
+        deploy("lost", "my_training:train_fn", run=RunConfig(storage="~/checkpoints"), work_pool="docker-pool")
     deploy("volume", "my_training:train_fn", run=RunConfig(storage="/volume/runs"), work_pool="docker-pool")
 
 
@@ -128,6 +143,16 @@ def test_a_grace_that_will_not_hold_is_warned_of(recwarn, kind, job_variables, g
     assert not recwarn.list
     with pytest.warns(UserWarning, match=f"grace_s={grace_s} is too long: .* give at most grace_s={most}"):
         deploy_with(grace_s)
+
+
+def test_the_flow_runs_of_the_page_about_own_flows_have_the_whole_config_and_a_storage(client):
+    found = deploy("digits", "my_training:train_fn", {"epochs": 5, "lr": 0.1}, run=ON_S3, work_pool="process-pool")
+    (program,) = (it for it in re.findall(r"```python\n(.*?)```", OWN_FLOWS, re.DOTALL) if "run_deployment(" in it)
+    exec(program, {})
+    made = client.read_flow_runs(deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[found])))
+    assert sorted(it.parameters["run"]["name"] for it in made) == ["lr-0.01", "lr-0.1"]
+    assert all(set(it.parameters["config"]) == {"epochs", "lr"} for it in made)
+    assert {it.parameters["run"].get("storage") for it in made} == {"s3://bucket/trainings"}
 
 
 def test_a_work_pool_that_does_not_exist_is_named():
@@ -177,6 +202,37 @@ def test_a_deployment_is_planned_with_its_work_pool(tmp_path, command, as_json):
     code, out, err = command("plan", "train/planned")
     assert (code, err) == (1, "")
     assert "wrong    gpus         4 needed" in out
+
+
+def test_a_storage_that_vanishes_with_its_container_is_told_without_the_run_that_this_machine_has(
+    tmp_path, monkeypatch, as_json
+):
+    monkeypatch.chdir(tmp_path)
+    deploy("vanishing", "elsewhere:train_fn", run=RunConfig(name="run", storage="s3://bucket/runs"), work_pool="docker-pool")
+    told = as_json("plan", "vanishing", "--params", '{"run": {"name": "run"}}')
+    assert told["would_begin"]
+    lines = {line["subject"]: line["status"] for line in told["lines"]}
+    assert lines == {"function": "ok", "gpus": "ok", "grace": "ok", "storage": "warning"}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "job_variables", "status", "text"),
+    [
+        ({}, {"num_gpus": 2}, "wrong", "is asked for 2 (num_gpus)"),
+        ({}, {"num_gpus": -1}, "ok", "is asked for all of a machine (num_gpus=-1)"),
+        ({}, {"num_gpus": 0, "gpu_ids": ["0", "1"]}, "wrong", "is asked for 2 (gpu_ids)"),
+        ({"gpu_ids": ["0", "1", "2", "3"]}, {}, "ok", "is asked for 4 (gpu_ids)"),
+        ({"num_gpus": 0, "devices": ["/dev/kfd"]}, {}, "ok", "has no variable that says how many a container has"),
+    ],
+)
+def test_the_gpus_of_a_container_are_those_that_it_is_asked_for(defaults, job_variables, status, text):
+    template = job_template("docker", **defaults)
+    pool = WorkPool(name="a-pool", type="docker", base_job_template=template, default_queue_id=uuid4())
+    arguments = {"scaling": ScalingConfig(num_workers=4, use_gpu=True), "run": RunConfig(storage="~/runs", working_dir="/work")}
+    lines = {line.subject: (line.status, line.text) for line in _look_at_pool(pool, job_variables, arguments)}
+    assert lines["gpus"] == (status, f"4 needed, and work pool 'a-pool' {text}")
+    assert lines["working_dir"] == ("ok", "looked for in the image of work pool 'a-pool' alone")
+    assert lines["storage"][0] == "warning"
 
 
 @pytest.mark.parametrize(
