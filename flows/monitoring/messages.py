@@ -9,7 +9,8 @@ from prefect.blocks.core import Block
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect_torch.ckpt import RetentionPolicy, StorageSpec
-from prefect_torch.ckpt.reporting.events import CommitEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.runs.attempts import Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import find_score, numbers_in
@@ -115,6 +116,8 @@ def _has_score(record: MetricRecord, name: str) -> bool:
 class PlaceObserver:
     """Logs what each attempt starts from, and where the checkpoints are: with the first, and at an end without a result.
 
+    Warns of an attempt that resumed and completed without a report, since its result is that of the training before.
+
     `log_completed` says the place with a result. A training that cannot begin logs nothing: its error is all that there is to
     say.
 
@@ -128,7 +131,8 @@ class PlaceObserver:
 
     def __init__(self, job: TrainJob) -> None:
         self.has_begun = False
-        self._has_checkpoint = self._has_completed = False
+        self._has_checkpoint = self._has_completed = self._has_reported = False
+        self._resumed_from: str | None = None
         self._text = place_of(job)
 
     def observe(self, event: TrainingEvent) -> None:
@@ -137,8 +141,11 @@ class PlaceObserver:
             self._has_checkpoint = True
         if isinstance(event, AttemptStarted):
             get_run_logger().info("attempt %d: %s", event.attempt.number, "; ".join(self._of_start(event)))
-            self.has_begun = True
+            self.has_begun, self._has_reported, self._resumed_from = True, False, event.resumed_from
+        self._has_reported |= isinstance(event, ReportEvent)
         self._has_completed = isinstance(event, AttemptEnded) and event.outcome.ending in ("completed", "stopped")
+        if isinstance(event, AttemptEnded):
+            self._warn_of_old_result(event.outcome)
 
     def refresh(self, *, final: bool) -> None:
         """Log the place at an end without a result."""
@@ -149,9 +156,23 @@ class PlaceObserver:
         """Log the result in one line, and the place."""
         get_run_logger().info("%s", "; ".join([summary, self._text] if self._has_checkpoint else [summary]))
 
+    def _warn_of_old_result(self, outcome: Outcome) -> None:
+        if self._resumed_from is None or self._has_reported or outcome.ending != "completed":
+            return
+        get_run_logger().warning(
+            "attempt %d resumed from step %d and completed without a report: if nothing was left to train, the result is that "
+            "of the training before; another RunConfig.name begins a new run",
+            outcome.attempt,
+            step_of(_id_in(self._resumed_from)),
+        )
+
     def _of_start(self, event: AttemptStarted) -> Iterator[str]:
         path = event.resumed_from
-        checkpoint_id = "" if path is None else path.rstrip("/").rpartition("/")[2]
+        checkpoint_id = "" if path is None else _id_in(path)
         yield f"resuming from {checkpoint_id}, step {step_of(checkpoint_id)}" if path else "starting from the beginning"
         if not self.has_begun:
             yield self._text
+
+
+def _id_in(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]

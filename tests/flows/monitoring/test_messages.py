@@ -1,10 +1,19 @@
-"""The line that a completed training leaves in the list of runs."""
+"""The line that a completed training leaves in the list of runs, and what its log warns of."""
+
+import logging
+from types import SimpleNamespace
 
 import pytest
-from prefect_torch.ckpt import RetentionPolicy
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.reporting.events import ReportEvent
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.flows import Result
-from prefect_torch.flows.monitoring.messages import summarize
+from prefect_torch.flows import Result, RunConfig
+from prefect_torch.flows.monitoring import messages
+from prefect_torch.flows.monitoring.messages import PlaceObserver, summarize
+from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted
+
+CHECKPOINT = "/store/run/checkpoints/000001-00000009-0a1b2c3d"
 
 
 def result_of(*reports, attempts=1):
@@ -33,3 +42,28 @@ ODD = [(100, {}), (200, {"loss": float("nan")})]
 )
 def test_a_completed_training_is_one_line(result, policy, line):
     assert summarize(result, policy) == line
+
+
+@pytest.mark.parametrize(
+    ("resumed_from", "reports", "ending", "warnings"),
+    [
+        (CHECKPOINT, 0, "completed", 1),
+        (CHECKPOINT, 1, "completed", 0),
+        (None, 0, "completed", 0),
+        (CHECKPOINT, 0, "preempted", 0),
+    ],
+)
+def test_a_resumed_training_that_reports_nothing_is_warned_of(
+    tmp_path, monkeypatch, caplog, resumed_from, reports, ending, warnings
+):
+    monkeypatch.setattr(messages, "get_run_logger", lambda: logging.getLogger("of-a-run"))
+    store = CheckpointStore.open(tmp_path, "run")
+    job = SimpleNamespace(run="run", run_config=RunConfig(storage=str(tmp_path)), storage=None, open_store=lambda: store)
+    attempt = Attempt(2, "token", Owner.current(), 1, resumed_from, 1, "2026-01-01T00:00:00+00:00")
+    record = MetricRecord(2, 10, {}, None, "2026-01-01T00:00:00+00:00")
+    place = PlaceObserver(job)
+    for event in (AttemptStarted(attempt, resumed_from), *[ReportEvent(record)] * reports, AttemptEnded(Outcome(2, ending))):
+        place.observe(event)
+    told = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
+    assert len(told) == warnings
+    assert all(it.startswith("attempt 2 resumed from step 9 and completed without a report: ") for it in told)
