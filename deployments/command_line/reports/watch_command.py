@@ -49,6 +49,14 @@ class View:
         return self.standing is not None and not self.standing.may_be_alive
 
     @property
+    def may_begin_again(self) -> bool:
+        """Whether the newest attempt failed or was interrupted, and the process that led it is not known to be gone."""
+        standing = self.standing
+        if standing is None or standing.outcome is None or standing.outcome.kind == "final":
+            return False
+        return standing.state in ("failed", "preempted") and standing.is_process_gone is not True
+
+    @property
     def state(self) -> str:
         """The state of the newest attempt, as `ls` names it."""
         return "not started" if self.standing is None else self.standing.state
@@ -67,38 +75,71 @@ class Watcher:
         return View(read_standing(self.store), history, sorted(self.store.ids()))
 
 
+@dataclass(slots=True)
+class Settling:
+    """Decides when the end of an attempt is that of its training.
+
+    Args:
+        settle_s: For how many seconds a newer attempt is awaited after one that failed or was interrupted.
+
+    """
+
+    settle_s: float
+    _ended: tuple[int, float] | None = None  # the attempt, and when it was first seen
+
+    def has_ended(self, view: View) -> bool:
+        """Return whether nothing more is to come after `view`, the newest one."""
+        if not view.is_ended or view.standing is None:
+            return False
+        if not view.may_begin_again:
+            return True
+        number, now_s = view.standing.attempt.number, time.monotonic()
+        if self._ended is None or self._ended[0] != number:
+            self._ended = number, now_s
+        return now_s - self._ended[1] >= self.settle_s
+
+
 @click.command
 @storage_argument
 @run_argument
 @click.option("--every", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Seconds between two looks.")
+@click.option(
+    "--settle",
+    type=click.FloatRange(min=0.0),
+    default=90.0,
+    show_default=True,
+    help="Seconds to wait after a failed attempt for the next one: more than the training's retry_delay_s.",
+)
 @click.option("--once", is_flag=True, help="Look once.")
-def watch(storage: str, run: str, every: float, once: bool) -> int:
+def watch(storage: str, run: str, every: float, settle: float, once: bool) -> int:
     """Show a running training until it ends.
 
     Shows its state, the newest metrics with their curves, its speed and the newest checkpoints. Without a terminal, prints a
     line for each report, checkpoint and change of state instead. Reads only the storage, which has reports two seconds after
-    they were made. Exits with 0 if the training completed, else with 1. Costs three listings for each look.
+    they were made. After an attempt that failed, waits --settle seconds for the next one, unless the process that led it is
+    known to be gone; a restart by an automation is not awaited. Exits with 0 if the training completed, else with 1. Costs
+    three listings for each look.
     """
-    watcher = Watcher(open_training(storage, run))
+    watcher, settling = Watcher(open_training(storage, run)), Settling(settle)
     shown = console()
     view = watcher.look()
     if not shown.is_terminal:
-        view = _print_news(watcher, view, every, once=once)
+        view = _print_news(watcher, view, settling, every, once=once)
     else:
         with Live(_picture(run, view, shown.width), console=shown, auto_refresh=False) as live:
-            while not once and not view.is_ended:
+            while not once and not settling.has_ended(view):
                 time.sleep(every)
                 view = watcher.look()
                 live.update(_picture(run, view, shown.width), refresh=True)
     return 0 if view.state == "completed" or (once and not view.is_ended) else 1
 
 
-def _print_news(watcher: Watcher, view: View, every: float, *, once: bool) -> View:
+def _print_news(watcher: Watcher, view: View, settling: Settling, every: float, *, once: bool) -> View:
     before = View(None, (), ())
     while True:
         for line in news(before, view):
             say(line)
-        if once or view.is_ended:
+        if once or settling.has_ended(view):
             return view
         time.sleep(every)
         before, view = view, watcher.look()
@@ -112,7 +153,8 @@ def news(before: View, now: View) -> Iterator[str]:
         yield f"checkpoint {checkpoint_id}"
     attempts = [None if view.standing is None else view.standing.attempt.number for view in (before, now)]
     if (attempts[0], before.state) != (attempts[1], now.state):
-        yield f"attempt {attempts[1]} is {now.state}" if attempts[1] is not None else now.state
+        again = "; it may begin again" if now.may_begin_again else ""
+        yield now.state if attempts[1] is None else f"attempt {attempts[1]} is {now.state}{again}"
 
 
 def _values(record: MetricRecord) -> str:
@@ -133,9 +175,9 @@ def _headline(run: str, view: View) -> Text:
         if view.standing is None
         else f", attempt {view.standing.attempt.number}, {show_count(view.standing.attempt.world_size, 'rank')}"
     )
-    return Text.assemble(
-        (plain(run), "bold"), "  ", (view.state, RUN_STYLES.get(view.state, "")), attempt, overflow="ellipsis", no_wrap=True
-    )
+    again = " (may begin again)" if view.may_begin_again else ""
+    state = (view.state, RUN_STYLES.get(view.state, ""))
+    return Text.assemble((plain(run), "bold"), "  ", state, again, attempt, overflow="ellipsis", no_wrap=True)
 
 
 def _speed(view: View) -> str:

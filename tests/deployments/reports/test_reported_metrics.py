@@ -3,10 +3,13 @@
 import csv
 import io
 import math
+import os
+from dataclasses import replace
 
 import pytest
-from prefect_torch.ckpt.runs.attempts import Outcome, newest_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.runs.standing import Standing
 from prefect_torch.deployments.command_line.reports import watch_command
 from prefect_torch.deployments.command_line.reports.sparkline import sparkline
 from prefect_torch.deployments.command_line.reports.watch_command import Watcher, news, steps_per_s
@@ -100,6 +103,44 @@ def test_a_watch_without_a_terminal_prints_what_is_new_and_ends_with_the_trainin
         f"attempt {number}, step 3: loss=0.1",
         f"attempt {number} is completed",
     ]
+
+
+def test_a_watch_outlives_an_attempt_that_is_begun_again(local, command, tmp_path, monkeypatch):
+    store = store_run(local, tmp_path / "scratch", ending="failed")  # led by this process
+    failed = newest_attempt(store)
+
+    def go_on(_):
+        if newest_attempt(store) == failed:
+            claim_attempt(store, Owner.current(), world_size=1)
+        else:
+            write_outcome(store, Outcome(failed.number + 1, "completed"))
+
+    monkeypatch.setattr(watch_command.time, "sleep", go_on)
+    code, out, _ = command("watch", local, "run")
+    assert (code, out.splitlines()[-3:]) == (
+        0,
+        ["attempt 2 is failed; it may begin again", "attempt 3 is running", "attempt 3 is completed"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "process", "waits"),
+    [
+        (Outcome(2, "failed", kind="user"), os.getpid(), True),
+        (Outcome(2, "preempted"), os.getpid(), True),
+        (Outcome(2, "failed", kind="final"), os.getpid(), False),
+        (Outcome(2, "cancelled"), os.getpid(), False),
+        (Outcome(2, "failed", kind="user"), 2**22 - 1, False),
+    ],
+)
+def test_only_what_may_begin_again_is_awaited_and_not_forever(outcome, process, waits, monkeypatch):
+    attempt = Attempt(2, "token", replace(Owner.current(), pid=process), 1, None, 1, "2026-01-01T00:00:00+00:00")
+    view, settling = watch_command.View(Standing(attempt, outcome), (), ()), watch_command.Settling(90.0)
+    now_s = 1000.0
+    monkeypatch.setattr(watch_command.time, "monotonic", lambda: now_s)
+    assert settling.has_ended(view) is not waits
+    now_s += 90.0
+    assert settling.has_ended(view)
 
 
 @pytest.mark.parametrize(("ending", "expected"), [("completed", 0), ("failed", 1), ("cancelled", 1), (None, 0)])
