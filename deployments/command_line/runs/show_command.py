@@ -75,13 +75,17 @@ def show(storage: str, run: str, checkpoint: str | None, metric: str | None, ord
 
 
 def _describe_run(store: CheckpointStore) -> dict[str, Any]:
+    attempts = list(list_attempts(store))  # before the outcomes, which are stored before the next claim
     outcomes = {outcome.attempt: outcome for outcome in read_outcomes(store)}
     history = read_history(store)
     notes = ((stem(key), store.get_json(key)) for key in store.keys(store.layout.quarantined))
     return {
         "name": store.run,
         "path": store.path,
-        "attempts": [_describe_attempt(Standing(attempt, outcomes.get(attempt.number))) for attempt in list_attempts(store)],
+        "attempts": [
+            _describe_attempt(Standing(attempt, outcomes.get(attempt.number)), is_newest=attempt is attempts[-1])
+            for attempt in attempts
+        ],
         "reports": len(history),
         "first_report_at": history[0].reported_at if history else None,
         "last_report_at": history[-1].reported_at if history else None,
@@ -90,11 +94,12 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
     }
 
 
-def _describe_attempt(standing: Standing) -> dict[str, Any]:
+def _describe_attempt(standing: Standing, *, is_newest: bool) -> dict[str, Any]:
     attempt, outcome = standing.attempt, standing.outcome
+    is_over = outcome is None and not is_newest  # a newer attempt has fenced it, which the same process may lead
     return {
         "number": attempt.number,
-        "state": standing.state,
+        "state": "lost" if is_over else standing.state,
         "kind": None if outcome is None else outcome.kind,
         "error": None if outcome is None else outcome.error,
         "errors": {} if outcome is None else outcome.errors,
