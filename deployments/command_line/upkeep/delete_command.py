@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
-from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 from prefect_torch.ckpt.text import show_bytes, show_count, show_some
-from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
+from prefect_torch.deployments.command_line.arguments import metric_option, order_option, run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, is_sweep, open_run, open_training, trials_of
 from prefect_torch.deployments.command_line.terminal import note, say
 
@@ -20,25 +21,28 @@ from .live_runs import check_not_live, ended_option
 @run_argument
 @click.argument("checkpoint", metavar="[ID]", required=False)
 @click.option("--yes", is_flag=True, help="Do not ask; required without a terminal.")
+@metric_option
+@order_option
 @ended_option
-def delete(storage: str, run: str, checkpoint: str | None, yes: bool, ended: bool) -> int:
+def delete(storage: str, run: str, checkpoint: str | None, metric: str | None, order: Any, yes: bool, ended: bool) -> int:
     """Delete a run, or one of its checkpoints.
 
     Asks before. Refuses a run that is being trained, pinned checkpoints, and a run that a process of this machine reads. With a
     sweep its trials are deleted, if none of them is refused.
     Manifests are deleted before data, so an interrupted deletion leaves whole checkpoints and garbage; repeat the command.
     """
+    if checkpoint is None and (metric or order):
+        raise click.UsageError("--metric and --order are of a checkpoint, such as best: give its ID")
     store = open_run(storage, run) if checkpoint is None else open_training(storage, run)
     stores = [*(trials_of(store) if is_sweep(store) else ()), store]
     for each in stores:
         check_not_live(each, "delete", has_ended=ended)
     if checkpoint is not None:
-        return _delete_checkpoint(store, checkpoint, yes=yes)
+        return _delete_checkpoint(store, find_checkpoint(store, checkpoint, metric, order), yes=yes)
     return _delete_runs(stores, yes=yes)
 
 
-def _delete_checkpoint(store: CheckpointStore, text: str, *, yes: bool) -> int:
-    manifest = find_checkpoint(store, text)
+def _delete_checkpoint(store: CheckpointStore, manifest: Manifest, *, yes: bool) -> int:
     _check_unpinned(store, store.pinned() & {manifest.id})
     if not _agrees(f"checkpoint {manifest.id}, step {manifest.step}, {show_bytes(manifest.total_bytes)}", yes=yes):
         return 1

@@ -158,6 +158,14 @@ def test_a_checkpoint_is_deleted_also_the_latest(local, command, tmp_path):
     assert store.latest().step == 1
 
 
+def test_the_best_checkpoint_is_deleted_by_a_metric_and_no_run_for_want_of_its_id(local, command, tmp_path):
+    store = store_run(local, tmp_path / "scratch")
+    best = store.latest().id  # the losses fall
+    assert command("delete", local, "run", "--metric", "loss", "--order", "min", "--yes")[0] == 2
+    assert command("delete", local, "run", "best", "--metric", "loss", "--order", "min", "--yes")[1] == f"deleted {best}\n"
+    assert len(store.list()) == 2
+
+
 @pytest.mark.parametrize("chosen", [[], ["latest"]])
 def test_what_is_pinned_stays(local, command, tmp_path, chosen):
     store = store_run(local, tmp_path / "scratch")
