@@ -40,6 +40,12 @@ def say(text: str, style: str = "") -> None:
     console().print(Text(plain(text), style=style))
 
 
+def say_as_logged(text: str) -> None:
+    """Print each line of `text` as it is indented and aligned; other control characters than tabs are replaced."""
+    for line in text.split("\n"):
+        click.echo("".join(it if it.isprintable() or it == "\t" else " " for it in line.rstrip()))
+
+
 def note(text: str) -> None:
     """Print one line on stderr, where no program reads it as part of the output."""
     click.echo(plain(text), err=True)

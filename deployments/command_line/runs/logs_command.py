@@ -5,8 +5,9 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import Attempt, list_attempts
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.log_files import read_logs
+from prefect_torch.ckpt.text import show_some
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
-from prefect_torch.deployments.command_line.terminal import note, say
+from prefect_torch.deployments.command_line.terminal import note, say_as_logged
 
 from .selection import open_run
 
@@ -43,7 +44,7 @@ def logs(storage: str, run: str, attempt: int | None, evaluation: str | None, ch
 
     count = 0
     for line in read_lines(flow_run_id, rank):
-        say(line)
+        say_as_logged(line)
         count += 1
     if not count:
         note(f"Prefect has no log lines of flow run {flow_run_id}")
@@ -77,5 +78,8 @@ def _print_files(store: CheckpointStore, folder: str, rank: int | None) -> bool:
     has_files = False
     for name, line in read_logs(store, folder, rank):
         has_files = True
-        say(f"{name}: {line}")
+        say_as_logged(f"{name}: {line}")
+    if not has_files and rank is not None and (keys := store.keys(folder)):
+        known = sorted({key.removeprefix(folder).partition(".")[0] for key in keys})
+        raise FileNotFoundError(f"no log of rank {rank} lies beside run {store.run!r}; there are {show_some(known)}")
     return has_files

@@ -13,10 +13,12 @@ from stored_runs import store_run
 
 def test_files_beside_the_run_are_printed_for_the_newest_attempt(local, command, tmp_path):
     store = store_run(local, tmp_path / "scratch")
-    for key, text in {"000002/rank-0.log": "a\nb\x1b[2J", "000002/rank-1.log": "c", "000001/rank-0.log": "old"}.items():
+    for key, text in {"000002/rank-0.log": "a:\n    b\x1b[2J", "000002/rank-1.log": "c", "000001/rank-0.log": "old"}.items():
         store.storage.put_bytes(f"run/logs/{key}", text.encode())
-    assert command("logs", local, "run") == (0, "rank-0: a\nrank-0: b [2J\nrank-1: c\n", "")
+    assert command("logs", local, "run") == (0, "rank-0: a:\nrank-0:     b [2J\nrank-1: c\n", "")
     assert command("logs", local, "run", "--rank", "1")[1] == "rank-1: c\n"
+    code, out, err = command("logs", local, "run", "--rank", "9")
+    assert (code, out, err) == (1, "", "prefect-torch: no log of rank 9 lies beside run 'run'; there are rank-0, rank-1\n")
     assert command("logs", local, "run", "--attempt", "1")[1] == "rank-0: old\n"
     code, _, err = command("logs", local, "run", "--attempt", "7")
     assert (code, err) == (1, "prefect-torch: run 'run' has no attempt 7; it has 1, 2\n")
@@ -59,7 +61,8 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
 
     flow_run_id, ranks = training()
     store_run(local, tmp_path / "scratch", flow_run_id=flow_run_id)
-    lines = [(None, "begins"), (ranks[0], "zero"), (ranks[1], "one"), *((ranks[1], f"line {number}") for number in range(250))]
+    numbered = [(ranks[1], f"line {number}") for number in range(250)]
+    lines = [(None, "begins"), (ranks[0], "zero:\n  at  x"), (ranks[1], "one"), *numbered]
     lines.insert(1, (ranks[2], "rank 4: four"))
     ours = {"id": {"any_": [flow_run_id]}}
     wait_until(lambda: len(rows(prefect_server.api, "task_runs", flow_runs=ours)) == len(ranks), "task runs are stored")
@@ -78,9 +81,9 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
     code, out, err = command("logs", local, "run")
     assert (code, err) == (0, "")
     node = "01:00:01 node-0: ranks 4-6: rank 4: four"
-    assert f"01:00:00 flow: begins\n{node}\n01:00:02 rank-0: zero\n01:00:03 rank-1: one\n" in out
+    assert f"01:00:00 flow: begins\n{node}\n01:00:02 rank-0: zero:\n  at  x\n01:00:03 rank-1: one\n" in out
     assert out.endswith("01:04:13 rank-1: line 249\n")
-    assert command("logs", local, "run", "--rank", "0")[1].splitlines()[-1] == "01:00:02 rank-0: zero"
+    assert command("logs", local, "run", "--rank", "0")[1].splitlines()[-2:] == ["01:00:02 rank-0: zero:", "  at  x"]
     assert command("logs", local, "run", "--rank", "4")[1].splitlines()[-1] == node
     code, _, err = command("logs", local, "run", "--rank", "5")
     assert (code, err) == (
