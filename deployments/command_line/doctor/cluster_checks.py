@@ -30,7 +30,11 @@ def check_cluster(named: str, num_ranks: int | None, storage: str | None) -> Ite
     from prefect_torch.tasks.gang.machine.inspection import inspect_machines  # noqa: PLC0415 - for clusters only
     from prefect_torch.tasks.gang.machine.versions import versions  # noqa: PLC0415 - for clusters only
 
-    cluster = _cluster(named)
+    try:
+        cluster = _cluster(named)
+    except (OSError, ValueError) as exc:
+        yield Finding("cluster", "wrong", str(exc), "give torch-cluster/NAME, JSON, or a file with JSON")
+        return
     hosts = getattr(cluster, "hosts", [None])
     try:
         found = inspect_machines(cluster, num_ranks or len(hosts), None if storage is None else parse_storage(storage))
@@ -51,7 +55,10 @@ def _cluster(named: str) -> "Cluster":
     if named.startswith("torch-cluster/"):
         return load_cluster(named)
     text = named if named.lstrip().startswith("{") else Path(named).read_text()
-    cluster: Cluster = of_kind(json.loads(text))
+    described = json.loads(text)
+    if not isinstance(described, dict):
+        raise ValueError(f"{text.strip()} is no JSON object")  # noqa: TRY004 - as other JSON that describes no cluster
+    cluster: Cluster = of_kind(described)
     return cluster
 
 

@@ -68,3 +68,15 @@ def test_a_cluster_whose_client_is_missing_is_wrong(monkeypatch):
     monkeypatch.setattr(client_process, "find_spec", lambda name: None)
     (found,) = check_cluster(RAY, 1, None)
     assert (found.status, found.found) == ("wrong", "Ray is not installed: pip install 'prefect-torch[ray]'")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "No such file"), ("{", "Expecting"), ("[1]", "is no JSON object"), ('{"kind": "x"}', "kind 'x'")]
+)
+def test_what_describes_no_cluster_is_wrong_and_says_what_does(tmp_path, text, said):
+    path = tmp_path / "cluster.json"
+    if text is not None:
+        path.write_text(text)
+    (found,) = check_cluster(str(path), 1, None)
+    assert (found.status, found.advice) == ("wrong", "give torch-cluster/NAME, JSON, or a file with JSON")
+    assert said in found.found
