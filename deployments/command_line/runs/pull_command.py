@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from tempfile import mkdtemp
@@ -52,7 +52,7 @@ def pull(
     """Copy a checkpoint to a directory.
 
     Copies checkpoint ID, or the latest of RUN, to DIRECTORY, which is created if missing. Every byte is verified. The files
-    appear together at the end: an interrupted or failed pull leaves none.
+    appear together at the end: an interrupted or failed pull leaves none, unless it ends while they are moved there.
 
     With --consolidate, the shards of the model from all ranks become one safetensors file, with little memory. DIRECTORY may
     then be the file itself, with a name that ends in ".safetensors".
@@ -108,12 +108,15 @@ def _pull(target: Path, total_bytes: int, write: Callable[[Path], object]) -> No
     """Call `write` with a temporary directory, and move its files into `target` at the end."""
     target.mkdir(parents=True, exist_ok=True)
     partial = Path(mkdtemp(prefix=".prefect-torch-pull-", dir=target))  # inside the target, so that a rename is enough
+    left = "nothing was pulled"
     try:
         _show_progress(partial, total_bytes, write)
-        _move_all(partial, target)
+        moves = _plan_moves(partial, target)
+        left = f"some of the files may be in {target}: pull again with --force"
+        _move_all(moves)
     except KeyboardInterrupt:
         shutil.rmtree(partial, ignore_errors=True)
-        note("prefect-torch: interrupted; nothing was pulled")
+        note(f"prefect-torch: interrupted; {left}")
         os._exit(INTERRUPTED)  # downloading threads cannot be stopped, and a normal exit would wait for them
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -145,9 +148,24 @@ def _bytes_below(directory: Path) -> int:
     return total
 
 
-def _move_all(source: Path, target: Path) -> None:
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            destination = target / path.relative_to(source)
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(destination)
+def _plan_moves(source: Path, target: Path) -> list[tuple[Path, Path]]:
+    """Return each file below `source` and its place in `target`.
+
+    Raises:
+        FileExistsError: If a directory is in the place of a file, or a file in that of a directory; then none is moved.
+
+    """
+    moves = [(path, target / path.relative_to(source)) for path in sorted(source.rglob("*")) if path.is_file()]
+    for _, place in moves:
+        if place.is_dir() and not place.is_symlink():
+            raise FileExistsError(f"{place} is a directory, and the checkpoint has a file of that name: give another directory")
+        for parent in place.relative_to(target).parents:
+            if (inside := target / parent).is_file():
+                raise FileExistsError(f"{inside} is a file, and the checkpoint has a directory of that name: move it away")
+    return moves
+
+
+def _move_all(moves: Iterable[tuple[Path, Path]]) -> None:
+    for path, place in moves:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.deployments.command_line.program import run
+from prefect_torch.deployments.command_line.runs import pull_command
 from ranks import Attempt, folder
 from safetensors.torch import load_file
 from states import check_equal, make_training
@@ -108,3 +109,38 @@ assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
     assert Path(tmp_path, "new/c.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("taken", "said"),
+    [("b", "b is a directory, and the checkpoint has a file"), ("c", "c is a file, and the checkpoint has a directory")],
+)
+def test_a_pull_that_has_no_place_for_a_file_moves_none(tmp_path, capsys, taken, said):
+    store = CheckpointStore.open(tmp_path / "storage", "run")
+    (tmp_path / "files/c").mkdir(parents=True)
+    (tmp_path / "files/c/d").write_text("d")
+    Attempt(store).session().report({}, folder(tmp_path / "files", a="a", b="b"))
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / taken).mkdir() if taken == "b" else (target / taken).write_text("mine")
+    assert run(["pull", str(tmp_path / "storage"), "run", str(target), "--force"]) == 1
+    assert said in capsys.readouterr().err
+    assert [path.name for path in target.iterdir()] == [taken]
+
+
+def test_a_pull_that_is_interrupted_while_it_moves_says_so(tmp_path, capsys, monkeypatch):
+    def interrupt(moves):
+        raise KeyboardInterrupt
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(pull_command, "_move_all", interrupt)
+    monkeypatch.setattr(pull_command.os, "_exit", leave)
+    store = CheckpointStore.open(tmp_path / "storage", "run")
+    Attempt(store).session().report({}, folder(tmp_path / "c", **FILES))
+    with pytest.raises(SystemExit, match="130"):
+        run(["pull", str(tmp_path / "storage"), "run", str(tmp_path / "new")])
+    assert capsys.readouterr().err == (
+        f"prefect-torch: interrupted; some of the files may be in {tmp_path / 'new'}: pull again with --force\n"
+    )
