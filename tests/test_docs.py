@@ -173,12 +173,13 @@ def _check_call(call, names, *, partial=False):
 
 
 def _resolve(node, names):
-    """Return our function that `node` names, or None: bound where it is a method."""
+    """Return our function that `node` names, or None, as of a value: bound where it is a method."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
         if (owner := INSTANCES.get(ast.unparse(node.value))) is not None:
-            return getattr(owner, node.attr).__get__(object())
+            member = getattr(owner, node.attr)
+            return member.__get__(object()) if inspect.isfunction(member) else None
         if (owner := _resolve(node.value, names)) is not None:
             return getattr(owner, node.attr)
     return None

@@ -17,11 +17,11 @@ DRIVER = ROOT / "tests/support/logged_training.py"
 def train(tmp_path):
     """Run a program of the page in `tmp_path`, killed once and resumed."""
 
-    def run(logger, **environment):
+    def run(logger, name="first", **environment):
         code = re.search(rf"```python\n(# with_{logger}\.py\n.*?)```", PAGE, re.DOTALL)[1]
         program = tmp_path / f"with_{logger}.py"
         program.write_text(code)
-        command = [sys.executable, DRIVER, program, tmp_path / "checkpoints", "first"]
+        command = [sys.executable, DRIVER, program, tmp_path / "checkpoints", name]
         done = run_program(
             command, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True, check=False
         )
@@ -51,8 +51,8 @@ def test_tensorboard_shows_each_step_of_a_killed_training_once(train, tmp_path):
     assert read_back(program, tmp_path) == ["0:1.00", "1:0.50", "2:0.33", "3:0.25"]
 
 
-def test_wandb_continues_the_run_of_a_killed_training(train, tmp_path):
-    train("wandb", WANDB_MODE="offline", WANDB_SILENT="true")
+def test_wandb_continues_the_run_of_a_killed_trial(train, tmp_path):
+    train("wandb", "sweep/trial-0001-0a1b2c3d", WANDB_MODE="offline", WANDB_SILENT="true")
     program = """if True:
         from pathlib import Path
         from wandb.proto.wandb_internal_pb2 import Record
@@ -73,7 +73,7 @@ def test_wandb_continues_the_run_of_a_killed_training(train, tmp_path):
     # What W&B has not written when its process is killed is lost, however little that is.
     assert first[0] == "attempt-1"
     assert first[2:] == ["0", "1", "2"][: len(first) - 2]
-    assert second == ["first", "2", "3"]
+    assert second == ["sweep-trial-0001-0a1b2c3d", "2", "3"]
 
 
 def test_mlflow_continues_the_run_of_a_killed_training(train, tmp_path):
