@@ -233,7 +233,10 @@ class CheckpointConfig(_Config):
 
 
 class FailureConfig(_Config):
-    """How often a training is restarted; every budget is counted per flow run, -1 means unlimited."""
+    """How often a training is restarted; every budget is counted per flow run, -1 means unlimited.
+
+    A flow run that an automation starts after a crash (`max_restarts`) has new budgets.
+    """
 
     max_failures: Budget = Field(
         default=0,
