@@ -51,7 +51,7 @@ def evaluate(
         shown_as(
             "Storage",
             "The location of the run: a local path, a URL such as s3://bucket/prefix, 'block-type-slug/block-name', or a saved "
-            "block.",
+            "block. A checkpoint in it that is given by its path or URL is read with its credentials.",
         ),
     ] = "./checkpoints",
     run: Annotated[
@@ -128,7 +128,8 @@ def evaluate(
 
     Args:
         eval_fn: The function that every rank runs, or its location ("module:function", "path/to/file.py:function").
-        storage: The location of the run.
+        storage: The location of the run. A checkpoint in it that is given by its path or URL is read with its credentials, any
+            other one with those of the machine.
         run: The run's name; None if each checkpoint is given with its run.
         checkpoints: Ids in the run, "run/id", paths or URLs, or one of them; None for all without this evaluation.
         config: The function's argument, if it takes one.
