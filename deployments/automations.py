@@ -29,10 +29,10 @@ _FREQUENCY_S = 180  # Prefect's own default
 def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: timedelta | float | None = None) -> Automation:
     """Make Prefect run `deployment` again, on the same run, whenever one of its flow runs crashes or has no heartbeat.
 
-    Creates or updates one automation, "Resume <deployment>", and the deployment "resume/<name>" in the same work pool, in its
-    default queue if the deployment's own has a concurrency limit. Its flow runs take seconds and no GPU: each reads the state
-    of the flow run again, so that none is run twice, while it is alive, or after it ended normally between two heartbeats. A
-    run without a name continues under its generated name.
+    Creates or updates one automation, "Resume <flow>/<name>", and the deployment "resume/<flow>-<name>" in the same work pool,
+    in its default queue if the deployment's own has a concurrency limit. Its flow runs take seconds and no GPU: each reads the
+    state of the flow run again, so that none is run twice, while it is alive, or after it ended normally between two
+    heartbeats. A run without a name continues under its generated name.
 
     Args:
         deployment: "flow/deployment", or its id. A served deployment is resumed by `serve(..., max_restarts=n)`.
@@ -58,17 +58,18 @@ def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: tim
         work_queue_name = _unlimited_queue(client, trained)
     if is_limited(trained):
         warn_of_lost_lease(trained.name)
-    resumer = make_resumer(trained.name)
+    resumer = make_resumer(_full_name(trained))
     resumer.work_pool_name, resumer.work_queue_name = trained.work_pool_name, work_queue_name
     resumer.job_variables = job_variables
     return resume_by(resumer, trained, max_restarts, within)
 
 
-def make_resumer(name: str) -> RunnerDeployment:
-    """Return a deployment of the flow `resume`."""
+def make_resumer(trained: str) -> RunnerDeployment:
+    """Return the deployment of the flow `resume` for the deployment "flow/name"; those of two flows may have one name."""
     description = (
-        f"Runs crashed or silent flow runs of the deployment {name} again. The automation of that deployment starts it."
+        f"Runs crashed or silent flow runs of the deployment {trained} again. The automation of that deployment starts it."
     )
+    name = trained.replace("/", "-")
     made = resume.to_deployment(name=name, description=description, entrypoint_type=EntrypointType.MODULE_PATH)
     return cast("RunnerDeployment", made)
 

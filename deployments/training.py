@@ -16,6 +16,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.ckpt.storage.location import is_block_slug
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
 from prefect_torch.flows.planning import PlanLine, compare_grace
@@ -64,10 +65,10 @@ def make_deployment(
 
     """
     given = {"config": config, "scaling": scaling, "run": _with_named_block(run), "checkpoint": checkpoint, "failure": failure}
-    function, workers = reference_to(train_fn), (scaling or ScalingConfig()).num_workers
+    function, ranks = reference_to(train_fn), _show_ranks(scaling or ScalingConfig())
     deployment = train.to_deployment(
         name=name,
-        description=f"Trains `{function}` on {workers} rank{'' if workers == 1 else 's'}. {_RESUMES}",
+        description=f"Trains `{function}` on {ranks}. {_RESUMES}",
         parameters={
             "train_fn": function,
             **{key: _as_json(value) for key, value in given.items() if value is not None},
@@ -163,6 +164,11 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
         prefect.serve(*deployments, *resumers)
 
 
+def _show_ranks(scaling: ScalingConfig) -> str:
+    fewest, most = scaling.fewest_workers, scaling.most_workers
+    return show_count(most, "rank") if fewest == most else f"{fewest} to {most} ranks"
+
+
 def _as_json(value: BaseModel | dict[str, Any]) -> dict[str, Any]:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
@@ -181,7 +187,7 @@ def _resumer_of(deployment: RunnerDeployment, max_restarts: int) -> RunnerDeploy
     deployment_id = cast("UUID", deployment.apply())
     with get_client(sync_client=True) as client:
         trained = client.read_deployment(deployment_id)
-    resumer = make_resumer(deployment.name)
+    resumer = make_resumer(deployment.full_name)
     resume_by(resumer, trained, max_restarts, within=None)
     return resumer
 

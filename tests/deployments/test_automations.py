@@ -211,12 +211,12 @@ def test_one_call_makes_one_automation_that_runs_what_resumes(client, trained):
     crashed = []
 
     def is_in_force():
-        if not flow_runs_of(client, "resume/trained"):
+        if not flow_runs_of(client, "resume/train-trained"):
             crashed.append(f"prefect.flow-run.{begin(client, trained, Crashed()).id}")
-        return flow_runs_of(client, "resume/trained")
+        return flow_runs_of(client, "resume/train-trained")
 
     wait_until(is_in_force, "a flow run that resumes", every_s=UPTAKE_S)
-    flow_run = flow_runs_of(client, "resume/trained")[0]
+    flow_run = flow_runs_of(client, "resume/train-trained")[0]
     assert flow_run.parameters in [{"flow_run": it, "max_restarts": 4, "silent_s": 540.0} for it in crashed]
     assert f"prefect.flow-run.{resume(**flow_run.parameters)}" not in (*crashed, f"prefect.flow-run.{flow_run.id}")
 

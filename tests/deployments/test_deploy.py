@@ -172,7 +172,7 @@ def test_a_block_is_named_in_the_parameters_and_must_be_saved(prefect_server):
 def test_restarts_are_looked_after_in_the_same_work_pool_without_a_gpu(client):
     scaling = ScalingConfig(num_workers=2, use_gpu=True)
     deploy("watched", "my_training:train_fn", None, scaling, ON_S3, work_pool="kubernetes-pool", image="i:1", max_restarts=5)
-    resumer = client.read_deployment_by_name("resume/watched")
+    resumer = client.read_deployment_by_name("resume/train-watched")
     assert resumer.work_pool_name == "kubernetes-pool"
     assert resumer.job_variables == {"num_gpus": 0, "image": "i:1"}
     (automation,) = client.read_automations_by_name("Resume train/watched")

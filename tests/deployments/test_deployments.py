@@ -56,6 +56,15 @@ def test_descriptions_are_sentences_and_no_docstrings():
     assert deployment.description == (
         "Trains `trainings:train_epochs` on 4 ranks. A failed or killed training resumes from its latest checkpoint."
     )
-    for described in (train, evaluate, prune, resume, make_resumer("nightly")):
+    for described in (train, evaluate, prune, resume, make_resumer("train/nightly")):
         assert described.description.endswith("."), described.name
         assert not re.search(r"Args:|Raises:|\n", described.description), described.name
+
+
+def test_deployments_of_two_flows_with_one_name_are_resumed_apart():
+    assert [make_resumer(f"{flow}/nightly").name for flow in ("train", "sweep")] == ["train-nightly", "sweep-nightly"]
+
+
+def test_a_range_of_ranks_is_described_in_words():
+    deployment = make_deployment("nightly", "trainings:train_epochs", scaling=ScalingConfig(num_workers=(2, 4)))
+    assert deployment.description.startswith("Trains `trainings:train_epochs` on 2 to 4 ranks. ")

@@ -135,4 +135,4 @@ def test_what_resumes_does_not_wait_for_the_place_of_what_it_resumes(client):
     client._client.patch(f"/deployments/{deployment_id}", json={"work_queue_name": "one"}).raise_for_status()
     assert str(client.read_deployment(deployment_id).work_queue_id) == queue["id"]
     resume_crashed(deployment_id)
-    assert client.read_deployment_by_name("resume/queued").work_queue_name == "default"
+    assert client.read_deployment_by_name("resume/train-queued").work_queue_name == "default"
