@@ -64,10 +64,11 @@ class TrainContext:
     def should_checkpoint(self) -> bool:
         """Return whether to report a checkpoint now; the n-th call returns the same on every rank.
 
-        Call it equally often on all ranks. True when termination of the training is requested (a preemption, a cancel), so
-        that a checkpoint saves work, and with `CheckpointConfig.target_overhead` whenever one more checkpoint stays within it.
-        On ranks other than 0 a call waits for rank 0's and costs a message, a fraction of a millisecond; when calls come more
-        often than every half second, one message serves at most 16 of them.
+        Call it equally often on all ranks. True when termination of the training is requested (a preemption, a cancel, a
+        suspension, an urgent flow run that it yields to), so that a checkpoint saves work; when it is to go on with more ranks
+        (`ScalingConfig.regrow_after_s`); and with `CheckpointConfig.target_overhead` whenever one more checkpoint stays within
+        it. On ranks other than 0 a call waits for rank 0's and costs a message, a fraction of a millisecond; when calls come
+        more often than every half second, one message serves at most 16 of them.
 
         Raises:
             CheckpointError: If rank 0 has left the training.
@@ -76,7 +77,7 @@ class TrainContext:
         return self._should_checkpoint()
 
     def ends_soon(self) -> bool:
-        """Return whether the last `should_checkpoint` was true because of a termination request; the same on every rank.
+        """Return whether the last `should_checkpoint` was true because the attempt is to end; the same on every rank.
 
         A loop may then report once more and return, instead of being terminated in the middle. Costs nothing.
         """

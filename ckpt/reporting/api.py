@@ -68,8 +68,9 @@ def report(
             warning.
         progress: The share of the training that is done, from 0 to 1.
         upload: "sync" (the default without a state) returns when the checkpoint is durable. "async" (the default with a
-            state) adopts the directory's files, returns immediately and commits in the background, one at a time; a failure
-            is raised by the next report on every rank, or at the end of the training function.
+            state) adopts the directory's files, returns immediately and commits in the background, of directories as many at
+            a time as `CheckpointConfig.max_in_flight` allows, by default one; a failure is raised by the next report on every
+            rank, or at the end of the training function.
 
     Raises:
         ValueError: Before anything is stored, if an argument is invalid.
