@@ -163,6 +163,9 @@ def test_folders_beside_the_runs_are_not_walked(local, command, monkeypatch):
 def test_an_empty_storage_has_no_runs(local, command, as_json):
     assert command("ls", local) == (0, "", f"no runs in {local}\n")
     assert as_json("ls", local) == []
+    train(local)
+    run = f"{local}/run"
+    assert command("ls", run) == (0, "", f"no runs in {run}, which is run 'run' itself: prefect-torch ls {local} run\n")
 
 
 def test_checkpoints_are_listed_with_why_they_are_kept(storage, command, as_json):

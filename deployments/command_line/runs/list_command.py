@@ -6,7 +6,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 import click
-from prefect_torch.ckpt import CheckpointStore, Manifest
+from prefect_torch.ckpt import CheckpointStore, Manifest, Storage
+from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.ckpt.text import show_age, show_bytes
@@ -64,12 +65,21 @@ def _list_runs(storage: str, as_json: bool) -> None:
     if as_json:
         print_json([asdict(summary) for summary in summaries])
     elif not summaries:
-        note(f"no runs in {opened.url}")
+        note(_without_runs(opened))
     else:
         has_sweeps = any(it.trials is not None for it in summaries)
         columns = ["run", *(["trials"] if has_sweeps else []), "attempts", "latest step", "checkpoints", "size", "state"]
         right = {"trials", "attempts", "latest step", "checkpoints", "size"}
         print_table(columns, (_run_row(it, has_sweeps=has_sweeps) for it in summaries), right=right)
+
+
+def _without_runs(opened: Storage) -> str:
+    storage, _, name = opened.url.rpartition("/")
+    try:
+        opened.size(Layout(name).run_info.removeprefix(f"{name}/"))
+    except FileNotFoundError:
+        return f"no runs in {opened.url}"
+    return f"no runs in {opened.url}, which is run {name!r} itself: prefect-torch ls {storage} {name}"
 
 
 def _run_row(summary: RunSummary, *, has_sweeps: bool) -> Iterator[object]:
