@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 INTERRUPTED = 130  # the exit status of a shell for a program ended by Ctrl-C
+STATUS_STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}  # of what doctor and plan find
 _UNBOUNDED = 100_000  # columns: a pipe has no edge at which to fold or cut an id
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from prefect_torch.ckpt.text import show_bytes
 
 from .findings import Finding, Status
+from .machine_checks import DOCKERS_SHM_BYTES
 
 if TYPE_CHECKING:
     from prefect_torch.tasks.gang.engines.cluster import Cluster
     from prefect_torch.tasks.gang.machine.inspection import InspectedMachine
 
-_LITTLE_SHARED_MEMORY = 64 * 2**20
 _MOST_AHEAD_S = 2.0
 
 
@@ -95,7 +95,7 @@ def _problems(machine: "InspectedMachine") -> Iterator[tuple[Status, str, str]]:
         )
     if report["storage"]:
         yield "wrong", f"does not see the storage: {report['storage']}", "mount it there under the same path, or give a URL"
-    if report["shared_memory"] is None or report["shared_memory"] <= _LITTLE_SHARED_MEMORY:
+    if report["shared_memory"] is None or report["shared_memory"] <= DOCKERS_SHM_BYTES:
         yield "warning", "little shared memory", "give it more, for data loaders and NCCL"
     if abs(machine.clock_ahead_s) > _MOST_AHEAD_S:
         yield "warning", "its clock is wrong", "synchronize the clocks (NTP): logs are sorted by them"

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import click
 from prefect_torch.ckpt.storage.probe import ListingOrder, StorageUnfitError, probe_storage
 from prefect_torch.deployments.command_line.arguments import json_option, open_named_storage
-from prefect_torch.deployments.command_line.terminal import console, plain, print_json
+from prefect_torch.deployments.command_line.terminal import STATUS_STYLES, console, plain, print_json
 from rich.text import Text
 
 from .cluster_checks import check_cluster
@@ -17,7 +17,6 @@ from .gpu_checks import check_collective, check_copies, check_gpus, check_locked
 from .machine_checks import SHARED_MEMORY, check_backends, check_loopback, check_open_files, check_shared_memory, check_torch
 from .software_checks import FASTAPI, SQLALCHEMY, check_api, check_prefect, check_python, check_server_library
 
-_STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 _ORDERS: dict[ListingOrder, str] = {
     "keys": "in the order of keys",
     "folders": "directory by directory",
@@ -102,6 +101,6 @@ def _run(checks: Iterable[tuple[str, _Check]]) -> Iterator[Finding]:
 def _print(finding: Finding) -> None:
     advice = f" -> {finding.advice}" if finding.advice else ""
     line = Text.assemble(
-        (f"{finding.status:<9}", _STYLES[finding.status]), f"{finding.check:<14}", plain(f"{finding.found}{advice}")
+        (f"{finding.status:<9}", STATUS_STYLES[finding.status]), f"{finding.check:<14}", plain(f"{finding.found}{advice}")
     )
     console().print(line)

@@ -11,7 +11,7 @@ from prefect_torch.ckpt.text import show_bytes
 from .findings import Finding
 
 _ANSWER_TIMEOUT_S = 10.0
-_DOCKERS_SHM_BYTES = 64 * 2**20  # the default of a container
+DOCKERS_SHM_BYTES = 64 * 2**20  # the default of a container
 _FEW_FILES = 1024
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - this very directory
 
@@ -68,7 +68,7 @@ def check_shared_memory(directory: Path = Path(SHARED_MEMORY)) -> Iterator[Findi
     filesystem = os.statvfs(directory)
     size, free = filesystem.f_blocks * filesystem.f_frsize, filesystem.f_bavail * filesystem.f_frsize
     found = f"{show_bytes(size)}, {show_bytes(free)} free"
-    if size and free <= _DOCKERS_SHM_BYTES:
+    if size and free <= DOCKERS_SHM_BYTES:
         advice = "give the container more (docker --shm-size=8g, a memory emptyDir in Kubernetes), for data loaders and NCCL"
         yield Finding(SHARED_MEMORY, "warning", found, advice)
     else:

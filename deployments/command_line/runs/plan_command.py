@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from prefect_torch.deployments.command_line.arguments import json_option
-from prefect_torch.deployments.command_line.terminal import console, plain, print_json, say
+from prefect_torch.deployments.command_line.terminal import STATUS_STYLES, console, plain, print_json, say
 from rich.text import Text
 
 if TYPE_CHECKING:
     from prefect_torch.flows import TrainingPlan
 
-_STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 _MOST_SHOWN = 20
 
 
@@ -63,7 +62,8 @@ def _as_json(planned: "TrainingPlan") -> dict[str, Any]:
 
 def _print(planned: "TrainingPlan") -> None:
     for line in planned.lines:
-        console().print(Text.assemble((f"{line.status:<9}", _STYLES[line.status]), f"{line.subject:<13}", plain(line.text)))
+        status = f"{line.status:<9}", STATUS_STYLES[line.status]
+        console().print(Text.assemble(status, f"{line.subject:<13}", plain(line.text)))
     for checkpoint_id in planned.prunes[:_MOST_SHOWN]:
         say(f"  goes  {checkpoint_id}")
     for checkpoint_id, why in list(planned.keeps.items())[-_MOST_SHOWN:]:
