@@ -123,6 +123,23 @@ def test_the_reference_says_what_settings_mean(site):
     assert "shown_as" not in flows  # what forms need
 
 
+def test_the_messages_that_a_page_explains_are_those_of_the_program():
+    """What varies ends a part of a message, and the program may put a part together from two."""
+    sources = (path.read_text() for wing in ("ckpt", "deployments", "flows", "tasks") for path in (ROOT / wing).rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", "".join(sources))
+    table = PAGES["how-to/crash-recovery.md"].partition("## What the messages mean")[2].partition("\n## ")[0]
+    messages = [it for row in table.splitlines() for it in re.findall("`([^`]* [^`]*)`", row.partition(" | ")[0])]
+    assert len(messages) > 20
+    parts = {it.strip(" :,;.=-") for message in messages for it in re.split(r"[…()']|\d+|\b[A-Z]{3,}\b", message)}
+    assert {it for it in parts if len(it) >= 12 and not _is_in(code, it)} == set()
+
+
+def _is_in(code, text):
+    words = text.split(" ")
+    halves = ((" ".join(words[:it]), " ".join(words[it:])) for it in range(len(words)))
+    return any(first in code and second in code for first, second in halves)
+
+
 @pytest.mark.parametrize("code", BLOCKS)
 def test_names_and_arguments_exist(code):
     tree = ast.parse(code)
