@@ -35,7 +35,7 @@ class Checkpoint:
             Costs no request; a checkpoint that does not exist raises when it is read.
 
     Attributes:
-        path: The path of a local directory as it was given, or the absolute path or the URL of a committed checkpoint.
+        path: The absolute path of a local directory, or the path or URL of a committed checkpoint.
         id: The id of a committed checkpoint; None for a plain directory.
         store: The run of a committed checkpoint; None for a plain directory.
         node_copy: Keeps what is downloaded to load a state for the other ranks of this node; None where there are none.
