@@ -16,10 +16,10 @@ from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 from prefect_torch.ckpt.runs.attempts import check_fence
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of, merge_files
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, alike, attempt_of, merge_files
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.verification import check_names
+from prefect_torch.ckpt.runs.verification import check_apart
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
@@ -284,7 +284,8 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
     staged = job.staged
     all_stored_s = staged.elapsed_s()
     files = merge_files([*(part.files for part in parts), _store_index(run, staged.checkpoint_id, parts)])
-    check_names(run, staged.checkpoint_id, files)
+    for first, second in alike(entry.path for entry in files):
+        check_apart(run, staged.checkpoint_id, first, second)
     manifest = Manifest(
         id=staged.checkpoint_id,
         step=staged.agreement.step,

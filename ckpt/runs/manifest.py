@@ -3,10 +3,11 @@
 import re
 import reprlib
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, TypeAlias
+from unicodedata import normalize
 
 from prefect_torch.ckpt.errors import ReportMismatchError
 from prefect_torch.ckpt.runs.metrics import Metrics, to_json
@@ -179,6 +180,15 @@ def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
                     f"rank {merged[parent].rank} reported a file {parent!r} where rank {entry.rank} reported a directory"
                 )
     return tuple(merged[path] for path in sorted(merged))
+
+
+def alike(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of paths that are one to a filesystem that ignores case or forms of Unicode."""
+    first: dict[str, str] = {}
+    for path in paths:
+        other = first.setdefault((path if path.isascii() else normalize("NFC", path)).casefold(), path)
+        if other != path:
+            yield other, path
 
 
 def _parents(path: str) -> list[str]:

@@ -1,9 +1,7 @@
 """Verification: whether the stored files are the committed ones."""
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Literal, TypeAlias
-from unicodedata import normalize
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, ReportMismatchError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
@@ -116,20 +114,15 @@ def _verify_digest(run: Run, manifest: Manifest, entry: FileEntry, storage: Stor
     check_entry(run, manifest, entry, found)
 
 
-def check_names(run: Run, checkpoint_id: str, files: Iterable[FileEntry]) -> None:
-    """Look for stored files that a local storage keeps as one, as a filesystem does that ignores case or forms of Unicode.
+def check_apart(run: Run, checkpoint_id: str, first: str, second: str) -> None:
+    """Look whether a local storage keeps two stored files as one, as a filesystem does that ignores case or forms of Unicode.
 
     Raises:
         ReportMismatchError: If it does so: the one that was stored first is lost.
 
     """
     folder = run.storage.local_path(run.layout.data(checkpoint_id))
-    if folder is None:
-        return
-    first: dict[str, str] = {}
-    for entry in files:
-        other = first.setdefault((entry.path if entry.path.isascii() else normalize("NFC", entry.path)).casefold(), entry.path)
-        if other != entry.path and (folder / other).samefile(folder / entry.path):
-            raise ReportMismatchError(
-                f"the filesystem of {run.path} takes {other!r} and {entry.path!r} for the name of one file: rename one of them"
-            )
+    if folder is not None and (folder / first).samefile(folder / second):
+        raise ReportMismatchError(
+            f"the filesystem of {run.path} takes {first!r} and {second!r} for the name of one file: rename one of them"
+        )
