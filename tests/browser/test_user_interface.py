@@ -1,7 +1,7 @@
 """What a person does and sees in Prefect's UI: real server, process worker, deployments of prefect.yaml, Debian's Chromium.
 
-Screenshots go to the folder that PREFECT_TORCH_SCREENSHOTS names, else to the test's own; `make screenshots` renews those of
-the documentation.
+Screenshots are taken only into the folder that PREFECT_TORCH_SCREENSHOTS names: `make screenshots` renews those of the
+documentation.
 """
 
 import contextlib
@@ -30,6 +30,8 @@ SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = Path(__file__).parents[2]
 MARK = "STARTED_BY_A_BROWSER_TEST"  # of no prefix that forked ranks are given late
 PATIENCE_MS = 60_000
+SCREENSHOTS = os.environ.get("PREFECT_TORCH_SCREENSHOTS")
+NUM_TRIALS = 12 if SCREENSHOTS else 8  # the fewest whose parameters have an importance
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason="needs Debian's Chromium: apt install chromium"),
@@ -64,15 +66,15 @@ class Stack:
             self._worker.wait(60)
         self.server.stop()
 
-    def processes(self, **variables: str) -> list[psutil.Process]:
-        """Return the living processes below the worker whose environment has `variables`."""
-        wanted = {MARK: self.mark, **variables}.items()
-        found = []
+    def processes(self, flow_run_id: str) -> list[psutil.Process]:
+        """Return the living processes of a flow run: those whose environment names it, and what they have started."""
+        wanted = {MARK: self.mark, "PREFECT__FLOW_RUN_ID": flow_run_id}.items()
+        found = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if wanted <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    found |= {process, *process.children(recursive=True)}
+        return list(found)
 
     def story(self) -> str:
         """Return what Prefect knows and its worker said, for a wait that was in vain."""
@@ -91,7 +93,13 @@ class Stack:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "PREFECT_API_URL": self.server.api, "PREFECT_HOME": str(self.folder / "home"), MARK: self.mark}
+        return {
+            **os.environ,
+            "PREFECT_API_URL": self.server.api,
+            "PREFECT_HOME": str(self.folder / "home"),
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            MARK: self.mark,
+        }
 
 
 def prefect_program() -> str:
@@ -99,10 +107,12 @@ def prefect_program() -> str:
 
 
 def scheduled_soon(project: dict, storage: Path) -> dict:
-    """Let the nightly training begin once in a few seconds, with a function that this machine has."""
+    """Let the nightly training begin once in a few seconds, with a function of this machine that trains until it is ended."""
     nightly = next(entry for entry in project["deployments"] if entry["name"] == "train-nightly")
     nightly["parameters"].update(
-        train_fn=f"{SUPPORT / 'seen_training.py'}:train_fn", run={"storage": str(storage), "name": "nightly"}
+        train_fn=f"{SUPPORT / 'seen_training.py'}:train_long",
+        scaling={"num_workers": 2},
+        run={"storage": str(storage), "name": "nightly"},
     )
     soon = datetime.now(timezone.utc) + timedelta(seconds=30)
     nightly["schedules"] = [{"interval": 86400, "anchor_date": soon.isoformat(), "timezone": "UTC", "active": True}]
@@ -120,11 +130,13 @@ def stack(tmp_path_factory):
         started.stop()
 
 
-@pytest.fixture
-def page(stack):
+@pytest.fixture(scope="module")
+def context(stack):
+    """One Chromium for all tests, which loads and compiles each interface once."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        opened = browser.new_page(viewport={"width": 1280, "height": 960}, color_scheme="light")
+        looks = {"color_scheme": "light", "reduced_motion": "reduce"}
+        opened = browser.new_context(viewport={"width": 1280, "height": 960}, **looks)
         opened.set_default_timeout(PATIENCE_MS)
         expect.set_options(timeout=PATIENCE_MS)
         yield opened
@@ -132,24 +144,29 @@ def page(stack):
 
 
 @pytest.fixture
-def shoot(page, tmp_path):
-    folder = Path(os.environ.get("PREFECT_TORCH_SCREENSHOTS", tmp_path))
+def page(context):
+    opened = context.new_page()
+    yield opened
+    opened.close()
 
+
+@pytest.fixture
+def shoot(page):
     def take(name: str) -> None:
-        page.wait_for_timeout(1000)  # charts and fonts fade in
-        page.screenshot(path=folder / f"{name}.png")
+        if SCREENSHOTS is not None:
+            page.wait_for_timeout(1000)  # charts and fonts fade in
+            page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png")
 
     return take
 
 
-def run_by_form(stack: Stack, page: Page, function: str, run: str, shoot=None) -> str:
+def run_by_form(stack: Stack, page: Page, function: str, run: str, shoot) -> str:
     """Fill the Run form of `train`, submit it, and return the id of the one flow run that the server has made of it."""
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name("train/train")
     page.goto(f"{stack.server.url}/v2/deployments/deployment/{deployment.id}/run")
     fill_form(page, f"{SUPPORT / 'seen_training.py'}:{function}", run, str(stack.storage))
-    if shoot is not None:
-        shoot("run-form")
+    shoot("run-form")
     made = submitted(page, deployment.id)
     page.wait_for_url(re.compile("tab=Runs"))
     assert made["parameters"]["run"]["name"] == run
@@ -202,7 +219,7 @@ def test_a_training_is_started_in_the_form_watched_through_a_lost_rank_and_looke
         expect(page.get_by_role("link", name=rank).first).to_be_visible()
     manifests = stack.storage / "seen/manifests"
     wait_until(lambda: manifests.exists() and any(manifests.glob("*.json")), "a first checkpoint")
-    (rank,) = [it for it in stack.processes() if is_rank(it, 1)]
+    (rank,) = [it for it in stack.processes(flow_run_id) if is_rank(it, 1)]
     rank.kill()
     page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
     expect(page.get_by_text(re.compile("attempt 2: resuming from"))).to_be_visible()
@@ -227,43 +244,39 @@ def test_a_training_is_started_in_the_form_watched_through_a_lost_rank_and_looke
     shoot("summary")
 
 
-def test_a_training_that_is_cancelled_in_the_ui_leaves_no_process(stack, page):
-    flow_run_id = run_by_form(stack, page, "train_long", "endless")
-    wait_until(lambda: any(is_rank(it, 1) for it in stack.processes()), "two ranks")
-    wait_until(lambda: flow_run_state(flow_run_id) == "Running", "a flow run that is known to train")
-    leading = [it for it in stack.processes() if it.environ().get("PREFECT__FLOW_RUN_ID") == flow_run_id]
-    of_this_run = list({*leading, *(child for it in leading for child in it.children(recursive=True))})
+def test_a_scheduled_training_starts_on_its_own_is_seen_and_leaves_no_process_when_it_is_cancelled(stack, page):
+    wait_until((stack.storage / "nightly/attempts").exists, stack.story)
+    (scheduled,) = [run for run in rows(stack.server.api, "flow_runs") if run["auto_scheduled"] and run["start_time"]]
+    wait_until(lambda: any(is_rank(it, 1) for it in stack.processes(scheduled["id"])), "two ranks")
+    wait_until(lambda: flow_run_state(scheduled["id"]) == "Running", "a flow run that is known to train")
+    of_this_run = stack.processes(scheduled["id"])
     assert any(is_rank(it, 1) for it in of_this_run)
-    page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
+    page.goto(f"{stack.server.url}/v2/runs/flow-run/{scheduled['id']}")
+    expect(page.get_by_role("link", name="Deployment train-nightly")).to_be_visible()
+    expect(page.get_by_text("Running").first).to_be_visible()
     page.get_by_role("button", name="Open menu").first.click()
     page.get_by_role("menuitem", name="Cancel").click()
     page.get_by_role("dialog").or_(page.get_by_role("alertdialog")).get_by_role(
         "button", name=re.compile("Cancel Run|Confirm|^Cancel")
     ).last.click()
-    wait_until(lambda: flow_run_state(flow_run_id) == "Cancelled", "the end of the training")
+    wait_until(lambda: flow_run_state(scheduled["id"]) == "Cancelled", "the end of the training")
     wait_until(
         lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in of_this_run),
         of_this_run,
     )
-
-
-def test_a_scheduled_training_starts_on_its_own_and_is_seen(stack, page):
-    wait_until((stack.storage / "nightly/attempts").exists, stack.story)
-    (scheduled,) = [run for run in rows(stack.server.api, "flow_runs") if run["auto_scheduled"] and run["start_time"]]
-    page.goto(f"{stack.server.url}/v2/runs/flow-run/{scheduled['id']}")
-    expect(page.get_by_role("link", name="Deployment train-nightly")).to_be_visible()
-    expect(page.get_by_text("Completed").first).to_be_visible()
-    wait_until(lambda: Result.from_storage(stack.storage, "nightly").completed, "its end")
+    assert "cancelled" in str(Result.from_storage(stack.storage, "nightly").error)
 
 
 def test_a_sweep_is_seen_as_a_whole(stack, page, shoot, monkeypatch):
     monkeypatch.syspath_prepend(str(SUPPORT))
     space = {"lr": uniform(0, 1), "optimizer": choice(["adam", "sgd"]), "width": choice([16, 32, 64])}
-    search = SearchConfig(metric="loss", num_trials=12, max_concurrent=4, sampler="random", scheduler="asha", max_t=9, seed=2)
+    search = SearchConfig(
+        metric="loss", num_trials=NUM_TRIALS, max_concurrent=4, sampler="random", scheduler="asha", max_t=9, seed=2
+    )
     run = RunConfig(name="searched", storage=str(stack.storage))
     sweep("sweep_trainings:climb", space, {"epochs": 10}, search, run=run)
     (flow_run,) = [it for it in rows(stack.server.api, "flow_runs") if "run:searched" in it["tags"]]
-    assert re.fullmatch(r"12 trials, loss \S+ \(best of trial \d+\)", flow_run["state"]["message"])
+    assert re.fullmatch(rf"{NUM_TRIALS} trials, loss \S+ \(best of trial \d+\)", flow_run["state"]["message"])
     page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run['id']}")
     open_artifact(page, "searched-[0-9a-f]{6}-sweep")
     pictures = page.locator("img[src^='data:image/svg+xml']")
@@ -302,20 +315,18 @@ def test_lists_and_logs_say_what_each_training_was_and_led_to(stack, page, shoot
         expect(page.get_by_text(seen["state"]["message"]).first).to_be_visible()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_notebook_shows_a_result_a_checkpoint_and_a_sweep(stack, page, shoot, scheme):
+def test_a_notebook_shows_a_result_a_checkpoint_and_a_sweep(stack, page, shoot):
     """The HTML that they give to a notebook, on a page of a cell's width without a style of its own."""
     result = Result.from_storage(stack.storage, "seen")
     shown = [result, result.checkpoint, SweepResult.from_storage(stack.storage, "searched")]
     cells = "".join(f"<div style='padding: 16px; width: 900px'>{it._repr_html_()}</div>" for it in shown)
-    colors = {"light": ("white", "black"), "dark": ("#111", "#ddd")}[scheme]
-    page.emulate_media(color_scheme=scheme)
-    page.set_content(f"<body style='background: {colors[0]}; color: {colors[1]}; font: 13px sans-serif'>{cells}</body>")
-    for text in ("val_accuracy", result.checkpoint.id, "searched"):
-        expect(page.get_by_text(re.compile(text)).first).to_be_visible()
+    for scheme, background, color in (("dark", "#111", "#ddd"), ("light", "white", "black")):
+        page.emulate_media(color_scheme=scheme)
+        page.set_content(f"<body style='background: {background}; color: {color}; font: 13px sans-serif'>{cells}</body>")
+        for text in ("val_accuracy", result.checkpoint.id, "searched"):
+            expect(page.get_by_text(re.compile(text)).first).to_be_visible()
     page.set_viewport_size({"width": 960, "height": page.evaluate("document.body.scrollHeight") + 16})
-    if scheme == "light":  # the one that the documentation shows
-        shoot("notebook")
+    shoot("notebook")  # of the light one
 
 
 def test_the_server_recorded_all_that_trainings_told_it(stack):

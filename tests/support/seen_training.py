@@ -1,6 +1,7 @@
-"""A training for the browser to look at: slow enough to be seen, quick enough to wait for."""
+"""Trainings for the browser to look at: in pictures slow enough to be seen, else quick enough to wait for."""
 
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -8,27 +9,18 @@ from pathlib import Path
 from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
 
 EPOCHS = 8
-EPOCH_S = 1.0
-
-
-def train_fn():
-    """Report a loss and a checkpoint per epoch."""
-    _train(EPOCHS)
+EPOCH_S = 1.0 if "PREFECT_TORCH_SCREENSHOTS" in os.environ else 0.2
 
 
 def train_once_more():
-    """Train as `train_fn`, but only after a rank was lost: without a checkpoint to begin from, it stops in the middle."""
-    _train(EPOCHS // 2)
-
-
-def _train(fresh_until: int) -> None:
+    """Report a loss and a checkpoint per epoch; without a checkpoint to begin from, stop in the middle until a rank is lost."""
     context = get_context()
     start, checkpoint = 0, get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as directory:
             start = json.loads((Path(directory) / "state.json").read_text())["epoch"] + 1
     for epoch in range(start, EPOCHS):
-        while start == 0 and epoch == fresh_until:
+        while start == 0 and epoch == EPOCHS // 2:
             time.sleep(EPOCH_S)
         time.sleep(EPOCH_S)
         with tempfile.TemporaryDirectory() as directory:
