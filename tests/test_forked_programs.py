@@ -2,16 +2,21 @@
 
 import ast
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
-from forked_programs import FORKED, Popen, run_program
+from forked_programs import FORKED, Popen, PopenOfProgram, run_program
 from prefect.server.api.server import SubprocessASGIServer
 from prefect_torch.flows.prefect_api import embedded_server
+from prefect_torch.tasks.gang.engines.starting import AGENT
 from prefect_torch.tasks.gang.processes.fork_servers import python_command
+from prefect_torch.tasks.gang.processes.process import RankProcess
 
 IS_FORKED = "import sys; assert 'torch' in sys.modules and 'prefect' in sys.modules, 'it is new'\n"
 
@@ -110,6 +115,21 @@ print({it: os.readlink(f"{folder}/{it}") for it in numbers if it > 2 and os.path
         command = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
         environment = {**os.environ, "MKL_NUM_THREADS": "3"}
         assert run_program(command, env=environment, capture_output=True, text=True).stdout == "False\n"
+
+    def test_a_node_agent_is_one_and_so_is_its_guard_with_which_it_dies(self, monkeypatch):
+        monkeypatch.setattr(subprocess, "Popen", PopenOfProgram)
+        with socket.create_server(("127.0.0.1", 0)) as leader:
+            command = f"{sys.executable} -m {AGENT} 127.0.0.1:{leader.getsockname()[1]}"
+            process = RankProcess(["sh", "-c", f"exec {command}"], dict(os.environ), b"key\n")
+            connection, _ = leader.accept()
+            with connection:
+                guard = psutil.Process(process._guard.pid)
+                (agent,) = [it for it in guard.children() if AGENT in it.cmdline()]
+                assert agent.cmdline() == shlex.split(command)
+                assert all("libtorch" in Path(f"/proc/{it.pid}/maps").read_text() for it in (guard, agent))
+                guard.kill()
+                assert not psutil.wait_procs([agent], 10)[1]
+                process.reap()
 
 
 def test_the_fork_server_of_ranks_is_known_by_its_command():

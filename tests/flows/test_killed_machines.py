@@ -35,7 +35,7 @@ def test_a_rank_its_guard_and_an_agent_are_killed_one_after_the_other(tmp_path):
         for attempt, victim in enumerate(("rank", "guard", "agent"), 1):
             wait_until((tmp_path / f"{attempt}-{attempt}").exists, f"epoch {attempt} of attempt {attempt}")
             agent = next(iter(agents()))
-            (server,) = agent.children()
+            (server,) = [it for it in agent.children() if "fork_server" in " ".join(it.cmdline())]
             (guard,) = server.children()
             (rank,) = guard.children()
             servers.append(server.pid)

@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -34,8 +35,11 @@ FORKED = re.compile(
     r"|-c import sys; .*import prefect_torch\.tasks\.rank\.resources\.device as |/benchmarks/state/rank\.py ",
     re.DOTALL,
 )
+# A node agent in a shell that executes it in its own place, which its guard starts.
+_AGENT_IN_SHELL = re.compile(r"(?:exec |env )(\S+ -m prefect_torch\.tasks\.gang\.machine\.agent [^;&|<>]*)")
+_PREPARES_CHILD = "prepare_command"  # of a guard: signals as usual, and dies with the guard
 _SCRIPTS = Path(sys.executable).parent
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+_SUBREAPER, _IS_SUBREAPER = 36, 37  # PR_SET_CHILD_SUBREAPER and PR_GET_CHILD_SUBREAPER of prctl(2)
 _USUAL = subprocess.Popen
 
 
@@ -83,8 +87,7 @@ class ProgramServer:
             if not self._is_usable:
                 return None
             message = json.dumps(request).encode()
-            _be_subreaper(is_one=True)
-            try:
+            with _subreaper():
                 socket.send_fds(self._control, [len(message).to_bytes(4, "big")], descriptors)
                 self._control.sendall(message)
                 answer = b""
@@ -92,8 +95,6 @@ class ProgramServer:
                     more = self._control.recv(4 - len(answer))
                     assert more, "the process that forks programs has ended"
                     answer += more
-            finally:
-                _be_subreaper(is_one=False)
         return int.from_bytes(answer, "big")
 
 
@@ -134,12 +135,15 @@ class Popen(subprocess.Popen):
         return True
 
     def _fork(self, wanted: dict[str, object]) -> int | None:
-        if wanted["shell"] or wanted["preexec_fn"] or wanted["executable"] or not wanted["close_fds"]:
+        if wanted["shell"] or wanted["executable"] or not wanted["close_fds"]:
+            return None
+        if wanted["preexec_fn"] is not None and wanted["preexec_fn"].__name__ != _PREPARES_CHILD:
             return None
         others = ("gid", "gids", "uid", "umask", "process_group")
         if any(wanted.get(name) not in {None, -1} for name in others) or sys.platform != "linux":
             return None
         command = [os.fsdecode(word) for word in ([wanted["args"]] if isinstance(wanted["args"], str) else wanted["args"])]
+        command = _agent_in_shell(command) or command
         program = _program(command)
         if program is None or not self._is_to_be_forked(command):
             return None
@@ -150,6 +154,7 @@ class Popen(subprocess.Popen):
             "words": program[1],
             "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()},
             "starts_session": bool(wanted["start_new_session"]),
+            "dies_with_parent": wanted["preexec_fn"] is not None,
             "numbers": [0, 1, 2, *wanted["pass_fds"]],
         }
         ends = [wanted[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -194,16 +199,30 @@ def _program(command: list[str]) -> tuple[str, list[str]] | None:
         return ("file", command) if is_python else None
     if words[:1] == ["-u"]:
         words = words[1:]
+    if words[:2] == ["-S", "-E"] and _agent_in_shell(words[6:]):  # its guard, with the numbers of three pipes
+        words = words[2:]
     if words[:1] in (["-c"], ["-m"]) and len(words) > 1:
         return words[0], words[1:]
     return ("file", words) if words and not words[0].startswith("-") else None
+
+
+def _agent_in_shell(command: list[str]) -> list[str] | None:
+    """Return the command of a node agent without the shell that only executes it; None if it is another one."""
+    found = _AGENT_IN_SHELL.fullmatch(command[2]) if command[:2] == ["sh", "-c"] else None
+    return None if found is None else shlex.split(found[1])
 
 
 def _read_at_import(environment) -> dict[str, str]:
     return {name: value for name, value in environment.items() if _READ_AT_IMPORT.fullmatch(name)}
 
 
-def _be_subreaper(*, is_one: bool) -> None:
-    """Let this process, or no longer, be the parent of processes below it whose own has ended."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(_SUBREAPER, int(is_one), 0, 0, 0) == 0, os.strerror(ctypes.get_errno())
+@contextlib.contextmanager
+def _subreaper() -> Iterator[None]:
+    """Let this process be the parent of processes below it whose own has ended; a guard is it before and afterwards, too."""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    assert libc.prctl(_IS_SUBREAPER, ctypes.byref(before), 0, 0, 0) == 0, os.strerror(ctypes.get_errno())
+    assert libc.prctl(_SUBREAPER, 1, 0, 0, 0) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        assert libc.prctl(_SUBREAPER, before.value, 0, 0, 0) == 0, os.strerror(ctypes.get_errno())

@@ -27,6 +27,7 @@ from typing import NoReturn
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SET_MM, _MAP = 35, 14  # of prctl(2)
+_DIES_WITH_PARENT = 1  # same: PR_SET_PDEATHSIG
 _COLLAPSE, _HUGE = 25, 2**21  # of madvise(2)
 _MODULES = (
     "prefect.flows",
@@ -167,6 +168,8 @@ def _be_program(request: dict, descriptors: list[int], tells: int) -> socket.soc
                 os.close(number)
             return theirs
         theirs.close()
+    if request["dies_with_parent"]:
+        _LIBC.prctl(_DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     folder, *ends = descriptors
     os.fchdir(folder)
     before = _prefect_variables()
