@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from agents import WITHOUT_COMPILER
 from forked_programs import Popen
 from prefect_torch.flows import (
     FailureConfig,
@@ -80,7 +81,8 @@ def test_each_rank_has_a_gpu_before_its_function_is_imported(run):
 
 def test_ranks_of_another_machine_have_its_gpus_and_no_others(run):
     """The agent takes them; here it is one of this machine, started by `env`."""
-    cluster = Hosts(["here"], command="env", leader_address="127.0.0.1", wait_s=0)
+    both = {"PYTHONPATH": f"{SUPPORT}:{WITHOUT_COMPILER['PYTHONPATH']}"}
+    cluster = Hosts(["here"], command="env", leader_address="127.0.0.1", wait_s=0, environment=both)
     two, three = (ScalingConfig(num_workers=number, use_gpu=True, cluster=cluster) for number in (2, 3))
     ranks = train("gpu_trainings:tell_gpu", {}, two, run).return_value["ranks"]
     assert [(rank["visible"], rank["device"]) for rank in ranks] == [("0,1", "fakegpu:0"), ("0,1", "fakegpu:1")]

@@ -4,17 +4,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from agents import agents
+from agents import WITHOUT_COMPILER, agents
 from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
 from prefect_torch.flows import FailureConfig, Hosts, RunConfig, ScalingConfig, train
 
 pytestmark = pytest.mark.timeout(200)
+HERE = {"command": "exec {agent}", "leader_address": "127.0.0.1", "wait_s": 0, "environment": WITHOUT_COMPILER}
 
 
 def test_a_training_that_completes_within_the_grace_of_its_machine_is_not_repeated(tmp_path):
-    cluster = Hosts(["a"], command="exec {agent}", leader_address="127.0.0.1", wait_s=0)
+    cluster = Hosts(["a"], **HERE)
     run = RunConfig(name="run", storage=str(tmp_path / "store"))
     failure = FailureConfig(max_failures=0, max_infrastructure_failures=0, max_preemptions=0)
     scaling = ScalingConfig(num_workers=2, cluster=cluster.model_copy(update={"ranks_per_host": 2}))
@@ -44,7 +45,7 @@ def test_a_rank_its_guard_and_an_agent_are_killed_one_after_the_other(tmp_path):
             assert not psutil.wait_procs(ended, 30)[1]
 
     config = {"epochs": 5, "told": str(tmp_path), "waits": dict.fromkeys(("1-1", "2-2", "3-3"), "never")}
-    cluster = Hosts(["a", "b"], command="exec {agent}", ranks_per_host=1, leader_address="127.0.0.1", wait_s=0)
+    cluster = Hosts(["a", "b"], ranks_per_host=1, **HERE)
     run = RunConfig(name="run", storage=str(tmp_path / "store"))
     failure = FailureConfig(max_failures=0, max_infrastructure_failures=3)
     with ThreadPoolExecutor(1) as disturber:

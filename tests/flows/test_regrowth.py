@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from agents import WITHOUT_COMPILER
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
 from prefect_torch.flows import FailureConfig, Hosts, RunConfig, ScalingConfig, train
@@ -27,7 +28,13 @@ def test_a_training_goes_on_with_more_ranks_after_a_checkpoint_once_there_is_roo
             time.sleep(0.02)
         (hosts / "b").touch()
 
-    cluster = Hosts(["a", "b"], command=f"test -e {hosts}/{{host}} && exec {{agent}}", leader_address="127.0.0.1", wait_s=0)
+    cluster = Hosts(
+        ["a", "b"],
+        command=f"test -e {hosts}/{{host}} && exec {{agent}}",
+        leader_address="127.0.0.1",
+        wait_s=0,
+        environment=WITHOUT_COMPILER,
+    )
     scaling = ScalingConfig(num_workers=(1, 2), cluster=cluster, regrow_after_s=0.1)
     run = RunConfig(name="run", storage=str(tmp_path / "store"))
     config = {"epochs": 4, "told": str(tmp_path), "waits": {"1-1": "never"}}

@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+from agents import WITHOUT_COMPILER
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import read_outcomes
 from prefect_torch.flows import Hosts, RankFailedError, RunConfig, ScalingConfig, train
@@ -24,7 +25,7 @@ def test_a_machine_without_the_storage_is_named_before_the_first_step(tmp_path):
     (tmp_path / "a").write_text('exec "$@"')
     (tmp_path / "b").write_text(f'mount -t tmpfs none {store} && exec "$@"')
     command = f"unshare --mount sh {tmp_path}/{{host}} {{agent}}"
-    cluster = Hosts(["a", "b"], command=command, leader_address="127.0.0.1", wait_s=0)
+    cluster = Hosts(["a", "b"], command=command, leader_address="127.0.0.1", wait_s=0, environment=WITHOUT_COMPILER)
     run = RunConfig(name="run", storage=str(store))
     store.mkdir()
     with pytest.raises(

@@ -1,9 +1,13 @@
-"""The node agents that a test has started."""
+"""The node agents that a test has started, and what spares them work."""
 
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 from prefect_torch.tasks.gang.engines.starting import AGENT
+
+# Of a cluster: its fork servers import torch's compiler only where a rank makes an optimizer of torch's.
+WITHOUT_COMPILER = {"PYTHONPATH": str(Path(__file__).parent / "without_compiler")}
 
 
 def agents() -> dict[psutil.Process, list[str]]:

@@ -5,6 +5,7 @@ import signal
 import sys
 from contextlib import closing, suppress
 
+import pytest
 from agents import agents
 from prefect_servers import wait_until
 from prefect_torch.tasks import Hosts
@@ -28,6 +29,12 @@ Link.send = send_and_be_terminated
 sys.exit(agent.main(sys.argv[4:]))
 """
 HERE = {"command": "exec {agent}", "ranks_per_host": 1, "leader_address": "127.0.0.1", "wait_s": 0}
+
+
+@pytest.fixture(autouse=True)
+def agents_prepare_nothing(monkeypatch):
+    """Have agents import no torch for ranks, which nobody starts here."""
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_TORCH_FORK_RANKS", "false")
 
 
 def lent_until(machines, failure=None):
