@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from agents import WITHOUT_COMPILER
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.deployments.command_line.program import run as run_command
 from prefect_torch.flows import Hosts, RunConfig, ScalingConfig, evaluate, train
@@ -26,9 +27,13 @@ EVALUATE = """
 import os
 import torch
 import torch.distributed as dist
+from pathlib import Path
 from beside import VALUE
 
 def measure():
+    here = os.getcwd()
+    assert __file__ == f"{here}/evaluation_of_project.py"
+    assert not here.startswith(Path("settings.txt").read_text())
     print(f"rank {dist.get_rank()} begins")
     print(f"ERROR:me:rank {dist.get_rank()} measures")
     total = torch.tensor(VALUE)
@@ -37,16 +42,14 @@ def measure():
 """
 
 
-@pytest.mark.parametrize("cluster", [None, Hosts(["a", "b"], command="exec", leader_address="127.0.0.1", wait_s=0)])
-def test_ranks_run_in_a_copy_of_the_working_directory(tmp_path, monkeypatch, cluster):
+def test_ranks_run_in_a_copy_of_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     project = tmp_path / "project"
     project.mkdir()
     for name, text in {"training_of_project.py": TRAIN, "beside.py": "VALUE = 7", "settings.txt": "slow"}.items():
         (project / name).write_text(text)
     run = RunConfig(name="run", storage=str(tmp_path / "store"), working_dir=str(project))
-    scaling = ScalingConfig(num_workers=2, cluster=cluster)
-    result = train("training_of_project:main", None, scaling, run)
+    result = train("training_of_project:main", None, ScalingConfig(num_workers=2), run)
     assert len(result.return_value) == 2
     for value, settings, file, cwd in result.return_value:
         assert (value, settings, file) == (7, "slow", f"{cwd}/training_of_project.py")
@@ -57,22 +60,23 @@ def test_ranks_run_in_a_copy_of_the_working_directory(tmp_path, monkeypatch, clu
 def test_an_evaluation_on_machines_brings_its_own_directory_and_shows_the_lines_of_few_ranks(
     tmp_path, monkeypatch, caplog, capsys
 ):
-    """The directory of a training that may run at the same time stays where it is."""
+    """Each rank has all of it; the directory of a training that may run at the same time stays where it is."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     project = tmp_path / "project"
     project.mkdir()
-    for name, text in {"evaluation_of_project.py": EVALUATE, "beside.py": "VALUE = 7"}.items():
+    for name, text in {"evaluation_of_project.py": EVALUATE, "beside.py": "VALUE = 7", "settings.txt": str(project)}.items():
         (project / name).write_text(text)
     store = CheckpointStore.open(str(tmp_path / "store"), "run")
     Attempt(store).session().report({}, folder(tmp_path / "c", a="1"))
     store.storage.put_bytes(store.layout.code("of-the-training"), b"")
     (former := tmp_path / "store/run/evaluation-logs/eval" / next(store.ids()) / "rank-9.000000.log").parent.mkdir(parents=True)
     former.write_text("an earlier evaluation with ten ranks")
+    here = {"command": "exec", "leader_address": "127.0.0.1", "wait_s": 0, "environment": WITHOUT_COMPILER}
     (evaluated,) = evaluate(
         "evaluation_of_project:measure",
         store.spec.url,
         "run",
-        scaling=ScalingConfig(num_workers=2, cluster=Hosts(["a", "b"], command="exec", leader_address="127.0.0.1", wait_s=0)),
+        scaling=ScalingConfig(num_workers=2, cluster=Hosts(["a", "b"], **here)),
         working_dir=str(project),
         log_ranks="rank0",
         log_level="WARNING",

@@ -69,25 +69,33 @@ class Momentum:
         self._velocities = state["velocities"]
 
 
+def make_state() -> dict:
+    """Return a small model whose every bit counts, and what else belongs to its state before the first epoch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    return {"model": model, "optimizer": Momentum(model.parameters()), "extra": {"epoch": -1}}
+
+
+def weights_of(model: torch.nn.Module) -> list[float]:
+    return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
 def train_exactly(config: dict) -> dict:
-    """Train a small model whose every bit counts; in some epochs of some attempts, wait for what happens outside.
+    """Train that model; in some epochs of some attempts, wait for what happens outside.
 
     `config["waits"]` has, by attempt and epoch, such as "1-2", the file in `config["told"]` that all ranks wait for after
     rank 0 has written one of that name, unless they are told to checkpoint before.
     """
     torch.set_num_threads(1)
     context, told = get_context(), Path(config["told"])
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    optimizer = Momentum(model.parameters())
-    state = {"model": model, "optimizer": optimizer, "extra": {"epoch": -1}}
+    state = make_state()
     if checkpoint := get_checkpoint():
         checkpoint.load_state(state)
     begun = state["extra"]["epoch"] + 1
     if "fenced" in config and (context.world_rank, context.attempt) == (0, 1):
         commit.check_fence = partial(tell_of_fence, told, config["fenced"], commit.check_fence)
     for epoch in range(begun, config["epochs"]):
-        train_epoch(model, optimizer, epoch)
+        train_epoch(state["model"], state["optimizer"], epoch)
         state["extra"]["epoch"] = epoch
         moment = f"{context.attempt}-{epoch}"
         if moment in config.get("waits", {}):
@@ -97,8 +105,8 @@ def train_exactly(config: dict) -> dict:
         report({"epoch": epoch}, state=state, upload="sync")
         if context.ends_soon():
             break
-    weights = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
-    return {"begun": begun, "attempt": context.attempt, "world size": context.world_size, "weights": weights}
+    told_of = {"begun": begun, "attempt": context.attempt, "world size": context.world_size}
+    return {**told_of, "weights": weights_of(state["model"])}
 
 
 def wait_together(awaited: Path) -> None:

@@ -72,11 +72,12 @@ class Network:
 
     def processes(self, host: str) -> list[psutil.Process]:
         """Return what runs on a host."""
-        pids = subprocess.run(["ip", "netns", "pids", self.namespace(host)], capture_output=True, check=True, text=True).stdout
-        found = []
-        for pid in pids.split():
-            with suppress(psutil.Error):
-                process = psutil.Process(int(pid))
+        namespace, found = Path("/run/netns", self.namespace(host)).stat(), []
+        for pid in psutil.pids():
+            with suppress(OSError, psutil.Error):
+                if not os.path.samestat(Path(f"/proc/{pid}/ns/net").stat(), namespace):
+                    continue
+                process = psutil.Process(pid)
                 if process.status() != psutil.STATUS_ZOMBIE and "sshd" not in process.name():
                     found.append(process)
         return found
