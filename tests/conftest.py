@@ -274,9 +274,12 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Prefec
     """The one Prefect server of all tests that need some: a second one around it would have its clients by turns only."""
     from prefect_servers import server_in_use  # noqa: PLC0415 - it imports Prefect and torch, and most tests do without
 
+    # What it would look for every few seconds, and no test that uses it has: runs due by a schedule, lost leases and the like.
+    unneeded = ["CANCELLATION_CLEANUP", "CLEANUP_RECONCILER", "FOREMAN", "LATE_RUNS", "PAUSE_EXPIRATIONS", "REPOSSESSOR"]
+    services = {f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in [*unneeded, "SCHEDULER"]}
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setenv("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL", "0.1")  # else each event is known after 5 s
-        yield stack.enter_context(server_in_use(tmp_path_factory.mktemp("server")))
+        yield stack.enter_context(server_in_use(tmp_path_factory.mktemp("server"), **services))
 
 
 @pytest.fixture(scope="session")

@@ -78,12 +78,12 @@ def senders_follow(change: AbstractContextManager[object]) -> Iterator[None]:
 class PrefectServer:
     """`prefect server start` with a home of its own; started again, it has the same port and database."""
 
-    def __init__(self, home: Path, database_url: str | None = None, *, with_ui: bool = False) -> None:
+    def __init__(self, home: Path, database_url: str | None = None, *, with_ui: bool = False, **variables: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.api = f"{self.url}/api"
         self._home = home
-        self._environment = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+        self._environment = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", **variables}
         if with_ui:
             self._environment["PREFECT_UI_API_URL"] = self.api  # else pages ask the usual port
         self._arguments = ("server", "start", "--ui" if with_ui else "--no-ui")
@@ -136,12 +136,12 @@ class PrefectServer:
 
 
 @contextmanager
-def server_in_use(home: Path, database_url: str | None = None) -> Iterator[PrefectServer]:
-    """Let clients in this process talk to a server of their own; its `api` is for other processes.
+def server_in_use(home: Path, database_url: str | None = None, **variables: str) -> Iterator[PrefectServer]:
+    """Let clients in this process talk to a server of their own, with more variables; its `api` is for other processes.
 
     Flows send no heartbeats: at the end of each flow Prefect waits until the thread that does wakes up, up to a second.
     """
-    server = PrefectServer(home, database_url)
+    server = PrefectServer(home, database_url, **variables)
     try:
         server.start()
         with senders_follow(temporary_settings({PREFECT_API_URL: server.api, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})):

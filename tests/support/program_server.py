@@ -8,6 +8,7 @@ import array
 import atexit
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import json
@@ -22,6 +23,7 @@ import struct
 import sys
 import tempfile
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -290,6 +292,7 @@ def run(kind: str, words: list[str]) -> None:
     program, *arguments = words
     if program == "uvicorn" or arguments[:2] == ["server", "start"]:  # as an embedded one, which else stands still at times
         exec(sys.modules["prefect_torch.flows.prefect_api.embedded_server"].COLLECTED_ELSEWHERE, {})
+        _look_less_often()
     main_module = sys.modules["__main__"]
     for name in [name for name in vars(main_module) if name not in {"__name__", "__builtins__", "__doc__", "__loader__"}]:
         del vars(main_module)[name]
@@ -310,6 +313,12 @@ def run(kind: str, words: list[str]) -> None:
         main_module.__file__ = os.path.abspath(program)  # noqa: PTH100 - text
         code = compile(Path(program).read_bytes(), program, "exec")
     exec(code, vars(main_module))
+
+
+def _look_less_often() -> None:
+    """Let a server look for what its services are to do once in a second, not eight times; what comes in wakes it at once."""
+    worker, second = sys.modules["docket"].Worker, timedelta(seconds=1)
+    worker.__init__ = functools.partialmethod(worker.__init__, minimum_check_interval=second, scheduling_resolution=second)
 
 
 def be(request: dict) -> NoReturn:
