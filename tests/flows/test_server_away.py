@@ -150,9 +150,9 @@ if postgres_program("initdb") is None:
     CASES.append("sqlite-SIGKILL")  # in place of the one that is skipped
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def lived(tmp_path_factory) -> Iterator[dict[str, "Future[Any]"]]:
-    """All that takes long, at the same time, since most of it is waiting."""
+    """All that takes long, at the same time, since most of it is waiting; tests that need it come last."""
     folder = tmp_path_factory.mktemp("outages")
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         futures: dict[str, Future[Any]] = {"slow": pool.submit(live_slowly, server_port(), folder / "slow")}
@@ -172,44 +172,6 @@ def outage(request, lived) -> Outage:
     if request.param not in lived:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     return lived[request.param].result()
-
-
-def test_ranks_commit_on_and_restart_while_the_server_is_away(outage):
-    assert outage.gone_at[0] == 1
-    assert outage.back_at >= (2, outage.gone_at[1] + 3)
-    steps = [manifest.step for manifest in CheckpointStore.open(outage.training.storage, "run").list()]
-    assert steps == list(range(steps[0], steps[-1] + 1))
-
-
-def test_every_state_is_right_once_the_server_is_back(outage):
-    assert outage.training.process.returncode == 0, outage.training.output()[-4000:]
-    assert outage.training.state(outage.server.api) == "Completed"
-
-    def found() -> dict[str, list[tuple[str, int]]]:
-        states: dict[str, list[tuple[str, int]]] = {}
-        for row in rows(outage.server.api, "task_runs", sort="EXPECTED_START_TIME_ASC"):
-            states.setdefault(row["name"], []).append((row["state_name"], row["run_count"]))
-        return states
-
-    # The server itself takes a moment to enter what it was told.
-    wait_until(lambda: all(name in FINAL for runs in found().values() for name, _ in runs), found)
-    states = found()
-    assert set(states.pop("prune-run")) == {("Completed", 1)}
-    left, again = states.pop("rank-0")
-    assert left in {("Cancelled", 1), ("Failed", 1)}  # by how it noticed that the other was gone
-    assert again == ("Completed", 1)
-    assert states == {"train-run": [("Completed", 2)], "rank-1": [("Failed", 1), ("Completed", 1)]}
-
-
-def test_every_line_that_was_said_meanwhile_is_in_the_api(outage):
-    arrived = ticks("\n".join(row["message"] for row in rows(outage.server.api, "logs")))
-    assert outage.said_meanwhile
-    assert outage.said_meanwhile - arrived == set()
-    assert arrived == ticks(outage.training.output())
-
-
-def test_reports_do_not_wait_for_a_slow_api(lived):
-    assert lived["slow"].result() < SLOW_S
 
 
 @pytest.fixture
@@ -323,3 +285,41 @@ def test_an_api_that_stays_away_is_given_up(monkeypatch, caplog):
             return "ended"
 
     assert end() == "ended"
+
+
+def test_ranks_commit_on_and_restart_while_the_server_is_away(outage):
+    assert outage.gone_at[0] == 1
+    assert outage.back_at >= (2, outage.gone_at[1] + 3)
+    steps = [manifest.step for manifest in CheckpointStore.open(outage.training.storage, "run").list()]
+    assert steps == list(range(steps[0], steps[-1] + 1))
+
+
+def test_every_state_is_right_once_the_server_is_back(outage):
+    assert outage.training.process.returncode == 0, outage.training.output()[-4000:]
+    assert outage.training.state(outage.server.api) == "Completed"
+
+    def found() -> dict[str, list[tuple[str, int]]]:
+        states: dict[str, list[tuple[str, int]]] = {}
+        for row in rows(outage.server.api, "task_runs", sort="EXPECTED_START_TIME_ASC"):
+            states.setdefault(row["name"], []).append((row["state_name"], row["run_count"]))
+        return states
+
+    # The server itself takes a moment to enter what it was told.
+    wait_until(lambda: all(name in FINAL for runs in found().values() for name, _ in runs), found)
+    states = found()
+    assert set(states.pop("prune-run")) == {("Completed", 1)}
+    left, again = states.pop("rank-0")
+    assert left in {("Cancelled", 1), ("Failed", 1)}  # by how it noticed that the other was gone
+    assert again == ("Completed", 1)
+    assert states == {"train-run": [("Completed", 2)], "rank-1": [("Failed", 1), ("Completed", 1)]}
+
+
+def test_every_line_that_was_said_meanwhile_is_in_the_api(outage):
+    arrived = ticks("\n".join(row["message"] for row in rows(outage.server.api, "logs")))
+    assert outage.said_meanwhile
+    assert outage.said_meanwhile - arrived == set()
+    assert arrived == ticks(outage.training.output())
+
+
+def test_reports_do_not_wait_for_a_slow_api(lived):
+    assert lived["slow"].result() < SLOW_S
