@@ -15,7 +15,7 @@ from prefect_torch.deployments import make_deployment
 from prefect_torch.flows import FailureConfig, RunConfig
 
 SUPPORT = Path(__file__).parents[1] / "support"
-LONG_S = 6.0  # than the second after which Prefect kills in hurried_execute
+LONG_S = 4.0  # than the second after which Prefect kills in hurried_execute
 
 
 class Container:
