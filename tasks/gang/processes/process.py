@@ -1,6 +1,7 @@
 """The process of one rank: its output, its exit status, and a guard because of which it cannot outlive its supervisor."""
 
 import contextlib
+import math
 import os
 import selectors
 import subprocess
@@ -18,6 +19,7 @@ from .fork_servers import ForkServer, fill_closed_streams
 from .output import OutputLines
 
 _GUARD = Path(__file__).parents[2] / "rank/starting/guard.py"
+_LEFT_S = 1.0  # for what is left of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +109,35 @@ class RankProcess:
         self._feeder.start()
 
     def lines(self, poll_s: float) -> Iterator[list[str]]:
-        """Yield the lines (OutputLines) written since the last yield, at least every `poll_s`, until the process exits."""
+        """Yield the lines (OutputLines) written since the last yield, at least every `poll_s`, until the process exits.
+
+        A process that it has started, and that could not be ended with it, is read for a second at most.
+        """
         output = OutputLines()
+        told: list[str] = []
+        ends_s = math.inf
         with selectors.DefaultSelector() as selector:
             for descriptor in (self._output, self._status, self._result):
                 selector.register(descriptor, selectors.EVENT_READ)
             while selector.get_map():
-                written = b""
-                for ready, _ in selector.select(poll_s):
-                    data = os.read(ready.fd, 65536)
+                written, ready = b"", selector.select(poll_s)
+                for key, _ in ready:
+                    data = os.read(key.fd, 65536)
                     if not data:
-                        selector.unregister(ready.fd)
-                    elif ready.fd == self._status:
+                        selector.unregister(key.fd)
+                    elif key.fd == self._status:
                         self._returncode += data
-                    elif ready.fd == self._result:
+                    elif key.fd == self._result:
                         self._message.append(data)
                     else:
                         written = data
                 yield output.feed(written, time.monotonic())
-        yield output.feed(self._failure, time.monotonic(), final=True)
+                if set(selector.get_map()) == {self._output}:  # a guard closes its own end of it first
+                    ends_s = min(ends_s, time.monotonic() + _LEFT_S)
+                    if not ready or time.monotonic() >= ends_s:
+                        told = [f"WARNING: the rank has ended, and {_holders(self._output)} that it started has not"]
+                        break
+        yield [*output.feed(self._failure, time.monotonic(), final=True), *told]
 
     def reap(self) -> ProcessExit:
         """Kill what is left of the process and return how it exited; call it after `lines` is exhausted."""
@@ -188,3 +200,15 @@ class RankProcess:
             view = memoryview(data)
             while view:
                 view = view[pipe.write(view) :]
+
+
+def _holders(pipe: int) -> str:
+    """Return which other processes have the pipe open, as far as this user may see that."""
+    found = []
+    with contextlib.suppress(OSError):
+        inode = os.readlink(f"/proc/self/fd/{pipe}")
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if int(folder.name) != os.getpid() and any(os.readlink(it) == inode for it in (folder / "fd").iterdir()):
+                    found.append(f"{(folder / 'comm').read_text().strip()} ({folder.name})")
+    return ", ".join(found) or "a process"

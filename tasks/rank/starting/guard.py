@@ -34,6 +34,8 @@ ADOPT = "adopt"
 STACK_TRACES_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # unused by others: Lightning takes SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_ZOMBIE = "Z"
+_PAUSE_S = 0.01
 
 
 def main(lifeline: int, status: int, passed: int, command: list[str]) -> None:
@@ -104,14 +106,39 @@ class _ForkedChild:
 
 
 def _kill_descendants() -> None:
+    """Kill all descendants, and return once they are gone, apart from those that this user may not kill (`sudo`)."""
+    refused: set[int] = set()
     while _has_children():
         import contextlib  # noqa: PLC0415 - most commands leave no process
+        import time  # noqa: PLC0415 - as above
 
-        for pid in _descendants():
-            with contextlib.suppress(ProcessLookupError):
+        left = {pid: state for pid, state in _descendants().items() if pid not in refused}
+        if refused and set(left.values()) <= {_ZOMBIE}:  # whose parent goes on
+            _tell_of(refused)
+            return
+        for pid in left:
+            try:
                 os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                refused.add(pid)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0)
+            os.waitpid(-1, os.WNOHANG if refused else 0)
+        if refused:
+            time.sleep(_PAUSE_S)
+
+
+def _tell_of(refused: set[int]) -> None:
+    import contextlib  # noqa: PLC0415 - as above
+    from pathlib import Path  # noqa: PLC0415 - as above
+
+    names = []
+    for pid in sorted(refused):
+        with contextlib.suppress(OSError):
+            names.append(f"{Path('/proc', str(pid), 'comm').read_text().strip()} ({pid})")
+    with contextlib.suppress(OSError):  # nobody reads the output
+        os.write(1, f"WARNING: the rank's {', '.join(names)} goes on: it is another user's\n".encode())
 
 
 def _has_children() -> bool:
@@ -123,18 +150,20 @@ def _has_children() -> bool:
     return True
 
 
-def _descendants() -> list[int]:
+def _descendants() -> dict[int, str]:
+    """Return the state of each."""
     import contextlib  # noqa: PLC0415 - as above
     from pathlib import Path  # noqa: PLC0415 - as above
 
-    parents = {}
+    known = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+            state, parent, *_ = entry.read_text().rpartition(")")[2].split()
+            known[int(entry.parent.name)] = (state, int(parent))
     found = [os.getpid()]
     for pid in found:
-        found.extend(child for child, parent in parents.items() if parent == pid)
-    return found[1:]
+        found.extend(child for child, (_, parent) in known.items() if parent == pid)
+    return {pid: known[pid][0] for pid in found[1:]}
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,6 +1,7 @@
 import gc
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from prefect_torch.tasks.gang.processes.local_rank import rank_result
 from prefect_torch.tasks.gang.processes.process import ProcessExit, RankProcess
 from prefect_torch.tasks.rank.spec import RankResult
+from prefect_torch.tasks.rank.starting import guard
 
 
 def run(program: str, stdin: bytes = b"") -> tuple[list[str], object]:
@@ -126,3 +128,46 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor():
         with pytest.raises(OSError, match="Argument list too long"):
             RankProcess([sys.executable, "-c", ""], too_large, b"")
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_child_that_outlives_a_killed_guard_does_not_keep_the_supervisor_waiting():
+    sleep = "subprocess.Popen(['sleep', '600'])"
+    program = f"import os, subprocess, time; print({sleep}.pid, os.getppid(), flush=True); time.sleep(600)"
+    process = RankProcess([sys.executable, "-c", program], dict(os.environ), b"")
+    seen, child = [], 0
+    for lines in process.lines(0.05):
+        seen += lines
+        if lines and not child:
+            child, guard_pid = map(int, lines[0].split())
+            os.kill(guard_pid, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
+    assert seen[1:] == [f"WARNING: the rank has ended, and sleep ({child}) that it started has not"]
+    assert process.reap().returncode is None
+
+
+class Kernel:
+    """Stands for `os` where a rank has left a process of another user, and a zombie of that one."""
+
+    def __init__(self):
+        self.written = b""
+
+    def kill(self, pid, number):
+        if pid == 7:
+            raise PermissionError
+
+    def write(self, descriptor, data):
+        self.written += data
+
+    def waitpid(self, pid, options):
+        assert options == os.WNOHANG, "it would wait for ever"
+
+    WNOHANG = os.WNOHANG
+
+
+def test_a_guard_tells_of_a_process_that_it_may_not_kill_and_does_not_wait_for_it(monkeypatch):
+    kernel = Kernel()
+    monkeypatch.setattr(guard, "os", kernel)
+    monkeypatch.setattr(guard, "_has_children", lambda: True)
+    monkeypatch.setattr(guard, "_descendants", lambda: {7: "S", 8: "Z"})
+    guard._kill_descendants()
+    assert re.fullmatch(rb"WARNING: the rank's .* goes on: it is another user's\n", kernel.written)
