@@ -44,7 +44,7 @@ class RunRecorder:
     def __init__(
         self, store: CheckpointStore, job: TrainJob, attempt: int, restored: Manifest | None, observers: Observers
     ) -> None:
-        self.newest = restored_id = None if restored is None else restored.id
+        self.newest = self._restored_id = None if restored is None else restored.id
         self.on_first_report: Callable[[], None] | None = None
         self.on_first_commit: Callable[[], None] | None = None
         self.on_request: Callable[[DecisionRequest], None] | None = None
@@ -67,12 +67,17 @@ class RunRecorder:
         self._newest_metrics = newest_of_each(before)
         # A policy that keeps all checkpoints, perhaps a hundred thousand, needs none of their manifests.
         known = [] if job.policy.num_to_keep is None else replace(store, memory=memory).readable(listed)
-        self._retention = RetentionSchedule(job, attempt, known, restored_id, observers, memory)
+        self._retention = RetentionSchedule(job, attempt, known, self._restored_id, observers, memory)
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
         self._flushing: Future[None] | None = None
         self._index = IndexWriter(store)
         self._write(partial(self._repair_index, listed), "the index of manifests")
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether a checkpoint of this attempt is known to be committed."""
+        return self.newest != self._restored_id
 
     def record(self, event: Sent) -> None:
         """Record a report or a commit of rank 0, or decide on its request; returns immediately."""

@@ -130,6 +130,7 @@ class _Leader:
                 get_run_logger().warning("stopped after a report, and failed on the way out, which changes nothing: %s", exc)
                 self._record(self._outcome(claimed, None))
                 return None
+            self._judge(exc)
             self._record(_failure(claimed, exc))
             if not isinstance(exc, RankFailedError):
                 raise
@@ -139,6 +140,13 @@ class _Leader:
             raise
         self._record(self._outcome(claimed, value))
         return value
+
+    def _judge(self, failure: Exception) -> None:
+        """Count a rank that was ended by SIGTERM as lost if the attempt has committed nothing: it may happen for ever."""
+        if self._recorder is not None and self._recorder.has_committed:
+            return
+        if isinstance(failure, RankFailedError) and failure.kind == "preemption" and failure.rank is not None:
+            failure.kind = "infrastructure"
 
     def _outcome(self, claimed: Attempt, value: Any) -> Outcome:
         flow_run_id = claimed.owner.flow_run_id

@@ -449,6 +449,13 @@ def test_a_rank_that_somebody_ended_counts_as_preempted(run):
     assert read_outcomes(CheckpointStore.open(run.storage, "run"))[0].kind == "preemption"
 
 
+def test_a_rank_that_is_ended_before_it_has_committed_counts_as_lost(run):
+    """What ends it so, a watchdog of memory say, would do so in each attempt, and preemptions have no limit."""
+    failure = FailureConfig(max_infrastructure_failures=0)
+    with pytest.raises(RankFailedError, match="killed by SIGTERM"):
+        train("trainings:train_epochs", epochs(1, how="terminate", rank=0, at=0), run=run, failure=failure)
+
+
 def test_a_score_that_never_appears_is_warned_of_once_and_keeps_the_latest(run, caplog):
     result = train(
         "trainings:train_epochs",
