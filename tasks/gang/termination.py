@@ -165,6 +165,9 @@ class Termination:
         except TERMINATIONS as exc:
             self.request(exc)
             self._wait_for(thread)
+        except BaseException as exc:  # such as a limit of the user's own, by SIGALRM: nobody waits, but ranks have the grace
+            self.request(exc)
+            raise
 
 
 class _Work(Generic[T]):

@@ -58,6 +58,33 @@ def test_work_ends_by_itself_before_the_end_is_raised(kind):
     assert [(type(exc), exc is termination.cause, was_done) for exc, was_done in raised] == [(kind, True, True)]
 
 
+def test_an_exception_that_requests_nothing_leaves_the_work_no_more_than_the_grace():
+    """As a limit of the caller's own that a signal raises: what it starts must not go on for hours."""
+    termination, begun, over, raised = Termination(grace_s=0.2), threading.Event(), threading.Event(), []
+
+    def lead():
+        begun.set()
+        deadline_s = time.monotonic() + 30
+        while not (termination.is_requested and termination.grace_left_s == 0) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        if time.monotonic() < deadline_s:
+            over.set()
+
+    def wait():
+        try:
+            termination.outlast(lead)
+        except TimeoutError as exc:
+            raised.append(exc)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert begun.wait(30)
+    throw(TimeoutError, waiting)
+    waiting.join(30)
+    assert over.wait(30)
+    assert raised == [termination.cause]
+
+
 @pytest.mark.parametrize("line", range(1, 40))
 def test_wherever_it_lands_nothing_is_led_on(line):
     """At each line of the module that the waiting thread runs, one after the other."""
