@@ -1,5 +1,6 @@
 """The agents that a cluster has started for an attempt: those that came, and why others will not."""
 
+import errno
 import secrets
 import socket
 import threading
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
+from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
 from .agent_command import AgentCommand
 from .door import Door
@@ -48,7 +50,7 @@ class Gathering:
         self._commands: list[tuple[AgentCommand, list[str]]] = []
         self._changing = threading.Lock()
         self._pulse = Pulse()
-        self._door = Door(_address(cluster.leader_address), cluster.leader_port, self.key, self._enter)
+        self._door = self._open_door()
         self._pulse.start()
         self.host = self._door.host
         self.address = f"{f'[{self.host}]' if ':' in self.host else self.host}:{self._door.port}"
@@ -125,11 +127,22 @@ class Gathering:
                 machine.release()
 
     def close(self) -> None:
-        """Return when all commands have ended."""
+        """Let no agent come any longer, and return when all commands have ended."""
+        self._door.close()
         self._pulse.stop()
         deadline_s = time.monotonic() + _END_S
         for command, _ in self._commands:
             command.end(max(0.0, deadline_s - time.monotonic()))
+
+    def _open_door(self) -> Door:
+        cluster = self._cluster
+        try:
+            return Door(_address(cluster.leader_address), cluster.leader_port, self.key, self._enter)
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE:
+                raise
+            message = f"agents cannot come to port {cluster.leader_port} (leader_port): it is in use"
+            raise NotEnoughMachinesError(message) from exc
 
     def _alive(self) -> tuple[RemoteMachine, ...]:
         order = {name: number for number, name in enumerate(self._expected)}

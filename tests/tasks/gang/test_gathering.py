@@ -3,15 +3,19 @@
 import socket
 import threading
 import time
+from typing import Literal
 
 import pytest
+from prefect_servers import wait_until
 from prefect_torch.tasks import DaskCluster, Hosts, KubernetesCluster, RayCluster
 from prefect_torch.tasks.gang.engines import client_process
-from prefect_torch.tasks.gang.engines.cluster import MachineRequest
+from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine.gathering import gather
+from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from prefect_torch.tasks.rank.failures import counts_against
+from servers import free_port
 
 
 def test_a_command_that_brings_no_agent_is_quoted(monkeypatch):
@@ -72,8 +76,29 @@ def test_a_port_that_is_taken_leaves_no_thread():
         before = threading.active_count()
         for _ in range(3):
             with (
-                pytest.raises(OSError, match="in use"),
+                pytest.raises(NotEnoughMachinesError, match="it is in use"),
                 gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())),
             ):
                 pass
         assert threading.active_count() <= before
+
+
+class Refusing(Cluster):
+    """A cluster that knows at once that it has no room, as a Slurm job with too few nodes does."""
+
+    kind: Literal["refusing"] = "refusing"
+
+    def lend(self, wanted, agents):
+        raise NotEnoughMachinesError("no room")
+
+
+def test_a_cluster_that_refuses_leaves_the_leaders_port_free():
+    cluster = Refusing(leader_address="127.0.0.1", leader_port=free_port())
+    before = threading.active_count()
+    for _ in range(3):
+        with (
+            pytest.raises(NotEnoughMachinesError, match="no room"),
+            gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())),
+        ):
+            pass
+    wait_until(lambda: threading.active_count() <= before, "the threads that accept end")
