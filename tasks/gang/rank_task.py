@@ -134,7 +134,10 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat
         log: Where its lines go.
 
     """
-    rank = LocalRank(spec) if machine is None else machine.start(spec)
+    try:
+        rank: StartedRank = LocalRank(spec) if machine is None else machine.start(spec)
+    except (OSError, RuntimeError) as exc:  # no descriptor, process or thread is left for the moment
+        return _fail(spec, RankResult(kind="infrastructure", error=f"its process cannot be started: {exc}"), heartbeat)
     try:
         stop.follow(rank.wake)
         stopped = _supervise(rank, stop, heartbeat, lambda: has_announced_failure(heartbeat.connected(), spec.rank), log)
@@ -146,9 +149,7 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat
     if result.kind is not None:
         if result.kind not in CONSEQUENCES:
             log.write_all()
-        # The rank may have announced it; if its process died, it has not.
-        announce_exit(heartbeat.connected(), RankExit(spec.rank, None, "died", result.error))
-        return _failed(spec, result, heartbeat.connected())
+        return _fail(spec, result, heartbeat)
     return None if result.return_value is None else _load_value(result.return_value)
 
 
@@ -192,8 +193,10 @@ def _supervise(
     return reason
 
 
-def _failed(spec: RankSpec, result: RankResult, key_value: KeyValue) -> State[Any]:
-    """Return the final state; a raised error would be logged with the traceback of the supervisor."""
+def _fail(spec: RankSpec, result: RankResult, heartbeat: Heartbeat) -> State[Any]:
+    """Announce the failure, and return the final state; a raised error would be logged with the traceback of the supervisor."""
+    key_value = heartbeat.connected()
+    announce_exit(key_value, RankExit(spec.rank, None, "died", result.error))  # unless the rank has announced it
     error = _error(spec, result)
     if error.kind in CONSEQUENCES:
         is_lost = error.kind == "communication"

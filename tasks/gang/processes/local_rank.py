@@ -25,13 +25,18 @@ class LocalRank:
         self._oom_kills = OomKills()
         self._recorder = FlightRecorder(spec.rank) if spec.records_collectives else None
         environment = {**_environment(spec), **({} if self._recorder is None else self._recorder.environment)}
-        self._process = RankProcess(
-            python_command(RANK_PROGRAM),
-            environment,
-            cloudpickle.dumps(spec),
-            spec.gpu_locks[spec.local_rank : spec.local_rank + 1],
-            FORK_SERVERS.find(environment) if TorchSettings().fork_ranks else None,
-        )
+        try:
+            self._process = RankProcess(
+                python_command(RANK_PROGRAM),
+                environment,
+                cloudpickle.dumps(spec),
+                spec.gpu_locks[spec.local_rank : spec.local_rank + 1],
+                FORK_SERVERS.find(environment) if TorchSettings().fork_ranks else None,
+            )
+        except BaseException:
+            if self._recorder is not None:
+                self._recorder.close()
+            raise
 
     def lines(self, poll_s: float) -> Iterator[list[str]]:
         """Yield the lines written since the last yield, at least every `poll_s`, until the process exits."""

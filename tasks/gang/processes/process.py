@@ -87,26 +87,27 @@ class RankProcess:
         self._guard: subprocess.Popen[bytes] | None = None
         program = _Program(command, environment, stdin, held)
         fill_closed_streams()
-        read, self._stdin = os.pipe()
-        self._output, output = os.pipe()
-        lifeline, self._lifeline = os.pipe()
-        self._status, status = os.pipe()
-        self._result, result = os.pipe()
-        ends = Descriptors(read, output, lifeline, status, result)
-        if server is None:
-            try:
-                self._spawn(program, ends)
-            except BaseException:
-                for descriptor in (self._stdin, self._output, self._lifeline, self._status, self._result):
-                    os.close(descriptor)
-                raise
-            feed = partial(self._feed, stdin)
-        else:
-            feed = partial(self._fork, server, program, ends, os.open(".", os.O_PATH))
-        # A thread, since a rank that dies before it reads must not block its supervisor on a full pipe, nor a server that is
-        # still busy with its imports.
-        self._feeder = threading.Thread(target=feed, daemon=True)
-        self._feeder.start()
+        with contextlib.ExitStack() as own, contextlib.ExitStack() as theirs:  # closed if anything fails
+            read, self._stdin = _open_pipe(theirs, own)
+            self._output, output = _open_pipe(own, theirs)
+            lifeline, self._lifeline = _open_pipe(theirs, own)
+            self._status, status = _open_pipe(own, theirs)
+            self._result, result = _open_pipe(own, theirs)
+            ends = Descriptors(read, output, lifeline, status, result)
+            if server is None:
+                self._guard = program.spawn(ends)
+                feed = partial(self._feed, stdin)
+            else:
+                folder = os.open(".", os.O_PATH)
+                theirs.callback(os.close, folder)
+                feed = partial(self._fork, server, program, ends, folder)
+            # A thread, since a rank that dies before it reads must not block its supervisor on a full pipe, nor a server that
+            # is still busy with its imports.
+            self._feeder = threading.Thread(target=feed, daemon=True)
+            self._feeder.start()
+            own.pop_all()
+            if server is not None:
+                theirs.pop_all()  # by the thread
 
     def lines(self, poll_s: float) -> Iterator[list[str]]:
         """Yield the lines (OutputLines) written since the last yield, at least every `poll_s`, until the process exits.
@@ -170,13 +171,6 @@ class RankProcess:
                 with contextlib.suppress(BrokenPipeError):
                     os.write(self._lifeline, order)
 
-    def _spawn(self, program: _Program, ends: Descriptors) -> None:
-        try:
-            self._guard = program.spawn(ends)
-        finally:
-            for descriptor in ends:
-                os.close(descriptor)
-
     def _fork(self, server: ForkServer, program: _Program, ends: Descriptors, folder: int) -> None:
         """Have the rank forked, or start its command where that is impossible, and feed it."""
         try:
@@ -184,14 +178,15 @@ class RankProcess:
         finally:
             os.close(folder)
         if is_forked:
-            for descriptor in ends:
-                os.close(descriptor)
+            _close(ends)
             self._feed(environment_header(program.environment) + program.stdin)
             return
         try:
-            self._spawn(program, ends)
+            self._guard = program.spawn(ends)
         except OSError as exc:  # its supervisor waits in `lines`
             self._failure = f"its process cannot be started: {exc}".encode()
+        finally:
+            _close(ends)
         self._feed(program.stdin)
 
     def _feed(self, data: bytes) -> None:
@@ -202,13 +197,26 @@ class RankProcess:
                 view = view[pipe.write(view) :]
 
 
+def _open_pipe(read: contextlib.ExitStack, write: contextlib.ExitStack) -> tuple[int, int]:
+    """Return the ends of a new pipe, each of which is closed with one of the stacks."""
+    ends = os.pipe()
+    for end, stack in zip(ends, (read, write), strict=True):
+        stack.callback(os.close, end)
+    return ends
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 def _holders(pipe: int) -> str:
     """Return which other processes have the pipe open, as far as this user may see that."""
     found = []
     with contextlib.suppress(OSError):
-        inode = os.readlink(f"/proc/self/fd/{pipe}")
+        inode = Path("/proc/self/fd", str(pipe)).readlink()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if int(folder.name) != os.getpid() and any(os.readlink(it) == inode for it in (folder / "fd").iterdir()):
+                if int(folder.name) != os.getpid() and any(it.readlink() == inode for it in (folder / "fd").iterdir()):
                     found.append(f"{(folder / 'comm').read_text().strip()} ({folder.name})")
     return ", ".join(found) or "a process"

@@ -1,5 +1,6 @@
 """Ranks that share a task run: their machine is simulated, the store they meet at is real."""
 
+import errno
 import logging
 import queue
 from dataclasses import replace
@@ -11,6 +12,7 @@ from prefect_torch.tasks.gang import rank_logs
 from prefect_torch.tasks.gang.machine.remote_rank import RemoteRank
 from prefect_torch.tasks.gang.node_task import train_node
 from prefect_torch.tasks.gang.rank_groups import RankGroup, group_ranks
+from prefect_torch.tasks.gang.rank_task import Heartbeat, run_rank
 from prefect_torch.tasks.gang.stop_order import StopOrder
 from prefect_torch.tasks.rank.rendezvous import Rendezvous
 from prefect_torch.tasks.rank.spec import MOST_ALONE, RankResult, on_machines
@@ -66,12 +68,12 @@ class PlayedRank:
 class PlayedMachine:
     """Ranks, by number; a rank whose number is in `broken` cannot be started."""
 
-    def __init__(self, ranks, broken=()):
-        self.ranks, self.broken = {rank: PlayedRank() for rank in ranks}, broken
+    def __init__(self, ranks, broken=(), error=None):
+        self.ranks, self.broken, self.error = {rank: PlayedRank() for rank in ranks}, broken, error
 
     def start(self, spec):
         if spec.rank in self.broken:
-            raise OSError("no such file")
+            raise self.error
         return self.ranks[spec.rank]
 
 
@@ -148,9 +150,21 @@ def test_a_rank_that_cannot_be_started_does_not_keep_its_neighbours_waiting(grou
                 if spec.rank in self.broken:
                     stop.give("the leader has seen it")
 
-    with pytest.raises(OSError, match="no such file"):
-        train_node.fn(group, Machine(group.ranks, broken=[2]), None, stop)
+    with pytest.raises(ValueError, match="no such file"):
+        train_node.fn(group, Machine(group.ranks, [2], ValueError("no such file")), None, stop)
     assert "no such file" in next(end.detail for end in read_exits(key_value) if end.rank == 2)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")])
+def test_a_rank_for_which_this_machine_has_no_room_for_the_moment_counts_as_lost(group, error):
+    """Of descriptors, processes or threads: the next attempt may find some."""
+    group, key_value = group
+    spec = group.specs[1]
+    heartbeat = Heartbeat(lambda: key_value, spec.rank)
+    state = run_rank(spec, PlayedMachine([], [spec.rank], error), StopOrder(), heartbeat, rank_logs.RankLog(spec.rank))
+    assert (state.data.rank, state.data.kind) == (spec.rank, "infrastructure")
+    (announced,) = read_exits(key_value)
+    assert announced.detail == f"its process cannot be started: {error}"
 
 
 def test_a_rank_elsewhere_is_stopped_at_once_though_its_output_is_awaited_for_seconds():

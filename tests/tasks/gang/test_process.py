@@ -1,3 +1,4 @@
+import errno
 import gc
 import os
 import pickle
@@ -6,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import psutil
 import pytest
+from prefect_torch.tasks.gang.processes import process as process_module
 from prefect_torch.tasks.gang.processes.local_rank import rank_result
 from prefect_torch.tasks.gang.processes.process import ProcessExit, RankProcess
 from prefect_torch.tasks.rank.spec import RankResult
@@ -143,6 +146,23 @@ def test_a_child_that_outlives_a_killed_guard_does_not_keep_the_supervisor_waiti
     os.kill(child, signal.SIGKILL)
     assert seen[1:] == [f"WARNING: the rank has ended, and sleep ({child}) that it started has not"]
     assert process.reap().returncode is None
+
+
+def test_a_process_for_which_there_are_no_descriptors_leaves_none(monkeypatch):
+    pipe, made = os.pipe, []
+
+    def pipes_until_there_are_none():
+        if len(made) == 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        made.append(pipe())
+        return made[-1]
+
+    monkeypatch.setattr(process_module.os, "pipe", pipes_until_there_are_none)
+    with pytest.raises(OSError, match="Too many open files"):
+        RankProcess([sys.executable, "-c", ""], {}, b"")
+    for descriptor in chain(*made):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 class Kernel:
