@@ -8,7 +8,9 @@ import re
 import symtable
 import sys
 import sysconfig
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -24,6 +26,7 @@ _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasy
 _REFERENCE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 _STAR_IMPORT = re.compile(rb"\bimport[\s\\(]*\*")
 _unpacking: list[str] = []  # names of the functions whose module this rank is importing
+_packing = threading.Lock()  # cloudpickle's list of modules by value is that of the whole process
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,22 +238,29 @@ def _top_level_names(source: Path | None) -> set[str] | None:
 
 
 def _dump(function: TrainFunction | None, config: dict[str, Any] | None, name: str) -> bytes:
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    by_value = module is not None and module.__name__ != "__main__" and not _is_importable(module)
-    if by_value:
-        cloudpickle.register_pickle_by_value(module)
     try:
-        payload = dump((function, config))
+        with _packing, _by_value(sys.modules.get(getattr(function, "__module__", None) or "")):
+            return dump((function, config))
     except Exception as exc:
         raise TypeError(
             f"train_fn {name} and its config cannot travel to the ranks: {exc}. "
             "Define the function in a module and give 'module:function', open files, locks and connections inside it, "
             "and keep the config to plain values"
         ) from exc
+
+
+@contextmanager
+def _by_value(module: ModuleType | None) -> Iterator[None]:
+    """Have the functions of a module that a new interpreter cannot import pickled by value in the body."""
+    registered = cloudpickle.list_registry_pickle_by_value()  # by the user, for good
+    if module is None or module.__name__ == "__main__" or module.__name__ in registered or _is_importable(module):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
     finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
-    return payload
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _is_importable(module: ModuleType) -> bool:

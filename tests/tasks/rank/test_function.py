@@ -1,5 +1,6 @@
 import functools
 import gc
+import importlib.util
 import inspect
 import linecache
 import os
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import cloudpickle
@@ -194,6 +195,37 @@ def test_a_closure_travels_with_what_it_uses():
 
 def helper(x):
     return x + 1
+
+
+class Pickled:
+    """Calls what it is given while it is pickled."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def __reduce__(self):
+        self.call()
+        return str, ()
+
+
+def test_functions_of_one_module_that_several_threads_pack_all_travel_by_value(folder, monkeypatch):
+    """One that is done must not end it for the others."""
+    spec = importlib.util.spec_from_file_location("loaded_by_its_path", folder / "user_training.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.syspath_prepend(folder)
+    spec.loader.exec_module(module)
+    with ThreadPoolExecutor(1) as pool:
+        others = []
+
+        def meanwhile():
+            others.append(pool.submit(pack_function, module.train_fn, {"a": 2}))
+            wait(others, timeout=0.2)
+
+        first = pack_function(module.train_fn, {"a": Pickled(meanwhile)})
+        assert in_a_new_interpreter(first) == "('beside', {'a': ''})"
+        assert unpack_function(others[0].result())[1] == {"a": 2}
+    assert module.__name__ not in cloudpickle.list_registry_pickle_by_value()
 
 
 def test_a_function_that_a_new_interpreter_can_import_travels_by_name():
