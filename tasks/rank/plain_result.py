@@ -3,6 +3,7 @@
 import builtins
 import json
 import pickle
+from contextlib import suppress
 from typing import Any
 
 from prefect_torch.ckpt.runs.metrics import from_json, to_json, with_numbers
@@ -20,10 +21,7 @@ def encode_result(result: RankResult) -> bytes:
     """
     fields: dict[str, Any] = {"kind": result.kind, "error": result.error, "traceback": result.traceback}
     if result.return_value is not None:
-        value = pickle.loads(result.return_value)  # noqa: S301 - pickled by this process
-        encoded = encode_value(value)
-        if encoded is None and value is not None:
-            print("the return value is dropped: from another machine, it must be what JSON can hold")  # noqa: T201 - the rank's log
+        encoded = _encode_pickled(result.return_value)
         fields["value"] = None if encoded is None else json.loads(encoded)
     if result.exception is not None:
         fields["exception"] = _describe(pickle.loads(result.exception))  # noqa: S301 - pickled by this process
@@ -51,6 +49,23 @@ def decode_result(encoded: bytes) -> RankResult:
     )
 
 
+def _encode_pickled(pickled: bytes) -> str | None:
+    try:
+        value = pickle.loads(pickled)  # noqa: S301 - pickled by this process
+    except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
+        _tell(f"the return value is dropped, since it cannot be rebuilt: {exc!r}")
+        return None
+    encoded = encode_value(value)
+    if encoded is None and value is not None:
+        _tell("the return value is dropped: from another machine, it must be what JSON can hold")
+    return encoded
+
+
+def _tell(text: str) -> None:
+    with suppress(Exception):  # the function may have closed the stream, or put anything in its place
+        print(text)  # noqa: T201 - the rank's log
+
+
 def encode_value(value: Any) -> str | None:
     """Return a function's return value as strict JSON; None where JSON cannot hold it, or only empty.
 
@@ -67,7 +82,7 @@ def _encode(value: Any) -> str | None:
     try:
         encoded = json.dumps(to_json(with_numbers(value)))
         check_depth(json.loads(encoded), "it")
-    except (TypeError, ValueError, RuntimeError):  # also a tensor without a value, or a dict that contains itself
+    except Exception:  # noqa: BLE001 - a tensor without a value, a dict that contains itself, or what an object's `item` raises
         return None
     return encoded
 

@@ -10,6 +10,7 @@ import torch
 from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.tasks.rank.plain_result import decode_result, encode_result, encode_value
 from prefect_torch.tasks.rank.spec import RankResult
+from trainings import Unloadable
 
 CONTAINS_ITSELF = {"a": 1}
 CONTAINS_ITSELF["itself"] = CONTAINS_ITSELF
@@ -45,3 +46,22 @@ def test_what_json_can_hold_of_a_return_value_comes_from_another_machine(capsys)
     encoded = encode_result(RankResult(return_value=pickle.dumps(object)))
     assert pickle.loads(decode_result(encoded).return_value) is None
     assert capsys.readouterr().out.startswith("the return value is dropped: from another machine")
+
+
+def test_a_return_value_that_cannot_be_rebuilt_is_dropped_and_not_the_training(capsys):
+    encoded = encode_result(RankResult(return_value=pickle.dumps(Unloadable())))
+    assert decode_result(encoded).return_value == pickle.dumps(None)
+    assert "RuntimeError('cannot be rebuilt')" in capsys.readouterr().out
+
+
+class Number:
+    """Looks like a tensor of one number, and is none."""
+
+    ndim = 0
+
+    def item(self):
+        raise AttributeError("no such thing")
+
+
+def test_what_a_value_raises_when_it_is_read_costs_that_value():
+    assert encode_value({"score": 0.5, "odd": Number()}) == '{"score": 0.5}'
