@@ -279,6 +279,11 @@ def _this_process_only() -> Iterator[None]:
     try:
         yield
         returncode = 0
+    except SystemExit as exc:
+        returncode = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        if os.getpid() != pid and not isinstance(exc.code, int | None):
+            print(exc.code, file=sys.stderr)  # noqa: T201 - as Python does
+        raise
     except Exception:
         if os.getpid() != pid:
             traceback.print_exc()
@@ -286,7 +291,7 @@ def _this_process_only() -> Iterator[None]:
     finally:
         if os.getpid() != pid:
             _flush_output()
-            os._exit(returncode)
+            os._exit(returncode & 0xFF)
 
 
 def _flush_output() -> None:
