@@ -15,21 +15,6 @@ import signal
 import sys
 import threading
 
-TYPE_CHECKING = False  # `typing` would be imported for nothing else
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    class Child(Protocol):
-        """A child process of this one."""
-
-        def send_signal(self, number: int, /) -> None:
-            """Send a signal; without effect once the process has exited."""
-
-        def wait(self) -> int:
-            """Return its exit code once it has exited; negative for the signal that killed it."""
-            ...
-
-
 ADOPT = "adopt"
 STACK_TRACES_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # unused by others: Lightning takes SIGUSR1
 _PR_SET_PDEATHSIG = 1
@@ -50,12 +35,12 @@ def main(lifeline: int, status: int, passed: int, command: list[str]) -> None:
         preexec_fn=prepare_command,  # noqa: PLW1509 - this process has one thread yet
     ) as child:
         os.close(passed)
-        _guard(lifeline, status, child)
+        _guard(lifeline, status, _Child(child.pid))
 
 
 def adopt(lifeline: int, status: int, pid: int) -> None:
     """Wait until the child `pid` or the supervisor exits; before it was forked, `prepare_guard` was called."""
-    _guard(lifeline, status, _ForkedChild(pid))
+    _guard(lifeline, status, _Child(pid))
 
 
 def prepare_guard() -> None:
@@ -72,20 +57,20 @@ def prepare_command() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case the guard itself is killed
 
 
-def _guard(lifeline: int, status: int, child: "Child") -> None:
+def _guard(lifeline: int, status: int, child: "_Child") -> None:
     threading.Thread(target=_watch, args=(lifeline, child), daemon=True).start()
     returncode = child.wait()
     _kill_descendants()
     os.write(status, str(returncode).encode())
 
 
-def _watch(lifeline: int, child: "Child") -> None:
+def _watch(lifeline: int, child: "_Child") -> None:
     while order := os.read(lifeline, 1):
         child.send_signal(signal.SIGTERM if order == b"t" else STACK_TRACES_SIGNAL)
     child.send_signal(signal.SIGKILL)
 
 
-class _ForkedChild:
+class _Child:
     """A child process by its id, which no other process can have before `wait` has reaped it."""
 
     def __init__(self, pid: int) -> None:
@@ -93,13 +78,24 @@ class _ForkedChild:
         self._is_reaped = False
         self._reaping = threading.Lock()
 
-    def send_signal(self, number: int, /) -> None:
+    def send_signal(self, number: int) -> None:
+        """Send a signal; without effect once the process has exited."""
         with self._reaping:
             if not self._is_reaped:
                 os.kill(self._pid, number)
 
     def wait(self) -> int:
-        os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+        """Return its exit code once it has exited; negative for the signal that killed it.
+
+        Its orphans are reaped meanwhile, as init would do: a training may have thousands, and a limit of processes.
+        """
+        ended = 0
+        while ended != self._pid:
+            if ended:
+                os.waitpid(ended, 0)
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            assert found is not None  # without WNOHANG
+            ended = found.si_pid
         with self._reaping:
             self._is_reaped = True
             return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])

@@ -86,6 +86,16 @@ def test_what_a_process_leaves_behind_ends_with_it():
     assert not psutil.pid_exists(int(lines[0]))
 
 
+def test_orphans_of_a_process_are_no_zombies_while_it_goes_on():
+    program = (
+        "import os, psutil, time\nfor _ in range(20): os.system('true &')\n"
+        "guard, until = psutil.Process(os.getppid()), time.monotonic() + 5\n"
+        "while len(guard.children()) > 1 and time.monotonic() < until: time.sleep(0.01)\n"
+        "print(len(guard.children()))"
+    )
+    assert run(program)[0] == ["1"]
+
+
 def test_a_supervisor_that_is_killed_takes_the_process_along():
     program = (
         "import os, sys\nfrom prefect_torch.tasks.gang.processes.process import RankProcess\n"
