@@ -21,6 +21,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ZOMBIE = "Z"
 _PAUSE_S = 0.01
+# Helpers of torch and of Python that remove the shared memory of processes that are gone; each ends once all of these are.
+_CLEAN_UP = (b"torch_shm_manager", b"multiprocessing.resource_tracker")
+_CLEAN_UP_S = 1.0
+_NEVER_S = float("inf")
 
 
 def main(lifeline: int, status: int, passed: int, command: list[str]) -> None:
@@ -102,8 +106,12 @@ class _Child:
 
 
 def _kill_descendants() -> None:
-    """Kill all descendants, and return once they are gone, apart from those that this user may not kill (`sudo`)."""
+    """Kill all descendants, and return once they are gone, apart from those that this user may not kill (`sudo`).
+
+    Those that clean up behind the others have a second for it.
+    """
     refused: set[int] = set()
+    spares_until_s = _NEVER_S
     while _has_children():
         import contextlib  # noqa: PLC0415 - most commands leave no process
         import time  # noqa: PLC0415 - as above
@@ -112,17 +120,31 @@ def _kill_descendants() -> None:
         if refused and set(left.values()) <= {_ZOMBIE}:  # whose parent goes on
             _tell_of(refused)
             return
-        for pid in left:
+        spared = {pid for pid in left if _cleans_up(pid)} if time.monotonic() < spares_until_s else set()
+        others = left.keys() - spared
+        for pid in others:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
             except PermissionError:
                 refused.add(pid)
+        spares_until_s = _NEVER_S if others else min(spares_until_s, time.monotonic() + _CLEAN_UP_S)
+        waits = bool(others) and not refused
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG if refused else 0)
-        if refused:
+            os.waitpid(-1, 0 if waits else os.WNOHANG)
+        if not waits:
             time.sleep(_PAUSE_S)
+
+
+def _cleans_up(pid: int) -> bool:
+    import contextlib  # noqa: PLC0415 - as above
+    from pathlib import Path  # noqa: PLC0415 - as above
+
+    with contextlib.suppress(OSError):
+        line = Path("/proc", str(pid), "cmdline").read_bytes()
+        return any(name in line for name in _CLEAN_UP)
+    return False
 
 
 def _tell_of(refused: set[int]) -> None:

@@ -86,6 +86,17 @@ def test_what_a_process_leaves_behind_ends_with_it():
     assert not psutil.pid_exists(int(lines[0]))
 
 
+def test_the_shared_memory_of_a_process_that_is_killed_is_removed_behind_it():
+    """By Python's own process for that, which is a descendant, too."""
+    program = (
+        "import os, signal\nfrom multiprocessing.shared_memory import SharedMemory\n"
+        "print(SharedMemory(create=True, size=1 << 20).name, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    lines, ending = run(program)
+    assert ending.returncode == -signal.SIGKILL
+    assert not Path("/dev/shm", lines[0]).exists()
+
+
 def test_orphans_of_a_process_are_no_zombies_while_it_goes_on():
     program = (
         "import os, psutil, time\nfor _ in range(20): os.system('true &')\n"
