@@ -158,6 +158,7 @@ class Gang:
 
         """
         outcomes = self._outcomes()
+        problem = None if self._has_completed() else problem  # as that of a hang while the last threads of ranks were awaited
         failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
         if left is not None and (key_value.check(CUT_SHORT_KEY) or not self._has_completed()):
             if failures:  # it may come from the machine's end, and comes again if it does not

@@ -144,7 +144,7 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat
     finally:
         rank.kill()
         result = rank.finish()
-    if stopped is not None:
+    if stopped is not None and result.kind is not None:  # else it had returned, and had only threads to wait for
         return Cancelled(message=stopped)
     if result.kind is not None:
         if result.kind not in CONSEQUENCES:

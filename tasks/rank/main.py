@@ -38,6 +38,7 @@ from .function import PackedFunction, TrainFunction, takes_config, unpack_functi
 from .group_store import GroupStore
 from .machine_paths import enter_paths
 from .node_store import open_node
+from .orderly_end import end_in_order
 from .plain_result import encode_result
 from .rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
 from .spec import RankResult, RankSpec
@@ -63,7 +64,10 @@ def main() -> None:
         _flush_output()
         with os.fdopen(result_fd, "wb") as pipe:
             pipe.write(pickle.dumps(result) if spec.master_host is None else encode_result(result))
-    # Not sys.exit: a failed collective or a thread of the user that hangs must not keep the process alive.
+        if result.kind is None:
+            end_in_order(held.close)
+            _flush_output()
+    # Not sys.exit: after a failure, a collective or a thread of the user may hang; what is native may do so at any end.
     os._exit(0 if result.kind is None else 1)
 
 

@@ -592,6 +592,13 @@ def test_a_storage_that_cannot_be_written_is_told_before_any_rank_starts(tmp_pat
         train("trainings:train_epochs", epochs(1), run=RunConfig(name="run", storage=str(tmp_path / "file")))
 
 
+def test_what_a_function_has_left_for_the_end_of_its_process_is_done(run, tmp_path):
+    """As an upload in a thread, and W&B's last data."""
+    assert train("trainings:leave_something_to_do", {"folder": str(tmp_path)}, run=run).completed
+    assert (tmp_path / "thread").exists()
+    assert (tmp_path / "atexit").exists()
+
+
 @pytest.mark.parametrize("how", ["fork", "closed", "huge", "endless", "unloadable"])
 def test_a_finished_training_completes_whatever_it_returns(run, how):
     result = train("trainings:end_oddly", {"how": how}, run=run)

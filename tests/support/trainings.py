@@ -1,5 +1,6 @@
 """Training functions for the tests; no Prefect in sight, so that ranks start fast."""
 
+import atexit
 import errno
 import json
 import logging
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -208,6 +210,18 @@ def leave_by_a_fork(code: int) -> None:
     if (child := os.fork()) == 0:
         sys.exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+
+
+def leave_something_to_do(config: dict) -> None:
+    """Return before a thread has ended, and with something to do at the exit of the process."""
+
+    def upload() -> None:
+        time.sleep(0.3)
+        Path(config["folder"], "thread").touch()
+
+    threading.Thread(target=upload).start()
+    atexit.register(Path(config["folder"], "atexit").touch)
+
 
 class Unloadable:
     def __reduce__(self) -> tuple:

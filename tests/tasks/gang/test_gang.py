@@ -5,6 +5,7 @@ import socket
 from uuid import uuid4
 
 import pytest
+from prefect.states import Completed
 from prefect_torch.tasks.gang import gang
 from prefect_torch.tasks.gang.gang import Gang
 from prefect_torch.tasks.gang.rank_groups import RankGroup
@@ -46,6 +47,14 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(
         assert caught.value.kind == "final"
     assert supervisor.stop.reason == "over"
     assert 2 <= caplog.text.count("rank 1 was killed and has not exited yet") <= 10
+
+
+def test_a_hang_that_is_found_while_ranks_that_have_returned_end_is_none(supervisor):
+    """Their last threads may take seconds; they are stopped, and what they returned is known."""
+    ranks = Gang([None], None)
+    supervisor.state, supervisor.result = Completed(), lambda raise_on_failure: 7
+    supervisor.done[0](None)
+    assert ranks._result(RankFailedError("the training hangs", None, "infrastructure"), None, None) == 7
 
 
 def test_a_rank_that_cannot_be_submitted_stops_those_that_were(supervisor, monkeypatch):

@@ -4,6 +4,7 @@ import errno
 import logging
 import queue
 from dataclasses import replace
+from functools import partial
 from threading import Timer
 
 import pytest
@@ -108,6 +109,17 @@ def test_the_cause_of_several_failures_is_that_of_the_task_run(group):
     assert state.is_failed()
     assert (state.data.rank, state.message) == (3, "rank 3 of attempt 1 failed: boom")
     assert {end.rank for end in read_exits(key_value)} == {1, 3}
+
+
+def test_a_rank_that_had_returned_when_it_is_stopped_has_completed(group):
+    """It has its last threads to wait for, or what is registered for its exit."""
+    group, key_value = group
+    machine, stop = PlayedMachine(group.ranks), StopOrder()
+    for rank in machine.ranks.values():
+        rank.terminate = partial(rank.told.put, RankResult())
+    stop.give("the attempt is over")
+    assert train_node.fn(group, machine, None, stop) is None
+    assert read_exits(key_value) == []
 
 
 def test_ranks_that_are_stopped_cancel_their_task_run(group):
