@@ -1,7 +1,6 @@
 """The callback that reports Lightning's checkpoints, and the path to resume from."""
 
 import os
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from prefect_torch.ckpt.reporting.rank_report import check_upload
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_world_size
 from .resumes import has_stopped, leave_the_ended_epoch, refuse_finders
+from .sigterm import SigtermAction
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.context import TrainContext
@@ -90,7 +90,7 @@ class ReportCallback(CheckpointCallback):
         self._on_validation_end = on_validation_end
         self._upload: Upload = upload
         self._context: TrainContext | None = None
-        self._signal_handler: Any = None
+        self._sigterm: SigtermAction | None = None
         self._seen_step = 0
         self._is_terminating = False
         self._is_due = False
@@ -120,7 +120,7 @@ class ReportCallback(CheckpointCallback):
                 "the Trainer's AsyncCheckpointIO would have half a file reported; leave it out and give ReportCallback "
                 'upload="async"'
             )
-        self._signal_handler = signal.getsignal(signal.SIGTERM)
+        self._sigterm = SigtermAction()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Restore the random state of the checkpoint that the Trainer has loaded, if an epoch ended there."""
@@ -230,8 +230,8 @@ class ReportCallback(CheckpointCallback):
                 report(metrics, part, step=step, upload=self._upload)
 
     def _take_sigterm_back(self) -> None:
-        if self._context is not None and self._signal_handler is not None:
-            signal.signal(signal.SIGTERM, self._signal_handler)
+        if self._context is not None and self._sigterm is not None:
+            self._sigterm.restore()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from prefect_torch.tasks.rank.resources.available_memory import available_bytes
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others, take_device
 from prefect_torch.tasks.rank.resources.oom_kills import OomKills
-from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL
+from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL, outlast_sigterm
 
 from .checkpoint_ref import CheckpointRef
 from .cpu_pickle import dump_on_cpu
@@ -55,6 +55,7 @@ def main() -> None:
     """Run one rank and leave a RankResult in the pipe."""
     faulthandler.enable()
     faulthandler.register(STACK_TRACES_SIGNAL, all_threads=True)
+    outlast_sigterm()
     result_fd = int(sys.argv[-1])
     os.set_inheritable(result_fd, False)
     spec: RankSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one

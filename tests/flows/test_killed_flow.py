@@ -153,11 +153,14 @@ def test_a_second_living_leader_is_refused_and_one_that_takes_over_fences_the_fi
     assert (newest.attempt, newest.step) == (2, beyond_the_first - 1)
 
 
-def test_sigterm_lets_ranks_commit_a_last_checkpoint(storage, tmp_path):
+def test_sigterm_lets_ranks_commit_a_last_checkpoint_though_all_processes_get_it(storage, tmp_path):
+    """As those of a systemd unit do when it is stopped."""
     started = tmp_path / "started"
     leader = start(storage, "checkpoint_when_told", {"started": str(started)})
     leader.wait_for(started.exists)
-    leader.process.send_signal(signal.SIGTERM)
+    flow = psutil.Process(leader.process.pid)
+    for process in (flow, *flow.children(recursive=True)):
+        process.send_signal(signal.SIGTERM)
     output = leader.finish(40)
     assert leader.process.returncode != 0
     leader.assert_nothing_is_left()

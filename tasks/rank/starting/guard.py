@@ -3,17 +3,18 @@
     python guard.py <lifeline fd> <status fd> <passed fd> <command ...>
     python guard.py <lifeline fd> <status fd> adopt <process>
 
-It starts the command, or adopts a child that it has already, and waits. A "t" on the lifeline sends SIGTERM to the command, any
-other byte STACK_TRACES_SIGNAL, on which the command must print its stack traces. The end of file of the lifeline, which the
-kernel delivers however the supervisor died, kills the command and all its descendants (SIGKILL). The command's return code is
-written to the status pipe. The guard needs no lock of the command, so it also kills a rank that hangs in native code. It has
-few imports, since it starts beside the command, on the same cores.
+It starts the command, or adopts a child that it has already, and waits. A "t" on the lifeline sends SIGTERM to the command,
+twice if it outlasts the first (`outlast_sigterm`), any other byte STACK_TRACES_SIGNAL, on which the command must print its
+stack traces. The end of file of the lifeline, which the kernel delivers however the supervisor died, kills the command and all
+its descendants (SIGKILL). The command's return code is written to the status pipe. The guard needs no lock of the command, so
+it also kills a rank that hangs in native code. It has few imports, since it starts beside the command, on the same cores.
 """
 
 import os
 import signal
 import sys
 import threading
+import time
 
 ADOPT = "adopt"
 STACK_TRACES_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # unused by others: Lightning takes SIGUSR1
@@ -21,6 +22,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ZOMBIE = "Z"
 _PAUSE_S = 0.01
+_PENDING_S, _LOOK_S = 1.0, 0.001
 # Helpers of torch and of Python that remove the shared memory of processes that are gone; each ends once all of these are.
 _CLEAN_UP = (b"torch_shm_manager", b"multiprocessing.resource_tracker")
 _CLEAN_UP_S = 1.0
@@ -61,6 +63,28 @@ def prepare_command() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case the guard itself is killed
 
 
+def outlast_sigterm() -> None:
+    """Let this process, a rank, outlast one SIGTERM; the next one ends it. Processes that it starts end by the first.
+
+    systemd sends it to all processes of a unit at once, also to ranks that have the grace of the flow for a last checkpoint.
+    By a handler in C, since one of Python would have to wait for native code, and SIG_IGN would be inherited by every program.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes  # noqa: PLC0415 - no guard needs it for this
+
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "sysv_signal"):  # of glibc: the handler is used once, and then the default is restored
+        libc.sysv_signal(signal.SIGTERM, ctypes.cast(libc.abs, ctypes.c_void_p))  # which does nothing
+        signal.siginterrupt(signal.SIGTERM, False)
+        os.register_at_fork(after_in_child=_end_by_sigterm)
+
+
+def _end_by_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # the function has set no handler
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _guard(lifeline: int, status: int, child: "_Child") -> None:
     threading.Thread(target=_watch, args=(lifeline, child), daemon=True).start()
     returncode = child.wait()
@@ -70,7 +94,10 @@ def _guard(lifeline: int, status: int, child: "_Child") -> None:
 
 def _watch(lifeline: int, child: "_Child") -> None:
     while order := os.read(lifeline, 1):
-        child.send_signal(signal.SIGTERM if order == b"t" else STACK_TRACES_SIGNAL)
+        if order == b"t":
+            child.terminate()
+        else:
+            child.send_signal(STACK_TRACES_SIGNAL)
     child.send_signal(signal.SIGKILL)
 
 
@@ -87,6 +114,18 @@ class _Child:
         with self._reaping:
             if not self._is_reaped:
                 os.kill(self._pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM, and another one if the process had a handler for the first alone (`outlast_sigterm`)."""
+        self.send_signal(signal.SIGTERM)
+        until_s = time.monotonic() + _PENDING_S
+        is_pending, is_caught = True, True  # looked at right away, since a handler of the function may take itself away later
+        while is_pending and time.monotonic() < until_s:
+            is_pending, is_caught = _sigterm_of(self._pid)
+            if is_pending:
+                time.sleep(_LOOK_S)
+        if not is_caught:
+            self.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
         """Return its exit code once it has exited; negative for the signal that killed it.
@@ -105,6 +144,21 @@ class _Child:
             return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
 
+def _sigterm_of(pid: int) -> tuple[bool, bool]:
+    """Return whether a process has yet to handle a SIGTERM, and whether it has a handler; the latter where that is unknown."""
+    masks = {b"ShdPnd": 0, b"SigCgt": ~0}
+    try:
+        with open(f"/proc/{pid}/status", "rb") as status:  # noqa: PTH123 - without the import of pathlib
+            for line in status:
+                name, _, mask = line.partition(b":")
+                if name in masks:
+                    masks[name] = int(mask, 16)
+    except OSError:
+        pass
+    bit = 1 << (signal.SIGTERM - 1)
+    return bool(masks[b"ShdPnd"] & bit), bool(masks[b"SigCgt"] & bit)
+
+
 def _kill_descendants() -> None:
     """Kill all descendants, and return once they are gone, apart from those that this user may not kill (`sudo`).
 
@@ -114,7 +168,6 @@ def _kill_descendants() -> None:
     spares_until_s = _NEVER_S
     while _has_children():
         import contextlib  # noqa: PLC0415 - most commands leave no process
-        import time  # noqa: PLC0415 - as above
 
         left = {pid: state for pid, state in _descendants().items() if pid not in refused}
         if refused and set(left.values()) <= {_ZOMBIE}:  # whose parent goes on

@@ -1,9 +1,12 @@
 """Lightning's own Trainer with the callback, one rank in this process."""
 
+import ctypes
+import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import pytorch_lightning.demos.boring_classes
@@ -15,6 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_models import BATCHES, Regression, make_trainer
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, ReportLogger, prepare_trainer, resume_path
+from prefect_torch.ckpt.lightning.sigterm import SigtermAction
 from prefect_torch.ckpt.runs.history import newest_metrics
 from ranks import Attempt, as_rank, folder, in_training, read_files
 from torchmetrics.classification import MulticlassAccuracy
@@ -233,6 +237,22 @@ def test_a_sigterm_is_left_to_end_the_process(store):
     handlers = []
     fit(Attempt(store), model=Regression(at_step=1, then=lambda: handlers.append(signal.getsignal(signal.SIGTERM))))
     assert handlers == [signal.getsignal(signal.SIGTERM)] == [signal.SIG_DFL]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_handler_of_sigterm_in_c_is_restored_too():
+    """A rank has one, by which it outlasts the first SIGTERM; Python knows nothing of it."""
+    libc, before = ctypes.CDLL(None), signal.getsignal(signal.SIGTERM)
+    libc.sysv_signal(signal.SIGTERM, ctypes.cast(libc.abs, ctypes.c_void_p))
+    try:
+        action = SigtermAction()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        action.restore()
+        caught = int(re.search(r"SigCgt:\t(\w+)", Path("/proc/self/status").read_text())[1], 16)
+        assert caught >> (signal.SIGTERM - 1) & 1
+        assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])

@@ -18,6 +18,12 @@ from prefect_torch.tasks.gang.processes.process import ProcessExit, RankProcess
 from prefect_torch.tasks.rank.spec import RankResult
 from prefect_torch.tasks.rank.starting import guard
 
+# A rank does this first.
+OUTLASTING = (
+    "import ctypes, os, signal, subprocess, sys, time\n"
+    "from prefect_torch.tasks.rank.starting import guard\nguard.outlast_sigterm()\n"
+)
+
 
 def run(program: str, stdin: bytes = b"") -> tuple[list[str], object]:
     process = RankProcess([sys.executable, "-u", "-c", program], dict(os.environ), stdin)
@@ -50,15 +56,41 @@ def test_output_that_is_no_text_and_has_no_end_of_line_comes_through():
     assert run(r"import sys; sys.stdout.buffer.write(b'\xff\xfe tail')")[0] == ["\ufffd\ufffd tail"]
 
 
-def test_terminate_lets_the_process_clean_up():
-    program = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\nprint('up')\ntime.sleep(60)"
-    process = RankProcess([sys.executable, "-u", "-c", program], dict(os.environ), b"")
-    seen = []
+@pytest.mark.parametrize("outlasts", [True, False])
+def test_terminate_lets_the_process_clean_up(outlasts):
+    program = "import os, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(9))\nprint('up')\ntime.sleep(60)"
+    begun = OUTLASTING if outlasts else ""
+    process = RankProcess([sys.executable, "-u", "-c", begun + program], dict(os.environ), b"")
     for lines in process.lines(0.05):
-        seen += lines
-        if seen:
+        if lines:
             process.terminate()
     assert process.reap().returncode == 9
+
+
+def test_a_rank_outlasts_the_sigterm_that_all_processes_of_its_unit_get_and_ends_by_the_next():
+    program = "for number in range(2):\n    os.kill(os.getpid(), signal.SIGTERM)\n    print(number)"
+    lines, ending = run(OUTLASTING + program)
+    assert (lines, ending.returncode) == (["0"], -signal.SIGTERM)
+
+
+def test_what_a_rank_starts_ends_by_the_first_sigterm():
+    """As `Process.terminate` and `Popen.terminate` expect."""
+    program = (
+        "ready, write = os.pipe()\nif (child := os.fork()) == 0:\n    os.write(write, b'.')\n    time.sleep(600)\n"
+        "os.read(ready, 1)\nos.kill(child, signal.SIGTERM)\nprint(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "child = subprocess.Popen(['sleep', '600'])\nchild.terminate()\nprint(child.wait())"
+    )
+    assert run(OUTLASTING + program)[0] == ["-15", "-15"]
+
+
+def test_a_rank_in_native_code_is_terminated_at_once_though_it_would_outlast_a_sigterm():
+    """As one that waits in a collective for the rank that failed."""
+    program = f"{OUTLASTING}print('up', flush=True)\nwhile True: ctypes.PyDLL(None).sleep(600)"
+    process = RankProcess([sys.executable, "-c", program], dict(os.environ), b"")
+    for lines in process.lines(0.05):
+        if lines:
+            process.terminate()
+    assert process.reap().returncode == -signal.SIGTERM
 
 
 def test_kill_ends_what_ignores_every_request_and_all_it_started():
