@@ -142,7 +142,6 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat
         stop.follow(rank.wake)
         stopped = _supervise(rank, stop, heartbeat, lambda: has_announced_failure(heartbeat.connected(), spec.rank), log)
     finally:
-        rank.kill()
         result = rank.finish()
     if stopped is not None and result.kind is not None:  # else it had returned, and had only threads to wait for
         return Cancelled(message=stopped)
@@ -156,7 +155,7 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat
 def _load_value(pickled: bytes) -> Any:
     try:
         return pickle.loads(pickled)  # noqa: S301 - from our own process
-    except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
+    except BaseException as exc:  # noqa: BLE001 - a finished training must not fail for it, nor for a SystemExit of its module
         get_run_logger().warning("the return value is dropped, since it cannot be rebuilt here: %r", exc)
         return None
 
@@ -211,7 +210,7 @@ def _error(spec: RankSpec, result: RankResult) -> RankFailedError:
     if result.exception is not None:
         try:
             original = pickle.loads(result.exception)  # noqa: S301 - from our own process
-        except Exception:  # noqa: BLE001 - its module cannot be imported here; the text has the traceback
+        except BaseException:  # noqa: BLE001 - its module cannot be imported here, or exits; the text has the traceback
             original = None
     return RankFailedError(
         f"rank {spec.rank} of {spec.group} failed: {result.error}",

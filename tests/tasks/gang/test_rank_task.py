@@ -1,9 +1,15 @@
 """What a rank that is stopped, or fails by itself, is sent."""
 
+import logging
+import pickle
+import sys
+
 import pytest
 from prefect_torch.tasks.gang import rank_task
 from prefect_torch.tasks.gang.rank_logs import RankLog
 from prefect_torch.tasks.gang.stop_order import StopOrder
+from prefect_torch.tasks.rank.spec import RankResult
+from rank_specs import rank_spec
 
 
 class Rank:
@@ -60,3 +66,18 @@ def test_a_rank_that_hangs_has_the_time_to_write_before_it_is_terminated(is_reco
     (_, asked_s), (_, terminated_s) = rank.sent
     assert [name for name, _ in rank.sent] == ["stack traces", "SIGTERM"]
     assert terminated_s - asked_s == waits_s
+
+
+class ExitsWhereItIsRebuilt:
+    """As what is defined in a script that parses its arguments when it is imported."""
+
+    def __reduce__(self):
+        return sys.exit, (2,)
+
+
+def test_what_exits_when_it_is_rebuilt_ends_no_supervisor(monkeypatch):
+    monkeypatch.setattr(rank_task, "get_run_logger", lambda: logging.getLogger("ranks"))
+    pickled = pickle.dumps(ExitsWhereItIsRebuilt())
+    assert rank_task._load_value(pickled) is None
+    error = rank_task._error(rank_spec(), RankResult(kind="user", error="boom", exception=pickled))
+    assert (error.kind, error.original) == ("user", None)
