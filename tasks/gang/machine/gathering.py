@@ -48,6 +48,7 @@ class Gathering:
         self._came: dict[str, RemoteMachine] = {}
         self._failed: dict[str, str] = {}
         self._commands: list[tuple[AgentCommand, list[str]]] = []
+        self._is_over = False  # nobody is waited for any longer
         self._changing = threading.Lock()
         self._pulse = Pulse()
         self._door = self._open_door()
@@ -102,6 +103,8 @@ class Gathering:
                 self._fail_all(names, late + command.said)
             self._fail_all(self._expected, late)
         self._door.close()
+        with self._changing:
+            self._is_over = True
         return self._alive()
 
     @property
@@ -163,6 +166,8 @@ class Gathering:
         with self._changing:
             if refusal is not None:
                 self.fail(machine.name, refusal)
+            elif self._is_over:
+                refusal = "the attempt has begun without it"
             elif machine.name in self._came:
                 refusal = f"there is an agent called {machine.name} already"
             else:

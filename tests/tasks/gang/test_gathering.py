@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from typing import Literal
 
 import pytest
@@ -13,6 +14,8 @@ from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine.gathering import gather
+from prefect_torch.tasks.gang.machine.link import LinkError
+from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from prefect_torch.tasks.rank.failures import counts_against
 from servers import free_port
@@ -102,3 +105,37 @@ def test_a_cluster_that_refuses_leaves_the_leaders_port_free():
         ):
             pass
     wait_until(lambda: threading.active_count() <= before, "the threads that accept end")
+
+
+class Roomy(Cluster):
+    """A cluster whose agents come by themselves."""
+
+    kind: Literal["roomy"] = "roomy"
+
+    def lend(self, wanted, agents):
+        return nullcontext()
+
+
+class EndedLink:
+    """The leader's side of a link whose agent is gone after its hello."""
+
+    def __init__(self):
+        self.sent = []
+
+    def receive(self):
+        raise LinkError("gone")
+
+    def send(self, header, body=b""):
+        self.sent.append(header)
+
+    def close(self):
+        pass
+
+
+def test_an_agent_that_says_hello_when_an_attempt_begins_is_sent_away():
+    """Nobody would use its machine, which it would hold for as long as the attempt takes."""
+    link = EndedLink()
+    with gather(Roomy(leader_address="127.0.0.1"), MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
+        gathering.wait(lambda: None)
+        gathering._enter(link, {"name": "late", "address": "127.0.0.1", "slots": 1, "versions": versions()})
+        assert link.sent == [{"type": "refused", "reason": "the attempt has begun without it"}]
