@@ -6,7 +6,7 @@ import re
 _MAX_LINE = 8192  # characters; a longer one is split, since a log record has a limit
 _REFRESH_S = 10.0  # between two log lines of a line that is rewritten
 # Cursor movements and erasures (ECMA-48); colours, which end with "m", are text.
-_CONTROL = re.compile(r"\r|\n|\x1b\[(\d*)A|\x1b\[[0-?]*[ -/]*[@-ln-~]|\x1b[78]")
+_CONTROL = re.compile(r"\r|\n|\x1b\[(\d{0,4})A|\x1b\[[0-?]*[ -/]*[@-ln-~]|\x1b[78]")
 _CUT_CONTROL = re.compile(r"\x1b(\[[0-?]{0,16})?\Z")
 
 

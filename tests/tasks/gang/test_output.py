@@ -110,3 +110,7 @@ def test_bars_below_each_other_leave_few_lines_and_hide_none(leave):
     assert len(terminal.chunks) > 600
     assert len(lines) < 15
     assert [line[-12:] for line in lines if "done" in line] == [f"epoch {epoch} done" for epoch in range(3)]
+
+
+def test_a_cursor_movement_of_any_length_is_one():
+    assert lines_of(b"\x1b[" + b"1" * 5000 + b"Aabove\r\nbelow\n") == ["above", "below"]
