@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from .cgroups import cgroup_folders
@@ -53,7 +54,8 @@ def stay_near(devices: Sequence[str], own: int, sys: Path = _SYS) -> str | None:
     if not near < online or set().union(*map(_numbers, listed)) != online or os.sched_getaffinity(0) != online:
         return None
     for thread in os.listdir("/proc/self/task"):  # noqa: PTH208 - the threads that libraries have started by now
-        os.sched_setaffinity(int(thread), near)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), near)
     return listed[own]
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from prefect_torch.tasks.rank.resources import cpus as cpus_module
 from prefect_torch.tasks.rank.resources.cpus import count_cpus
 
 HERE = len(os.sched_getaffinity(0))
@@ -84,3 +85,17 @@ def test_a_rank_stays_beside_its_gpu_if_the_training_has_gpus_on_every_node(devi
     printed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     everything = [*first, last]
     assert printed == (f"{last} [{last}] [{last}]\n" if says == "last" else f"None {everything} {everything}\n")
+
+
+def test_a_thread_that_ends_meanwhile_does_not_matter(tmp_path, monkeypatch):
+    write(tmp_path / "devices/system/cpu/online", "0-1")
+    for node in (0, 1):
+        write(tmp_path / f"devices/system/node/node{node}/cpulist", str(node))
+        write(tmp_path / f"bus/pci/devices/{node}/numa_node", str(node))
+
+    def gone(thread, near):
+        raise ProcessLookupError
+
+    monkeypatch.setattr(cpus_module.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(cpus_module.os, "sched_setaffinity", gone)
+    assert cpus_module.stay_near(["0", "1"], 1, tmp_path) == "1"
