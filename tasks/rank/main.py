@@ -227,16 +227,16 @@ def _train(function: TrainFunction, config: dict[str, Any] | None, session: Rank
         _watch_steps(spec.local_world_size)
     oom_kills = OomKills()
     try:
-        with _this_process_only():
-            value = _call(function, config)
-            if spec.evaluates and spec.rank == 0:
-                value = _as_metrics(value, spec)
-        session.finish()
-    except SystemExit as exc:
-        if exc.code not in (None, 0):
-            session.fail(f"sys.exit({exc.code!r})", spec.flush_s)
-            return _failure(exc, "user")
-        value = None
+        try:
+            with _this_process_only():
+                value = _call(function, config)
+                if spec.evaluates and spec.rank == 0:
+                    value = _as_metrics(value, spec)
+        except SystemExit as exc:
+            if exc.code not in (None, 0):
+                session.fail(f"sys.exit({exc.code!r})", spec.flush_s)
+                return _failure(exc, "user")
+            value = None
         session.finish()
     except BaseException as exc:  # noqa: BLE001 - returned to the leader, which raises it again
         _explain_second_group(exc)

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from prefect_torch.ckpt import (
     UnsupportedFormatError,
 )
 from prefect_torch.ckpt.errors import ReportWithdrawnError
+from prefect_torch.tasks.rank import main as rank_main
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import cause_first, hint_at_death, of_exception, of_returncode
+from rank_specs import rank_spec
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,6 +33,23 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] C
 
 class QuotingError(RuntimeError):
     """A user's own error, whatever it quotes."""
+
+
+def test_a_last_commit_that_finds_the_disk_full_counts_alike_where_the_function_exits():
+    class Session:
+        takes_reports, context = False, None
+
+        def finish(self):
+            raise StorageFullError("no space left")
+
+        def fail(self, detail, flush_s):
+            pass
+
+    def leave():
+        sys.exit(0)
+
+    for function in (lambda: None, leave):
+        assert rank_main._train(function, None, Session(), rank_spec()).kind == "user"
 
 
 @pytest.mark.parametrize(
