@@ -16,8 +16,8 @@ from .spec import RankResult
 def encode_result(result: RankResult) -> bytes:
     """Return `result` as JSON, in the process of the rank.
 
-    What JSON cannot hold of a return value is left out, and an exception that is none of Python's own, by arguments that JSON can
-    hold: the error and the traceback are texts in any case.
+    What JSON cannot hold of a return value is left out, and an exception that is none of Python's own; others are described by
+    arguments that JSON can hold. The error and the traceback are texts in any case.
     """
     fields: dict[str, Any] = {"kind": result.kind, "error": result.error, "traceback": result.traceback}
     if result.return_value is not None:
