@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
@@ -62,6 +63,12 @@ class FailingListings(Shuffled):
         raise self._error
 
 
+@cache
+def info_of(key: str) -> ObjectInfo:
+    """Return the object of a key, made once: thousands of listings of thousands of keys would make each anew."""
+    return ObjectInfo(key, 1, 0.0)
+
+
 ServerKind = Literal["keys", "folders", "shuffled", "shuffled, ignores after"]
 
 
@@ -86,7 +93,7 @@ class Server:
             keys = self._behind(keys, after)
         for start in range(0, len(keys), 1000):
             self.requests += 1
-            yield [ObjectInfo(key, 1, 0.0) for key in keys[start : start + 1000]]
+            yield [info_of(key) for key in keys[start : start + 1000]]
 
     def _behind(self, keys: list[str], after: str) -> list[str]:
         if self.kind == "keys":

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from commits import commit
 from memory_storage import MemoryStorage
-from odd_listings import FailingListings, Server, Shuffled, Stale
+from odd_listings import FailingListings, Server, Shuffled, Stale, info_of
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts import (
@@ -25,7 +25,7 @@ from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store.listing import BucketListing
-from prefect_torch.ckpt.storage.protocol import ObjectInfo, RetryPolicy
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.deployments.command_line.runs.run_summaries import summarize_runs
 
@@ -229,7 +229,7 @@ def test_a_server_that_loses_objects_between_two_pages_is_told_when_parts_are_li
     def pages(prefix, after):
         while page := [key for key in by_names if after is None or key > after][:1000]:
             after = page[-1]
-            yield [ObjectInfo(key, 1, 0.0) for key in page]
+            yield [info_of(key) for key in page]
 
     listing = BucketListing("s3://bucket", pages, lambda key: key in by_names, is_documented=False)
     with pytest.raises(OSError, match="loses objects"):
