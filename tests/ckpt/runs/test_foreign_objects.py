@@ -4,10 +4,11 @@ import copy
 import json
 import os
 import shutil
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError
 from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts, newest_attempt, read_outcomes
@@ -17,6 +18,7 @@ from prefect_torch.ckpt.runs.records import seal
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.local_files import storage as local
 from prefect_torch.ckpt.storage.local_files.storage import MOST_RECORD_BYTES
+from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 
@@ -88,8 +90,8 @@ ODD = [
 
 
 @pytest.fixture
-def store(tmp_path):
-    opened = CheckpointStore.open(f"memory://{tmp_path}", "run")
+def store():
+    opened = CheckpointStore.open(MemoryStorage(), "run")
     for path in STORED.rglob("*"):
         if path.is_file():
             opened.storage.put_bytes(path.relative_to(STORED).as_posix(), path.read_bytes())
@@ -116,24 +118,37 @@ def look(store):
         lambda: newest_recorded(store),
         lambda: lost_records(store, list(store.listed()), attempt=3),
         lambda: [store.checkpoint(it).get_metadata() for it in store.list()],
-        lambda: Result.from_storage(store.storage.url, "run"),
+        lambda: Result.from_storage(store.storage, "run"),
     )
     for entry in entries:
         with suppress(CheckpointError):
             entry()
 
 
+@contextmanager
+def url_of(store):
+    """Yield the URL of what is stored, for commands; of objects in a dictionary, which has none, a copy's."""
+    if store.storage.url != MemoryStorage.url:
+        yield store.storage.url
+        return
+    copy = open_storage("memory://copy")
+    for key, data in objects(store).items():
+        copy.put_bytes(key, data)
+    yield copy.url
+    copy.delete([info.key for info in copy.list("")])
+
+
 def look_from_a_terminal(store):
     """Run the commands; what they refuse is one line."""
-    url = store.storage.url
-    for command in (
-        ["ls", url],
-        ["ls", url, "run"],
-        ["show", url, "run"],
-        ["show", url, "run", SECOND],
-        ["verify", url, "run"],
-    ):
-        assert run(command) in (0, 1)
+    with url_of(store) as url:
+        for command in (
+            ["ls", url],
+            ["ls", url, "run"],
+            ["show", url, "run"],
+            ["show", url, "run", SECOND],
+            ["verify", url, "run"],
+        ):
+            assert run(command) in (0, 1)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -275,7 +290,7 @@ def test_a_run_whose_claims_cannot_be_read_is_not_said_to_be_missing(store, are_
             store.storage.delete([key])
         else:
             store.storage.put_bytes(key, b"?")
-    with pytest.raises(CheckpointCorruptError, match=r"run 'run' in memory:.* has no claim of an attempt that can be read"):
+    with pytest.raises(CheckpointCorruptError, match=r"run 'run' in memory has no claim of an attempt that can be read"):
         Result.from_storage(store.storage, "run")
     with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
         Result.from_storage(store.storage, "other")
@@ -285,7 +300,7 @@ def test_claims_that_no_number_can_follow_are_refused_by_name(store):
     store.storage.put_bytes("run/attempts/1000000-00000000.json", b"{}")
     assert claim_attempt(store, Owner.current(), world_size=1).number == 3
     store.storage.put_bytes("run/attempts/999999-00000000.json", b"{}")
-    with pytest.raises(CheckpointError, match=r"run 'run' in memory:.* has attempt 999999, and 999999 at most"):
+    with pytest.raises(CheckpointError, match=r"run 'run' in memory has attempt 999999, and 999999 at most"):
         claim_attempt(store, Owner.current(), world_size=1)
 
 
