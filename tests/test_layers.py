@@ -34,10 +34,15 @@ def is_in(module: str, wings: tuple[str, ...]) -> bool:
     return any(module == wing or module.startswith(f"{wing}.") for wing in wings)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, tree: ast.AST | None = None) -> Iterator[str]:
     """Yield every module that `path` imports, anywhere in it or in `tree`, by its absolute name."""
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
-    for node in ast.walk(tree or ast.parse(path.read_text())):
+    for node in ast.walk(tree or parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("prefect_torch.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -72,18 +77,18 @@ def test_every_module_has_a_floor():
     assert {wing for floor in floors() for wing in floor if not any(is_in(module, (wing,)) for module in MODULES)} == set()
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_its_own_wing_and_what_is_below(module):
-    own = floor_of(module)
-    if own is None:
-        return
-    for name in graph()[module]:
-        if name in FOLDERS:  # what a folder shows is for the folders above it
-            assert FOLDERS.index(module.partition(".")[0]) > FOLDERS.index(name.partition(".")[0]), name
+def test_a_module_imports_only_its_own_wing_and_what_is_below():
+    wrong = []
+    for module, names in graph().items():
+        if (own := floor_of(module)) is None:
             continue
-        other = floor_of(name)
-        assert other is not None, f"{name}: import from where it is defined"
-        assert other[0] > own[0] or other == own, f"{module} is on a floor below {name}, or beside it"
+        for name in names:
+            if name in FOLDERS:  # what a folder shows is for the folders above it
+                is_below = FOLDERS.index(module.partition(".")[0]) > FOLDERS.index(name.partition(".")[0])
+            else:  # without a floor, it is to be imported from where it is defined
+                is_below = (other := floor_of(name)) is not None and (other[0] > own[0] or other == own)
+            wrong += [] if is_below else [f"{module} imports {name}, which is above or beside it"]
+    assert wrong == []
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -94,39 +99,38 @@ def test_no_modules_import_each_other_in_a_circle():
     assert left == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_wings_import_each_other_by_absolute_names(module):
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        assert not isinstance(node, ast.ImportFrom) or node.level < 2
+def test_wings_import_each_other_by_absolute_names():
+    nodes = ((module, node) for module, path in MODULES.items() for node in ast.walk(parsed(path)))
+    assert [module for module, node in nodes if isinstance(node, ast.ImportFrom) and node.level >= 2] == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_some_wings_import_torch_and_prefect(module):
-    tops = {name.partition(".")[0] for name in imports(MODULES[module])}
-    assert "torch" not in tops or is_in(module, IMPORT_TORCH)
-    assert "prefect" not in tops or (is_in(module, IMPORT_PREFECT) and not is_in(module, NEVER_PREFECT))
+def test_only_some_wings_import_torch_and_prefect():
+    tops = {module: {name.partition(".")[0] for name in imports(path)} for module, path in MODULES.items()}
+    of_torch, of_prefect = ({module for module, names in tops.items() if library in names} for library in ("torch", "prefect"))
+    unasked_torch = [module for module in of_torch if not is_in(module, IMPORT_TORCH)]
+    unasked_prefect = [module for module in of_prefect if not is_in(module, IMPORT_PREFECT) or is_in(module, NEVER_PREFECT)]
+    assert (unasked_torch, unasked_prefect) == ([], [])
 
 
 @cache
 def loads_torch(module: str) -> bool:
     """Return whether the import of `module` imports torch, by the statements at the top of it and of what it imports."""
-    at_top = [node for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    at_top = [node for node in parsed(MODULES[module]).body if isinstance(node, ast.Import | ast.ImportFrom)]
     tree = ast.Module(at_top, [])
     names = set(imports(MODULES[module], tree))
     return any(name.partition(".")[0] == "torch" for name in names) or any(map(loads_torch, names & MODULES.keys() - {module}))
 
 
-@pytest.mark.parametrize(
-    "module", [module for module in MODULES if is_in(module, ("ckpt",)) and not is_in(module, IMPORT_TORCH)]
-)
-def test_torch_is_imported_only_when_it_is_used(module):
-    assert not loads_torch(module)
+def test_torch_is_imported_only_when_it_is_used():
+    others = [module for module in MODULES if is_in(module, ("ckpt",)) and not is_in(module, IMPORT_TORCH)]
+    assert [module for module in others if loads_torch(module)] == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_frameworks_are_imported_by_their_users_alone(module):
-    for name in graph()[module]:
-        assert not is_in(name, FRAMEWORKS) or is_in(module, tuple(it for it in FRAMEWORKS if is_in(name, (it,)))), name
+def test_frameworks_are_imported_by_their_users_alone():
+    pairs = [(module, name) for module, names in graph().items() for name in names]
+    uses = [(framework, *pair) for framework in FRAMEWORKS for pair in pairs if is_in(pair[1], (framework,))]
+    assert uses
+    assert [use for use in uses if not is_in(use[1], (use[0],))] == []
 
 
 def test_a_folder_shows_a_handful_of_entries():
@@ -148,9 +152,14 @@ def test_importing_ckpt_pulls_in_neither_prefect_nor_torch():
     assert not loaded & {"prefect", "torch", "fsspec", "obstore", "tenacity", "pydantic", "numpy"}
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if is_in(module, ("tasks.rank",)) and module != "tasks.rank"])
-def test_what_a_rank_imports_from_tasks_does_not_import_prefect(module):
-    assert not loaded_by(f"import prefect_torch.{module}") & {"prefect", "torch"}
+def test_what_a_rank_imports_from_tasks_does_not_import_prefect():
+    modules = [module for module in MODULES if is_in(module, ("tasks.rank",)) and module != "tasks.rank"]
+
+    def loaded(some: list[str]) -> set[str]:
+        return loaded_by("\n".join(f"import prefect_torch.{module}" for module in some)) & {"prefect", "torch"}
+
+    if loaded(modules):
+        pytest.fail(f"these import prefect or torch: {[module for module in modules if loaded([module])]}")
 
 
 def test_the_command_line_looks_at_a_folder_without_prefect_and_torch(tmp_path):
@@ -186,9 +195,3 @@ def test_importing_ckpt_costs_little_more_than_a_module_of_the_standard_library(
 def test_the_guard_of_a_rank_needs_nothing_but_the_standard_library():
     names = {name.partition(".")[0] for name in imports(ROOT / "tasks/rank/starting/guard.py")}
     assert names <= set(sys.stdlib_module_names)
-
-
-def test_nothing_imports_the_server_of_prefect():
-    """It costs a second, and with the newest fastapi it cannot be imported: whoever has a remote API needs neither."""
-    modules = [f"import prefect_torch.{module}" for module in MODULES if not is_in(module, ("ckpt",))]
-    assert not {name for name in loaded_by("\n".join(modules)) if name.startswith("prefect.server")}
