@@ -2,13 +2,13 @@
 
 import ast
 import os
-import subprocess
 import sys
 import uuid
 from pathlib import Path
 
 import prefect_torch
 import pytest
+from forked_programs import run_program
 from prefect.client.orchestration import get_client
 from prefect.filesystems import LocalFileSystem
 from prefect.settings import PREFECT_API_URL
@@ -56,7 +56,7 @@ def test_a_saved_block_can_be_checked(name, tmp_path):
 def test_every_block_is_registered_from_the_root():
     command = [Path(sys.executable).with_name("prefect"), "block", "register", "-m", "prefect_torch"]
     environment = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_program(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Successfully registered 2 blocks" in done.stdout
     assert "Checkpoint Storage" in done.stdout

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_programs import run_program, started_as_usual
+from forked_programs import run_program
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import RunConfig, ScalingConfig, train
@@ -21,8 +21,7 @@ def run(tmp_path):
 
 
 def test_prepared_models_and_loaders_train_as_one_process_would(run):
-    with started_as_usual():
-        told = train("prepared_trainings:prepare_everything", {}, TWO, run).return_value
+    told = train("prepared_trainings:prepare_everything", {}, TWO, run).return_value
     assert told == {
         "share": True,
         "device": "cpu",
@@ -34,7 +33,6 @@ def test_prepared_models_and_loaders_train_as_one_process_would(run):
         "blocks of given mesh": ["0", "2"],
         "own blocks": True,
         "blocks of own blocks": ["2"],
-        "prefect": False,
     }
 
 

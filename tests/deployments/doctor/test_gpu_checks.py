@@ -1,13 +1,13 @@
 """Doctor's checks of GPUs, on the simulated one, and on what torch says of others."""
 
 import resource
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import simulated_gpu as gpu
 import torch
+from forked_programs import run_program
 from prefect_torch.deployments.command_line.doctor import gpu_checks
 from simulated_processes import on_simulated_gpu
 
@@ -64,7 +64,7 @@ def test_a_machine_without_gpus_is_asked_for_neither():
 
 def test_an_all_reduce_of_one_rank_says_its_backend(capsys):
     program = gpu_checks._TRY_COLLECTIVE.format(module=gpu_checks.__name__, device="cpu")
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ended = run_program([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("gloo: an all-reduce of one rank on cpu in ")
 
 

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 
 import nbformat
 import pytest
+from forked_programs import Popen
 from nbclient import NotebookClient
 from prefect.settings import PREFECT_API_URL
 
@@ -33,6 +34,7 @@ def cells(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PREFECT_API_URL", PREFECT_API_URL.value())
         patched.setenv("IPYTHONDIR", str(folder / "ipython"))
+        patched.setattr("jupyter_client.launcher.Popen", Popen)
         NotebookClient(notebook, kernel_name="python3", timeout=200, resources={"metadata": {"path": str(folder)}}).execute()
     return [[it.data["text/html"] for it in cell.outputs if "text/html" in it.get("data", {})] for cell in notebook.cells]
 

@@ -54,6 +54,7 @@ with open(sys.argv[1], "rb") as spec, open(sys.argv[2], "w") as told:
 servers.close()
 """
 WAIT = "import os, time\nprint('UP', os.getpid(), os.getppid(), os.environ['RANK'], flush=True)\ntime.sleep(600)\n"
+BY_COMMAND = [sys.executable, "-c", "print('by its command')"]  # at once: it imports no torch, as a rank does
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,14 +73,15 @@ def servers():
 
 @pytest.fixture
 def rank(tmp_path, monkeypatch):
-    """Start a rank whose function's module is the given text."""
+    """Start a rank whose function's module is the given text; where none is forked, by `command`."""
     monkeypatch.chdir(tmp_path)
     processes = []
 
-    def start(text, server, **environment):
+    def start(text, server, command=None, **environment):
         path = tmp_path / f"function_{len(processes)}.py"
         path.write_text(text)
-        process = RankProcess(python_command(RANK), {**variables(), "RANK": "3", **environment}, spec_of(path), (), server)
+        variables_of_rank = {**variables(), "RANK": "3", **environment}
+        process = RankProcess(command or python_command(RANK), variables_of_rank, spec_of(path), (), server)
         processes.append(process)
         return process
 
@@ -254,8 +256,8 @@ def test_a_server_that_was_killed_spares_its_ranks_and_is_started_again(rank, se
     survivor = rank(f"def fn(): ...\n{WAIT}", server)
     _, pid, *_ = first_line(survivor).split()
     server._process.kill()
-    lines, ended = output_of(rank("def fn(): ...\nprint('spawned')\nimport os\nos._exit(0)", server))
-    assert (lines[-1], ended.returncode) == ("spawned", 0)
+    lines, ended = output_of(rank("def fn(): ...", server, command=BY_COMMAND))
+    assert (lines[-1], ended.returncode) == ("by its command", 0)
     assert psutil.Process(int(pid)).is_running()
     assert not server.has_refused
     successor = servers.find(variables())
@@ -272,8 +274,8 @@ def test_where_a_fork_is_not_safe_ranks_are_spawned(rank, servers, tmp_path, dan
     )
     environment = {**variables(), "PYTHONPATH": str(tmp_path / "libraries")}
     server = servers.find(environment)
-    lines, ended = output_of(rank("def fn(): ...\nprint('spawned')\nimport os\nos._exit(0)", server, **environment))
-    assert (lines[-1], ended.returncode) == ("spawned", 0)
+    lines, ended = output_of(rank("def fn(): ...", server, command=BY_COMMAND, **environment))
+    assert (lines[-1], ended.returncode) == ("by its command", 0)
     assert server.has_refused
     assert servers.find(environment) is None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked_programs import Popen, PopenOfProgram
 from prefect_torch.tasks.gang import gpus
 from prefect_torch.tasks.gang.gpus import Gpu, GpusBusyError, GpuSeat, list_gpus, take_free
 from prefect_torch.tasks.gang.processes.process import RankProcess
@@ -39,6 +40,7 @@ def torchs_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("PRETENDED_GPUS", "3")
     monkeypatch.setenv("PRETENDED_MACHINE", tmp_path.name)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setattr(subprocess, "Popen", PopenOfProgram)  # of the program that lists them
     monkeypatch.setattr(gpus, "get_run_logger", lambda: gpus_log)
     monkeypatch.setattr(gpus, "_POLL_S", 0.01)
     yield
@@ -48,7 +50,7 @@ def torchs_machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def machine(torchs_machine, monkeypatch):
-    """The same, without the seconds that torch takes to list them."""
+    """The same, without a process that lists them."""
     monkeypatch.setattr(gpus, "list_gpus", listed)
 
 
@@ -77,7 +79,7 @@ def take(seat):
 @pytest.fixture
 def held(machine):
     """Another process, whose ranks hold two of the GPUs; yields it, the pids of the ranks and their guards."""
-    with subprocess.Popen([sys.executable, "-c", HOLD, "2"], stdout=subprocess.PIPE, text=True) as holder:
+    with Popen([sys.executable, "-c", HOLD, "2"], stdout=subprocess.PIPE, text=True) as holder:
         pids = [int(holder.stdout.readline()) for _ in range(2)]
         guards = [psutil.Process(pid).parent() for pid in pids]
         yield holder, pids, guards
@@ -263,7 +265,7 @@ everything.take(lambda: None)
 
 def test_gpus_that_another_only_tries_to_take_are_not_in_use(machine):
     """It waits for all, of which one is in use, so the others are free whenever somebody looks."""
-    with subprocess.Popen([sys.executable, "-c", LOOK_ALL_THE_TIME], stdout=subprocess.PIPE, text=True) as other:
+    with Popen([sys.executable, "-c", LOOK_ALL_THE_TIME], stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout.readline() == "looks\n"
             until_s = time.monotonic() + 1.0

@@ -2,11 +2,11 @@
 
 import copy
 import inspect
-import subprocess
 import sys
 
 import pytest
 import torch
+from forked_programs import run_program
 from prefect_torch.tasks import prepare_data_loader
 from prefect_torch.tasks.prepare import data_loader
 from torch.utils.data import (
@@ -134,7 +134,7 @@ for epoch in range(2):
 
 def test_workers_load_the_share():
     """In a process of its own, as a rank is one: a worker is a fork, and this process may hold a whole server's threads."""
-    ran = subprocess.run([sys.executable, "-c", WITH_WORKERS], capture_output=True, text=True, check=False)
+    ran = run_program([sys.executable, "-c", WITH_WORKERS], capture_output=True, text=True)
     assert ran.stdout.splitlines() == ["[0, 2, 4, 6, 8]"] * 2, ran.stderr
 
 

@@ -1,12 +1,12 @@
 """Loaders that continue in the middle of an epoch, as one of several ranks; real ranks are in tests/flows."""
 
 import random
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from forked_programs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointStore, RankLocalStateError
@@ -215,7 +215,7 @@ assert sorted(used + rest[0]) == sorted(rest[1]) == list(range(30)), (used, rest
 
 def test_what_workers_have_loaded_ahead_was_not_used():
     """In a process of its own, as a rank is one: a worker is a fork, and this process may hold a whole server's threads."""
-    ran = subprocess.run([sys.executable, "-c", WITH_WORKERS], capture_output=True, text=True, check=False)
+    ran = run_program([sys.executable, "-c", WITH_WORKERS], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
@@ -264,7 +264,7 @@ assert len(rest) == 3 and not set(rest) & {*first, *second, *seeds(loader(rank=1
 
 def test_workers_are_seeded_by_the_epoch_the_position_and_the_rank():
     """In a process of its own, as above."""
-    ran = subprocess.run([sys.executable, "-c", WORKER_SEEDS], capture_output=True, text=True, check=False)
+    ran = run_program([sys.executable, "-c", WORKER_SEEDS], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 

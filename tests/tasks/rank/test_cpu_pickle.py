@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from forked_programs import run_program
 from prefect_torch.tasks.rank import cpu_pickle, main
 from prefect_torch.tasks.rank.cpu_pickle import dump_on_cpu
 
@@ -30,7 +31,7 @@ sys.stdout.buffer.write(dump_on_cpu({"nested": [tensor, tensor], "error": MyErro
 
 def test_tensors_of_a_device_arrive_on_the_cpu_where_nobody_knows_the_device():
     environment = {**os.environ, "PRETENDED_GPUS": "1", "PRETENDED_MACHINE": "any", "PYTHONPATH": str(SUPPORT)}
-    pickled = subprocess.run([sys.executable, "-c", DUMP], env=environment, stdout=subprocess.PIPE, check=True).stdout
+    pickled = run_program([sys.executable, "-c", DUMP], env=environment, stdout=subprocess.PIPE, check=True).stdout
     assert b"fakegpu" not in pickled
     value = pickle.loads(pickled)
     assert value["nested"][0] is value["nested"][1]
