@@ -1,4 +1,4 @@
-"""The README is true, and so are the table of settings, and programs of other pages that need several ranks."""
+"""The README is true, and so is the table of settings; tests/flows/test_readme_trainings.py has its training on other ranks."""
 
 import os
 import re
@@ -13,25 +13,13 @@ from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, Scal
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SETTINGS = (ROOT / "docs/reference/settings.md").read_text()
-
-
-def programs(text):
-    return re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.DOTALL)
-
-
-PROGRAMS = programs(README)
+PROGRAMS = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", README, re.DOTALL)
 (OUTPUT,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
 COMMANDS = [
     line[2:].partition("#")[0].strip()
     for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
     for line in block.splitlines()
 ]
-
-
-@pytest.fixture(scope="module")
-def server(prefect_server):
-    """Return an environment with one Prefect server for several programs: else each begins one of its own."""
-    return {**os.environ, "PREFECT_API_URL": prefect_server.api}
 
 
 def test_it_is_read_in_some_minutes():
@@ -48,9 +36,10 @@ def test_the_programs_run_in_order(tmp_path):
     printed, environment = {}, {**os.environ, "PREFECT_HOME": str(tmp_path / "home")}
     for name, program in PROGRAMS:
         (tmp_path / name).write_text(program.replace("serve(nightly)", "print(nightly.name)"))
-        done = run_program([name], tmp_path, environment, run=subprocess.run)
+        is_new = name == "run.py"  # what else it imports first, it would find there in a forked one
+        done = run_program([name], tmp_path, environment, run=subprocess.run if is_new else forked_programs.run_program)
         printed[name] = done.stdout
-        if name == "run.py":
+        if is_new:
             assert_same_output(done, OUTPUT)
     assert printed["look.py"].startswith("1 None [{'val_loss'")
     assert len(printed["look.py"].splitlines()) in (3, 4)  # the best two, and the latest
@@ -63,7 +52,7 @@ def test_the_programs_run_in_order(tmp_path):
     assert any((tmp_path / "model").iterdir())
 
 
-def run_program(arguments, folder, environment, run=forked_programs.run_program):
+def run_program(arguments, folder, environment, run):
     """Return a program that has ended, with what it printed; one that fails is an error."""
     done = run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
@@ -103,42 +92,16 @@ def normalized(output):
     return [re.sub(r"\d\.\d+", "NUMBER", line) for line in lines], numbers
 
 
-@pytest.mark.parametrize(("page", "name"), [("lightning", "with_lightning"), ("own-training-code", "prepared")])
-def test_the_trainings_of_other_pages_run_on_two_ranks(tmp_path, server, page, name):
-    text = (ROOT / f"docs/how-to/{page}.md").read_text()
-    (tmp_path / f"{name}.py").write_text(dict(programs(text))[f"{name}.py"])
-    program = f"""
-from prefect_torch.flows import RunConfig, ScalingConfig, train
-result = train("{name}:train_fn", {{"epochs": 2}}, ScalingConfig(num_workers=2), RunConfig(name="run"))
-print(len(result.history), "loss" in result.metrics)
-"""
-    assert run_program(["-c", program], tmp_path, server).stdout.splitlines()[-1] == "2 True"
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")])
+def test_what_is_made_can_be_made(command):
+    subprocess.run(["make", "--dry-run", *command.split()[1:]], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_the_training_resumes_on_another_number_of_ranks(tmp_path, server):
-    (tmp_path / "my_training.py").write_text(dict(PROGRAMS)["my_training.py"])
-    program = """
-from prefect_torch.flows import RunConfig, ScalingConfig, train
-for ranks, epochs in [(2, 2), (1, 3), (2, 5)]:
-    config = {"epochs": epochs, "lr": 0.1}
-    result = train("my_training:train_fn", config, ScalingConfig(num_workers=ranks), RunConfig(name="run"))
-print([(record.attempt, record.step) for record in result.history])
-"""
-    assert run_program(["-c", program], tmp_path, server).stdout.splitlines()[-1] == "[(1, 0), (1, 1), (2, 2), (3, 3), (3, 4)]"
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands_exist(command):
-    program, *arguments = command.split()
-    if program == "make":
-        subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
-    elif program == "prefect-torch":
-        script = Path(sys.executable).with_name(program)
-        subprocess.run([script, arguments[0], "--help"], check=True, capture_output=True)
-    else:
-        assert program == "pip"
-        dry = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-build-isolation", "-q"]
-        subprocess.run([*dry, *arguments[1:]], cwd=ROOT, check=True, capture_output=True)
+def test_every_other_command_is_run():
+    """Those of `prefect-torch` above; as pip's, so installs the Makefile, and tests/test_packaging.py builds the wheel."""
+    others = [command for command in COMMANDS if not command.startswith(("make ", "prefect-torch "))]
+    assert others == ["pip install -c constraints.txt ."]
+    assert "pip install --quiet --no-deps --no-build-isolation -c constraints.txt -e ." in (ROOT / "Makefile").read_text()
 
 
 def test_the_table_of_settings_is_complete():

@@ -1,0 +1,38 @@
+"""Training functions that README and other pages show, on several ranks."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prefect_torch.flows import RunConfig, ScalingConfig, train
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a program of a page where a training finds it, beside which it stores."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write_program(page, name):
+        found = re.search(rf"```python\n# {re.escape(name)}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        (tmp_path / name).write_text(found[1])
+
+    return write_program
+
+
+@pytest.mark.parametrize(("page", "name"), [("lightning", "with_lightning"), ("own-training-code", "prepared")])
+def test_the_trainings_of_other_pages_run_on_two_ranks(write, page, name):
+    write(f"docs/how-to/{page}.md", f"{name}.py")
+    result = train(f"{name}:train_fn", {"epochs": 2}, ScalingConfig(num_workers=2), RunConfig(name="run"))
+    assert len(result.history) == 2
+    assert "loss" in result.metrics
+
+
+def test_the_training_resumes_on_another_number_of_ranks(write):
+    write("README.md", "my_training.py")
+    for ranks, epochs in [(2, 2), (1, 3), (2, 5)]:
+        config = {"epochs": epochs, "lr": 0.1}
+        result = train("my_training:train_fn", config, ScalingConfig(num_workers=ranks), RunConfig(name="run"))
+    assert [(record.attempt, record.step) for record in result.history] == [(1, 0), (1, 1), (2, 2), (3, 3), (3, 4)]
