@@ -17,9 +17,15 @@ class StorageContract:
     """Subclasses give the fixtures `storage`, an empty one, and `raw_keys`, which looks behind its back.
 
     `raw_keys()` returns the keys that lie there, asked of the backend itself.
+
+    Attributes:
+        num_many: A number of objects, more than a page of listings and deletions, for backends that have pages.
+
     """
 
-    @pytest.mark.parametrize("size", [0, 1, 1000, 20 * 2**20 + 3])
+    num_many = 1005
+
+    @pytest.mark.parametrize("size", [0, 1, 1000, 9 * 2**20 + 3])
     def test_a_file_comes_back_with_the_digest_of_its_bytes(self, storage, tmp_path, size):
         data = bytes(range(251)) * (size // 251 + 1)
         (tmp_path / "in").write_bytes(data[:size])
@@ -120,11 +126,11 @@ class StorageContract:
         assert info.modified_s > 1_600_000_000
 
     def test_more_objects_than_a_page_are_listed_and_deleted(self, storage):
-        keys = [f"many/{number:05d}" for number in range(1005)]
+        keys = [f"many/{number:05d}" for number in range(self.num_many)]
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda key: storage.put_bytes(key, b""), keys))
         assert listed(storage, "many/") == keys
-        assert listed(storage, "many/", keys[1000]) == keys[1001:]
+        assert listed(storage, "many/", keys[-5]) == keys[-4:]
         storage.delete(keys)
         assert list(storage.list("many/")) == []
 
@@ -186,7 +192,7 @@ class StorageContract:
         assert len(set(moved)) == 1
         assert sum(info.bytes for info in storage.list("shared/")) == 3_200_000
 
-    @pytest.mark.parametrize("sizes", [[], [0], [1, 0, 999], [20 * 2**20 + 3], [9 * 2**20, 5, 8 * 2**20]])
+    @pytest.mark.parametrize("sizes", [[], [0], [1, 0, 999], [9 * 2**20 + 3], [9 * 2**20, 5, 8 * 2**20]])
     def test_buffers_become_one_object_with_the_digest_of_its_bytes(self, storage, raw_keys, sizes):
         memory = bytearray(bytes(range(251)) * (sum(sizes) // 251 + 1))
         ends = [sum(sizes[: count + 1]) for count in range(len(sizes))]

@@ -381,6 +381,7 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
 
 
 class TestMemoryStorage(StorageContract, WholeWritesContract):
+    num_many = 20
     writes = ("file", "buffers")
 
     @pytest.fixture
@@ -440,6 +441,8 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
 
 class TestSftpStorage(StorageContract, WholeWritesContract):
     """On a real OpenSSH server."""
+
+    num_many = 120  # a hundred are named at a time
 
     @pytest.fixture
     def storage(self, sshd, tmp_path):
