@@ -14,6 +14,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
+from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Pending, Running, Scheduled, Suspended
 from prefect_servers import wait_until
@@ -104,9 +105,8 @@ def test_an_interrupted_training_leaves_after_a_last_checkpoint_and_goes_on_in_i
         assert (state.type, state.name) == ("SCHEDULED", "Yielded"), output
         assert outcome.error.startswith(f"gave way to the more urgent flow run {urgent.name!r}; ")
     assert client.read_flow_run(flow_run.id).state.is_scheduled()
-    with run(flow_run) as process:
-        output = process.communicate(timeout=170)[0]
-    assert client.read_flow_run(flow_run.id).state.is_completed(), output
+    state = run_flow(train, flow_run=client.read_flow_run(flow_run.id), return_type="state")
+    assert client.read_flow_run(flow_run.id).state.is_completed(), state
     assert [it.ending for it in read_outcomes(store)] == ["preempted", "completed"]
     assert read_outcomes(store)[1].return_value == {"resumed": last.id}
 

@@ -1,16 +1,13 @@
 """Flow runs that are run again, by a person or by a parent's retries, go on with what they trained."""
 
-import os
-import sys
 from pathlib import Path
 from uuid import UUID
 
 import pytest
-from forked_programs import run_program
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
-from prefect.settings import PREFECT_API_URL
+from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, Pending, Running
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
@@ -101,15 +98,16 @@ def test_a_flow_run_that_a_person_retries_has_new_budgets(client, tmp_path):
         client,
         train_fn=f"{SUPPORT / 'trainings.py'}:train_epochs",
         config={"epochs": 1, "how": "raise", "rank": 0, "at": 0, "times": 9},
+        scaling={"num_workers": 1},
         run={"name": "run", "storage": str(tmp_path)},
-        failure={"max_failures": 1},
+        checkpoint={"num_to_keep": 1},
+        failure={"max_failures": 1, "retry_delay_s": 0.01},
+        resume_from=None,
     )
-    program = [sys.executable, str(SUPPORT / "run_flow_run.py"), str(flow_run.id)]
-    environment = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
     store = CheckpointStore.open(tmp_path, "run")
     for attempts in (2, 4):
-        ended = run_program(program, env=environment, capture_output=True, text=True, check=False)
-        assert len(list(list_attempts(store))) == attempts, ended.stdout + ended.stderr
+        run_flow(train, flow_run=client.read_flow_run(flow_run.id), return_type="state")
+        assert len(list(list_attempts(store))) == attempts
         state = client.read_flow_run(flow_run.id).state
         assert state.is_failed(), state
         client.set_flow_run_state(flow_run.id, AwaitingRetry())
