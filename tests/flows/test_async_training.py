@@ -12,7 +12,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore, get_checkpoint, get_context, report
-from prefect_torch.flows import Result, RunConfig, atrain, train
+from prefect_torch.flows import Result, RunConfig, ScalingConfig, atrain, train
 
 # Prefect's client of an async flow leaves its socket to the garbage collector when the loop ends (tried with 3.8.8).
 pytestmark = pytest.mark.filterwarnings(
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/own-flows.md"
+TWO = ScalingConfig(num_workers=2)
 
 
 async def ticks_during(work):
@@ -35,11 +36,11 @@ async def ticks_during(work):
 def test_two_trainings_of_an_async_flow_run_at_once_as_its_subflows_one_of_them_in_a_task(tmp_path):
     @task
     async def in_a_task():
-        return await atrain("trainings:train_epochs", {"epochs": 2}, run=RunConfig(name="b", storage=str(tmp_path)))
+        return await atrain("trainings:train_epochs", {"epochs": 2}, TWO, RunConfig(name="b", storage=str(tmp_path)))
 
     @flow
     async def parent():
-        one = atrain("trainings:train_epochs", {"epochs": 2}, run=RunConfig(name="a", storage=str(tmp_path)))
+        one = atrain("trainings:train_epochs", {"epochs": 2}, TWO, RunConfig(name="a", storage=str(tmp_path)))
         return flow_run.id, await ticks_during(asyncio.gather(one, in_a_task()))
 
     parent_id, (results, ticks) = asyncio.run(parent())

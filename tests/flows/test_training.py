@@ -5,7 +5,6 @@ import re
 import socket
 import threading
 import time
-from contextvars import copy_context
 from pathlib import Path
 
 import psutil
@@ -352,20 +351,6 @@ def test_a_rank_that_hangs_is_ended_with_its_children_when_another_fails(run, tm
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-def test_two_trainings_at_once_do_not_meet(tmp_path):
-    results = {}
-
-    def one(name):
-        results[name] = train("trainings:train_epochs", epochs(3), TWO, RunConfig(name=name, storage=str(tmp_path / "store")))
-
-    threads = [threading.Thread(target=copy_context().run, args=(one, name)) for name in "ab"]  # with the settings of the tests
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [results[name].checkpoint.step for name in "ab"] == [2, 2]
-
-
 def test_a_function_of_this_process_travels(run):
     offset = 3
 
@@ -537,19 +522,6 @@ def test_a_storage_that_ranks_cannot_see_is_told(tmp_path):
         train(
             "trainings:train_epochs", epochs(1), run=RunConfig(name="run", storage=f"memory://{tmp_path}"), failure=NO_RESTARTS
         )
-
-
-def test_all_parameters_can_be_json(tmp_path):
-    result = train(
-        train_fn="trainings:train_epochs",
-        config={"epochs": 2},
-        scaling={"num_workers": 1},
-        run={"name": "json", "storage": str(tmp_path)},
-        checkpoint={"num_to_keep": 1},
-        failure={"max_failures": 1, "retry_delay_s": 0.5},
-        resume_from=None,
-    )
-    assert result.metrics["epoch"] == 1
 
 
 def test_a_nan_score_comes_back_as_one(run):
