@@ -1,6 +1,6 @@
 """Kill a training at every file event of a save, a prune and a resume, start it again, and judge what came of it.
 
-    python tests/benchmarks/chaos.py [--quick] [--every K] [--flow-points N]
+    python tests/benchmarks/chaos.py [--quick] [--ranks N ...] [--how HOW ...] [--every K] [--flow-points N]
 
 A referee from outside: nothing is mocked. `injected/file_faults.py` counts the file events of the real processes below the
 storage folder; one run records them, and then each event of each process (the leader and every rank) is died at, in every way
@@ -15,8 +15,8 @@ again, and judged:
 
 Most points run on forked processes (`forked_gang.py`), where the whole gang dies at that moment, as a machine does. The rows
 "flow" run through `prefect_torch.flows.train`, where one process dies alone: a rank, which the flow retries, or the flow's own
-process, which is started again. Exits with 1 unless every fault fired and every count is zero. Without --quick or --every
-the table is written to tests/benchmarks/results/chaos.txt.
+process, which is started again. Exits with 1 unless every fault fired and every count is zero. The whole of it, without
+--quick, --ranks, --how and --every, writes its table to tests/benchmarks/results/chaos.txt.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +45,8 @@ RECORDINGS = 3
 MOST_TRIES = 6  # a run may still lack an event of the recorded ones: it is left to a race
 QUICK_POINTS = 16
 TRAIN_FN = f"{HERE / 'exact_training.py'}:train_exactly"
+RANKS = (1, 2)
+HOWS = ("before", "after", "half", "cut")
 PROBLEMS = ("hard", "silent", "lost", "kept")
 
 
@@ -341,9 +343,10 @@ def show(referee: Referee, seconds: float) -> str:
     return "\n".join([*lines, *referee.failures])
 
 
-def run_all(referee: Referee, every: int, flow_points: int, *, quick: bool) -> None:
-    points = [found for world_size in (1, 2) for found in forked_points(referee, world_size)]
-    chosen = spread(points, QUICK_POINTS) if quick else points[::every]
+def run_all(referee: Referee, options: argparse.Namespace, flow_points: int) -> None:
+    points = [found for world_size in options.ranks for found in forked_points(referee, world_size)]
+    points = [found for found in points if found[0].fault.how in options.how]
+    chosen = spread(points, QUICK_POINTS) if options.quick else points[:: options.every]
     print(f"{len(chosen)} of {len(points)} points on forked processes", flush=True)
     for number, (point, template) in enumerate(chosen):
         referee.judge(point, template)
@@ -351,13 +354,13 @@ def run_all(referee: Referee, every: int, flow_points: int, *, quick: bool) -> N
             print(f"{number + 1} done, {len(referee.failures)} failures", flush=True)
     if flow_points:
         with prefect_server(referee.scratch) as server:
-            flow_sample(Flows(referee, server), [point for point, template in points if template is None], flow_points,
-                        quick=quick)  # fmt: skip
+            forked = [point for point, template in points if template is None]
+            flow_sample(Flows(referee, server), forked, options.ranks, flow_points, quick=options.quick)
 
 
-def flow_sample(flows: Flows, forked: list[Point], count: int, *, quick: bool) -> None:
-    """Die at `count` points per number of ranks; a quick one takes the forked run's, and records none of its own."""
-    for world_size in (1, 2):
+def flow_sample(flows: Flows, forked: list[Point], ranks: Sequence[int], count: int, *, quick: bool) -> None:
+    """Die at `count` points per number of ranks; a quick one takes those of one forked rank, and records none."""
+    for world_size in ranks[:1] if quick else ranks:
         # Of the forked run's events, the first of each name: the flow coalesces prunes, so it may have fewer.
         points = [replace(it, path="flow") for it in forked if it.world_size == world_size and it.fault.number == 1]
         if not quick:
@@ -365,8 +368,6 @@ def flow_sample(flows: Flows, forked: list[Point], count: int, *, quick: bool) -
         points = [point for point in points if point.fault.how in {"before", "after"}]  # no machine dies here, but a process
         by_role = {role: [point for point in points if point.fault.role == role] for role in {p.fault.role for p in points}}
         roles = sorted(by_role)
-        if quick:
-            roles = ["leader"] if world_size == 1 else ["rank 1"]
         for role in roles:
             usable = by_role[role] if not quick else by_role[role][: len(by_role[role]) // 2]
             for point in spread(usable, max(1, count // len(roles))):
@@ -377,6 +378,8 @@ def flow_sample(flows: Flows, forked: list[Point], count: int, *, quick: bool) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a sample that fits into a minute")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of these numbers of ranks")
+    parser.add_argument("--how", nargs="+", choices=HOWS, default=HOWS, help="die in these ways")
     parser.add_argument("--every", type=int, default=1, help="take every K-th of the points on forked processes")
     parser.add_argument("--flow-points", type=int, help="how many points per number of ranks go through the flow")
     parser.add_argument("--train", nargs=4, help=argparse.SUPPRESS)
@@ -392,9 +395,10 @@ def main() -> int:
 
         adopt_orphans()
         referee = Referee(scratch)
-        run_all(referee, options.every, flow_points, quick=options.quick)
+        run_all(referee, options, flow_points)
     table = show(referee, time.monotonic() - started)
-    if not options.quick and options.every == 1:
+    is_whole = not options.quick and options.every == 1 and (*options.ranks, *options.how) == (*RANKS, *HOWS)
+    if is_whole:
         write_results("chaos.txt", 1, [table])
     else:
         print(table)
