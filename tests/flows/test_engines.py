@@ -44,6 +44,14 @@ def run(tmp_path):
     return RunConfig(name="run", storage=str(tmp_path / "store"))
 
 
+@pytest.fixture(scope="module")
+def dask(tmp_path_factory):
+    """Yield the address of a cluster of one worker, the nanny of that, and what starts more."""
+    with dask_cluster(tmp_path_factory.mktemp("dask")) as (address, start):
+        (first,) = start("first")
+        yield address, first, start
+
+
 @pytest.fixture
 def short_folder():
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="pt", ignore_cleanup_errors=True) as folder:
@@ -97,25 +105,25 @@ def test_a_training_on_ray_goes_on_without_the_machine_of_a_killed_raylet(short_
         train_and_lose_machines(train, scaling, run, tmp_path, [lambda: kill(raylet)], [2, 1])
 
 
-def test_a_training_on_dask_goes_on_without_a_killed_nanny_and_with_a_restarted_worker(tmp_path, run):
+def test_a_training_on_dask_goes_on_without_a_killed_nanny_and_with_a_restarted_worker(dask, tmp_path, run):
     """The cluster is named in Prefect's own way. A worker ends with its nanny; a nanny starts its worker again."""
-    with dask_cluster(tmp_path) as (address, start):
-        first, second = start("first", "second")
-        training = train.with_options(task_runner=DaskTaskRunner(address=address))
-        losses = [lambda: kill(second), lambda: kill(worker_of(first))]
-        # Without GPUs, all ranks are spread evenly over the workers that are left.
-        train_and_lose_machines(training, ScalingConfig(num_workers=(1, 2)), run, tmp_path, losses, [2, 2, 2])
+    address, first, start = dask
+    (second,) = start("second")
+    training = train.with_options(task_runner=DaskTaskRunner(address=address))
+    losses = [lambda: kill(second), lambda: kill(worker_of(first))]
+    # Without GPUs, all ranks are spread evenly over the workers that are left.
+    train_and_lose_machines(training, ScalingConfig(num_workers=(1, 2)), run, tmp_path, losses, [2, 2, 2])
 
 
-def test_a_training_on_dask_goes_on_with_a_worker_that_comes_later(tmp_path, run):
-    """Its first attempt waits for that; no budget pays for its end."""
-    with dask_cluster(tmp_path) as (address, start), ThreadPoolExecutor(1) as other:
-        start("first")
+def test_a_training_on_dask_goes_on_with_a_worker_that_comes_later(dask, tmp_path, run):
+    """Its first attempt waits for that, on the one that the test before has left; no budget pays for its end."""
+    address, _, start = dask
 
-        def grow():
-            wait_until((tmp_path / "1-1").exists, "an attempt on the first worker")
-            start("second")
+    def grow():
+        wait_until((tmp_path / "1-1").exists, "an attempt on the first worker")
+        start("third")
 
+    with ThreadPoolExecutor(1) as other:
         grown = other.submit(grow)
         cluster = DaskCluster(address=address, ranks_per_worker=1, leader_address=LOOPBACK, wait_s=0)
         scaling = ScalingConfig(num_workers=(1, 2), cluster=cluster, regrow_after_s=0.5)
