@@ -124,16 +124,17 @@ def test_a_watch_outlives_an_attempt_that_is_begun_again(local, command, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("outcome", "process", "waits"),
+    ("outcome", "lives", "waits"),
     [
-        (Outcome(2, "failed", kind="user"), os.getpid(), True),
-        (Outcome(2, "preempted"), os.getpid(), True),
-        (Outcome(2, "failed", kind="final"), os.getpid(), False),
-        (Outcome(2, "cancelled"), os.getpid(), False),
-        (Outcome(2, "failed", kind="user"), 2**22 - 1, False),
+        (Outcome(2, "failed", kind="user"), True, True),
+        (Outcome(2, "preempted"), True, True),
+        (Outcome(2, "failed", kind="final"), True, False),
+        (Outcome(2, "cancelled"), True, False),
+        (Outcome(2, "failed", kind="user"), False, False),
     ],
 )
-def test_only_what_may_begin_again_is_awaited_and_not_forever(outcome, process, waits, monkeypatch):
+def test_only_what_may_begin_again_is_awaited_and_not_forever(outcome, lives, waits, monkeypatch):
+    process = os.getpid() if lives else 2**22 - 1
     attempt = Attempt(2, "token", replace(Owner.current(), pid=process), 1, None, 1, "2026-01-01T00:00:00+00:00")
     view, settling = watch_command.View(Standing(attempt, outcome), (), ()), watch_command.Settling(90.0)
     now_s = 1000.0
