@@ -111,8 +111,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Have a worker for each core: a test that waits for seconds must not find its processes starved by others."""
-    return len(os.sched_getaffinity(0))
+    """Have one worker more than there are cores: tests wait for other processes and for time a quarter of theirs."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -323,8 +323,7 @@ def _weed(folder: Path) -> contextlib.AbstractContextManager[S3Server]:
     options += [f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock", "-volume.max=1000"]
     server = ["server", "-s3", "-ip=127.0.0.1", f"-dir={folder}", f"-s3.config={folder}/users.json", f"-s3.port={s3}", *options]
     one_volume = {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}  # a bucket has volumes of its own, seven at first if not told
-    # Asked kindly, it takes ten seconds to end.
-    return running([program("weed"), *server], s3, signal.SIGKILL, **one_volume)
+    return running([program("weed"), *server], s3, **one_volume)
 
 
 @pytest.fixture(scope="session")

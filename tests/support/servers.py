@@ -5,7 +5,6 @@ import os
 import pwd
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -128,8 +127,8 @@ def program(name: str) -> str:
 
 
 @contextmanager
-def running(command: list[str], port: int, ended_by: signal.Signals = signal.SIGTERM, **environment: str) -> Iterator[S3Server]:
-    """Start a server, wait until it answers, and end it."""
+def running(command: list[str], port: int, **environment: str) -> Iterator[S3Server]:
+    """Start a server, wait until it answers, and kill it: asked kindly, some take ten seconds to end."""
     variables = {**os.environ, **environment}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=variables)
     try:
@@ -148,12 +147,8 @@ def running(command: list[str], port: int, ended_by: signal.Signals = signal.SIG
                 break
         yield S3Server(endpoint)
     finally:
-        process.send_signal(ended_by)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
 
 
 def rclone_command(port: int, folder: Path, secret: str = SECRET_KEY) -> list[str]:
