@@ -111,8 +111,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Have one worker more than there are cores: tests wait for other processes and for time a quarter of theirs."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Have a worker for each core: a test that waits for seconds must not find its processes starved by others."""
+    return len(os.sched_getaffinity(0))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

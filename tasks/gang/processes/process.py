@@ -121,7 +121,7 @@ class RankProcess:
             for descriptor in (self._output, self._status, self._result):
                 selector.register(descriptor, selectors.EVENT_READ)
             while selector.get_map():
-                written, ready = b"", selector.select(poll_s)
+                written, ready = b"", selector.select(min(poll_s, max(0.0, ends_s - time.monotonic())))
                 for key, _ in ready:
                     data = os.read(key.fd, 65536)
                     if not data:
@@ -135,7 +135,7 @@ class RankProcess:
                 yield output.feed(written, time.monotonic())
                 if set(selector.get_map()) == {self._output}:  # a guard closes its own end of it first
                     ends_s = min(ends_s, time.monotonic() + _LEFT_S)
-                    if not ready or time.monotonic() >= ends_s:
+                    if time.monotonic() >= ends_s:
                         told = [f"WARNING: the rank has ended, and {_holders(self._output)} that it started has not"]
                         break
         yield [*output.feed(self._failure, time.monotonic(), final=True), *told]
