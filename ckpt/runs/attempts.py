@@ -158,6 +158,11 @@ class Outcome:
     errors: Annotated[dict[str, str], _check_ranks] = field(default_factory=dict)
     return_value: Any = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the attempt completed, or was stopped by a sweep's decision, so that nothing of it is to be done again."""
+        return self.ending in ("completed", "stopped")
+
 
 @dataclass(frozen=True, slots=True)
 class _RunInfo:

@@ -47,7 +47,7 @@ class Standing:
     @property
     def is_done(self) -> bool:
         """Whether the attempt completed, or was stopped by a decision: then all of its reports are stored."""
-        return self.outcome is not None and self.outcome.ending in ("completed", "stopped")
+        return self.outcome is not None and self.outcome.is_done
 
     @property
     def may_be_alive(self) -> bool:

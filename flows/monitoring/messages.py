@@ -143,7 +143,7 @@ class PlaceObserver:
             get_run_logger().info("attempt %d: %s", event.attempt.number, "; ".join(self._of_start(event)))
             self.has_begun, self._has_reported, self._resumed_from = True, False, event.resumed_from
         self._has_reported |= isinstance(event, ReportEvent)
-        self._has_completed = isinstance(event, AttemptEnded) and event.outcome.ending in ("completed", "stopped")
+        self._has_completed = isinstance(event, AttemptEnded) and event.outcome.is_done
         if isinstance(event, AttemptEnded):
             self._warn_of_old_result(event.outcome)
 

@@ -141,7 +141,7 @@ class AttemptLog:
     @property
     def is_done(self) -> bool:
         """Whether it completed, or was stopped by a sweep's decision, so that nothing of it is to be done again."""
-        return self.outcome is not None and self.outcome.ending in ("completed", "stopped")
+        return self.outcome is not None and self.outcome.is_done
 
     @property
     def steps_per_s(self) -> float | None:
