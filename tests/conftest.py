@@ -111,8 +111,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Have a worker for each core: a test that waits for seconds must not find its processes starved by others."""
-    return len(os.sched_getaffinity(0))
+    """Have three workers for two cores: tests wait for processes and servers for a third of their time."""
+    return len(os.sched_getaffinity(0)) * 3 // 2
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
