@@ -70,9 +70,10 @@ class Peers:
             keys = [f"{topic}/{rank}" for rank in range(1, self.world_size)]
         else:
             keys = [node.bundle_key(topic, number) for number in range(node.num_nodes)]
-        if keys and meanwhile is not None and self._try_get(keys, _LATE_S) is None:
+        sent: list[bytes] | None = None
+        if keys and meanwhile is not None and (sent := self._try_get(keys, _LATE_S)) is None:
             meanwhile()
-        sent = self._wait(keys, topic)
+        sent = sent or self._wait(keys, topic)
         if node is None:
             return [mine, *sent]
         return sent if merge is not None else [message for packed in sent for message in unpack(packed)]

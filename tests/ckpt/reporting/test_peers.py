@@ -74,3 +74,14 @@ def test_what_a_rank_says_of_its_exit_is_not_replaced_by_what_its_supervisor_saw
     for end in (said, RankExit(1, None, "died", "exit code 1")):
         announce_exit(key_value, end)
     assert read_exits(key_value) == [said]
+
+
+def test_messages_that_are_there_are_read_once(monkeypatch):
+    key_value = MemoryKeyValue()
+    key_value.set("topic/1", b"early")
+    reads = []
+    get = key_value.get
+    monkeypatch.setattr(key_value, "get", lambda keys, timeout_s: (reads.append(keys), get(keys, timeout_s))[1])
+    early = []
+    assert Peers(key_value, 0, 2).exchange("topic", b"mine", lambda: early.append(1)) == [b"mine", b"early"]
+    assert (reads, early) == ([["topic/1"]], [])
