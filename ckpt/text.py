@@ -44,6 +44,11 @@ def clip(text: str, most: int = 10_000) -> str:
     return f"{text[:half]} [{len(text) - 2 * half} characters left out] {text[-half:]}"
 
 
+def encodable(text: str) -> str:
+    """Return `text` with its lone surrogates escaped, such as half an emoji: UTF-8, logs and databases have none."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def utc_now() -> str:
     """Return the time by this machine's clock: UTC, ISO 8601."""
     return datetime.now(timezone.utc).isoformat()

@@ -23,7 +23,7 @@ from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.storage.synced.first_download import download_missing
-from prefect_torch.ckpt.text import clip
+from prefect_torch.ckpt.text import clip, encodable
 from prefect_torch.tasks.rank.resources.available_memory import available_bytes
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others, take_device
@@ -307,7 +307,7 @@ def _flush_output() -> None:
 
 
 def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
-    text = _printable(clip(user_traceback(exc), _MOST_TEXT))
+    text = encodable(clip(user_traceback(exc), _MOST_TEXT))
     try:
         # Prefect cannot store a state whose text holds a lone surrogate, which does not encode, nor one of many megabytes.
         pickled = dump_on_cpu(exc) if len(str(exc).encode()) <= _MOST_TEXT else None
@@ -319,12 +319,7 @@ def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
 
 
 def _one_line(exc: BaseException) -> str:
-    return _printable(clip(message_line(exc)))
-
-
-def _printable(text: str) -> str:
-    """Return `text` with lone surrogates escaped: neither logs nor JSON columns accept them."""
-    return text.encode(errors="backslashreplace").decode()
+    return encodable(clip(message_line(exc)))
 
 
 def _dump_value(value: Any) -> bytes | None:

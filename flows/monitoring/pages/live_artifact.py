@@ -8,6 +8,7 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.exceptions import ObjectNotFound
+from prefect_torch.ckpt.text import encodable
 
 _NOT_IN_KEYS = re.compile(r"[^a-z0-9]+")
 
@@ -48,6 +49,7 @@ class LiveArtifact:
         news = data if news is None else news
         if self._id is not None and news == self._shown:
             return
+        description, data = encodable(description), encodable(data) if isinstance(data, str) else data
         if self._id is None or not _update(client, self._id, data, description):
             made = ArtifactCreate(key=self._key, type=self._kind, description=description, data=data, flow_run_id=flow_run_id)
             self._id = client.create_artifact(made).id

@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.metrics import numbers_in
 from prefect_torch.ckpt.runs.standing import Standing, read_standing
 from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.text import encodable
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
@@ -87,7 +88,7 @@ def publish_runs(client: SyncPrefectClient, storage: StorageSpec, flow_run_id: U
             key=f"{artifact_key(name, storage.url)}-runs",
             type="markdown",
             description=f"The runs in `{storage.url}`",
-            data=write_runs(storage.url, rows, num_left_out, time.time()),
+            data=encodable(write_runs(storage.url, rows, num_left_out, time.time())),
             flow_run_id=flow_run_id,
         )
     )

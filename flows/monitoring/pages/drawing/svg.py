@@ -1,5 +1,6 @@
 """The parts of SVG documents that are readable on light and dark pages, and their form for Markdown."""
 
+import re
 from base64 import b64encode
 from collections.abc import Iterable
 from html import escape
@@ -8,6 +9,7 @@ from html import escape
 COLOURS = ("#3b82f6", "#f97316", "#16a34a", "#a855f7", "#e0457b", "#0d9fb0", "#b8860b", "#6b7fd7")
 GREY = "#868e9c"
 WIDTH = 720
+_NOT_IN_XML = re.compile("[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\ud800-\\udfff\\ufffe\\uffff]")
 _FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -17,10 +19,11 @@ def as_data_url(svg: str) -> str:
 
 
 def document(width: float, height: float, parts: Iterable[str]) -> str:
-    """Return a document of `parts`."""
+    """Return a document of `parts`, in which what no XML may have, such as half an emoji in a metric's name, is replaced."""
+    readable = _NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", "".join(parts))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}" '
-        f'font-family="{_FONT}" font-size="11" fill="{GREY}">{"".join(parts)}</svg>'
+        f'font-family="{_FONT}" font-size="11" fill="{GREY}">{readable}</svg>'
     )
 
 

@@ -2,9 +2,11 @@
 
 import re
 from itertools import pairwise
+from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
-from prefect_torch.flows.monitoring.pages.live_artifact import artifact_key
+from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, artifact_key
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 
@@ -60,3 +62,14 @@ def test_a_key_is_what_prefect_takes_and_says_the_name(run):
 def test_no_two_runs_have_the_same_key():
     runs = ("plain-1", "Plain-1", "plain_1", "plain.1", "plain--1", "plain-1-")
     assert len({artifact_key(run, f"{storage}/{run}") for run in runs for storage in ("/a", "s3://b/c")}) == 12
+
+
+def test_half_an_emoji_in_a_metric_name_is_shown_escaped():
+    class Client:
+        def create_artifact(self, artifact):
+            made.append(artifact.model_dump_json())
+            return SimpleNamespace(id=uuid4())
+
+    made = []
+    LiveArtifact("key", "markdown").show(Client(), None, "loss \ud83d", "of \ud83d")
+    assert r"loss \\ud83d" in made[0]
