@@ -50,6 +50,8 @@ screenshots: install
 # About an hour on two idle cores; each program prints its table and writes it to tests/benchmarks/results.
 bench: install
 	$(BIN)/python tests/benchmarks/main_job.py
+	$(BIN)/python tests/benchmarks/start.py
+	$(BIN)/python tests/benchmarks/resume.py
 	$(BIN)/python tests/benchmarks/integrations.py
 	$(BIN)/python tests/benchmarks/scaling.py
 	$(BIN)/python tests/benchmarks/agreement.py
