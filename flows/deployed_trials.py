@@ -17,8 +17,8 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelling, Crashed
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker
+from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.flows.sweeps.asked_decisions import answer_questions
 from prefect_torch.flows.sweeps.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search

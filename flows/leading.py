@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Crashed
-from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import train_workers
 from prefect_torch.tasks.gang.gpus import GpuSeat

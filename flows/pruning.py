@@ -6,7 +6,7 @@ from typing import Annotated
 from prefect import flow, get_run_logger
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
-from prefect_torch.ckpt.runs.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage

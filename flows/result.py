@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointStore
+from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, sort_by_score
-from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.ckpt.storage.opening import StorageLike
 from prefect_torch.flows.monitoring.pages.notebook import result_html
 

@@ -8,9 +8,11 @@ from typing import Annotated, Any
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointNotFoundError, StorageError, StorageSpec
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed

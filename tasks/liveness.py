@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.standing import Standing, read_standing
+from prefect_torch.ckpt.runs.attempts.standing import Standing, read_standing
 
 _IMPATIENT_S = 5.0
 

@@ -27,7 +27,8 @@ from prefect_torch.ckpt import (
 )
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.events import ReportEvent
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage

@@ -14,7 +14,7 @@ from prefect_torch.ckpt.errors import CommitFailedError, StorageFullError
 from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, group_files
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
-from prefect_torch.ckpt.runs.attempts import check_fence
+from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, alike, attempt_of, merge_files
 from prefect_torch.ckpt.runs.pruning import collect_garbage

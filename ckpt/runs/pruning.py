@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt.errors import FencedError, StorageError
+from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.bulk import no_collection
 from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of, hides_score
 from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
@@ -18,7 +19,6 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 
-from .attempts import check_fence
 from .deletion_marks import DeletionMark, marked, remove_stale_marks
 from .log_files import delete_evaluation_logs
 from .retention import Plan, RetentionPolicy, overdue_evaluations, plan

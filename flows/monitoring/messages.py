@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect_torch.ckpt import RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import find_score, numbers_in

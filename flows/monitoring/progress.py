@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.tasks.training.observers import (

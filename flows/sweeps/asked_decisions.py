@@ -14,11 +14,11 @@ from typing import Any
 
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.records import decode
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import read_standing
 
 LONGEST_WAIT_S = 300.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from prefect_torch.ckpt import CheckpointCorruptError
 from prefect_torch.ckpt.errors import MalformedRecordError
-from prefect_torch.ckpt.runs.attempts import check_fence
+from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION, seal, unseal
 from prefect_torch.ckpt.runs.run import Run

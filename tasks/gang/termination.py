@@ -14,7 +14,7 @@ from prefect.exceptions import TerminationSignal
 from prefect_torch.ckpt.storage.retry import retries_ended_by
 
 if TYPE_CHECKING:
-    from prefect_torch.ckpt.runs.attempts import Outcome
+    from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 
 # A flow run is terminated by SIGTERM, which is also how a worker cancels, by Ctrl-C, or by what Prefect raises in a flow whose
 # concurrency lease is lost: a subclass of asyncio's error in a private module.

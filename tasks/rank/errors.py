@@ -2,7 +2,7 @@
 
 from typing import Literal, TypeAlias
 
-from prefect_torch.ckpt.runs.attempts import FailureKind
+from prefect_torch.ckpt.runs.attempts.attempt import FailureKind
 
 # The latter three are consequences of what another rank did; its own failure says more.
 RankFailureKind: TypeAlias = FailureKind | Literal["withdrawn", "communication", "peer"]

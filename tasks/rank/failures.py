@@ -24,7 +24,7 @@ from prefect_torch.ckpt import (
     UnsupportedFormatError,
 )
 from prefect_torch.ckpt.errors import ReportWithdrawnError, is_of_full_disk
-from prefect_torch.ckpt.runs.attempts import FailureKind
+from prefect_torch.ckpt.runs.attempts.attempt import FailureKind
 
 from .errors import NotEnoughMachinesError, RankFailedError, RankFailureKind, StorageNotSeenError
 

@@ -4,17 +4,11 @@ from collections.abc import Callable
 
 from prefect import get_run_logger
 from prefect_torch.ckpt import RunBusyError, StorageError
-from prefect_torch.ckpt.runs.attempts import (
-    Attempt,
-    Outcome,
-    Owner,
-    claim_unless_led,
-    list_attempts,
-    newest_attempt,
-    write_outcome,
-)
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, newest_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_unless_led
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.attempts.standing import standing_of
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import standing_of
 from prefect_torch.tasks.liveness import may_be_led
 
 

@@ -17,7 +17,8 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Crashed
-from prefect_torch.ckpt.runs.attempts import Attempt, Owner
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.tasks.liveness import impatient_client
 
 _PAGE = 200

@@ -13,7 +13,7 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect_torch.ckpt import Plan
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
 from prefect_torch.ckpt.runs.manifest import Manifest
 
 REFRESH_S = 1.0

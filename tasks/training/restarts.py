@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import Attempt, FailureKind, Owner, list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, FailureKind, list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.tasks.liveness import find_end_before_rerun

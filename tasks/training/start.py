@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.files.download import NodeCopy
-from prefect_torch.ckpt.runs.attempts import Attempt, claim_attempt, record_resumed_from
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, record_resumed_from
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.synced.first_download import download_run

@@ -12,7 +12,7 @@ from prefect_torch.ckpt.reporting.decisions import Verdict, answer
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.reporting.session import ReportSettings
-from prefect_torch.ckpt.runs.attempts import Attempt, Ending, Outcome, record_world_size
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Ending, Outcome, record_world_size
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json

@@ -176,7 +176,7 @@ def kept_steps(storage: Path) -> tuple[int, ...]:
 def resumed_id(storage: Path) -> str:
     """Return the id that the newest attempt restored; empty where it began from zero."""
     from prefect_torch.ckpt import CheckpointStore
-    from prefect_torch.ckpt.runs.attempts import newest_attempt
+    from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 
     newest = newest_attempt(CheckpointStore.open(storage, "run"))
     return "" if newest is None or newest.resumed_from is None else newest.resumed_from.rpartition("/")[2]

@@ -20,7 +20,9 @@ import file_faults
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver
 from prefect_torch.ckpt.reporting.session import ReportSettings
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, lost_records
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint

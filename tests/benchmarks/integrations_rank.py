@@ -16,7 +16,8 @@ import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, get_context, report
 from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointRequests
 from prefect_torch.ckpt.reporting.session import RankSession
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 from rank_processes import process_group, training
 from sklearn.datasets import load_digits

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver, EventSender, ReportEvent
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.flows.monitoring.pages.run_view import RunView

@@ -19,7 +19,8 @@ from commits import DIGEST, NOW  # noqa: E402 - here and below: found by the lin
 from counting_storage import CountingStorage  # noqa: E402
 from memory_storage import MemoryStorage  # noqa: E402
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy  # noqa: E402
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt  # noqa: E402
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt  # noqa: E402
+from prefect_torch.ckpt.runs.attempts.owner import Owner  # noqa: E402
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord  # noqa: E402
 from prefect_torch.ckpt.runs.index.writer import IndexWriter  # noqa: E402
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id  # noqa: E402

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import EventReceiver, EventSender, ReportEvent
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.flows.monitoring.pages.run_view import RunView
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect

@@ -52,7 +52,9 @@ from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, Tra
 from prefect_torch.ckpt.reporting.agreement import Intent  # noqa: E402
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit  # noqa: E402
 from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt  # noqa: E402
+from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt  # noqa: E402
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt  # noqa: E402
+from prefect_torch.ckpt.runs.attempts.owner import Owner  # noqa: E402
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
 from prefect_torch.ckpt.runs.index.writer import IndexWriter  # noqa: E402
 from prefect_torch.ckpt.runs.manifest import (  # noqa: E402

@@ -193,7 +193,7 @@ class Found:
 def look(place: Place, run: str, returned: Path) -> Found:
     """Read the result from storage, as anybody could."""
     from prefect_torch.ckpt import CheckpointStore
-    from prefect_torch.ckpt.runs.attempts import newest_attempt
+    from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
     from prefect_torch.ckpt.runs.retention import plan
     from prefect_torch.flows import Result
 

@@ -80,7 +80,8 @@ def show_trials(trials):
 
 
 def show_memory(trials):
-    from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+    from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+    from prefect_torch.ckpt.runs.attempts.owner import Owner
     from prefect_torch.ckpt.runs.run import Run
     from prefect_torch.flows import SearchConfig, uniform
     from prefect_torch.flows.sweeps.history import decode_event

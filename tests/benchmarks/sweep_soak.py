@@ -101,7 +101,7 @@ def result_of(leader):
 def fresh_starts_with_checkpoints(leader):
     """Return the attempts that began afresh although their trial had a checkpoint."""
     from prefect_torch.ckpt import CheckpointStore
-    from prefect_torch.ckpt.runs.attempts import list_attempts
+    from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
     from prefect_torch.flows import SweepResult
 
     wrong = []

@@ -14,7 +14,7 @@ from prefect_torch.ckpt import (
     RetentionPolicy,
     StorageError,
 )
-from prefect_torch.ckpt.runs.attempts import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.history import (
     HistoryWriter,
     MetricRecord,

@@ -21,7 +21,9 @@ from prefect.logging import disable_run_logger
 from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_best, make_deployment, resume_crashed
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import RunConfig

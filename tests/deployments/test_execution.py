@@ -10,7 +10,7 @@ from forked_programs import Popen
 from prefect.client.orchestration import get_client
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.deployments import make_deployment
 from prefect_torch.flows import FailureConfig, RunConfig
 

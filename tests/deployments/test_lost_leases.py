@@ -14,7 +14,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect_servers import postgres, postgres_program, server_in_use, wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.deployments import create_work_pool, deploy, make_deployment, resume_crashed, serve
 from prefect_torch.deployments.command_line.doctor.software_checks import check_api
 

@@ -21,7 +21,7 @@ from engine_servers import (
 from prefect_dask import DaskTaskRunner
 from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
 from prefect_torch.flows import (
     DaskCluster,
     FailureConfig,

@@ -17,7 +17,9 @@ from prefect.settings import PREFECT_API_URL
 from prefect.utilities.callables import parameter_schema
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.reporting.events import CommitEvent
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, read_outcomes, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, read_outcomes, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
 from prefect_torch.flows.arguments import find_named

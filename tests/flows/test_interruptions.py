@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Pending, Running, Scheduled, Suspended
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.flows import interruptions, train
 from prefect_torch.flows.interruptions import find_interruption, interruptible, spared_from_suspension
 from prefect_torch.tasks.gang.termination import Termination

@@ -22,7 +22,7 @@ from prefect.states import Cancelling
 from prefect_home import prepared_home
 from prefect_servers import assert_ranks_ended, assert_task_runs_of_ranks_are_final
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import Outcome, newest_attempt, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, read_outcomes
 from prefect_torch.flows import Result
 from servers import free_port, rclone_command, running
 

@@ -7,7 +7,7 @@ import pytest
 from agents import WITHOUT_COMPILER, agents
 from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
 from prefect_torch.flows import FailureConfig, Hosts, RunConfig, ScalingConfig, train
 
 pytestmark = pytest.mark.timeout(200)

@@ -18,7 +18,7 @@ from network_hosts import NO_HOSTS, can_make_hosts, network
 from prefect.settings import PREFECT_API_URL
 from prefect_servers import assert_task_runs_of_ranks_are_final
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
 from prefect_torch.flows import FailureConfig, Hosts, NotEnoughMachinesError, RunConfig, ScalingConfig, train
 from prefect_torch.tasks.rank import spec
 

@@ -3,7 +3,7 @@
 import threading
 
 from prefect import flow
-from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.tasks.training import observers as module
 from prefect_torch.tasks.training.observers import AttemptEnded, Observers
 

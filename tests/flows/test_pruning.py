@@ -14,7 +14,9 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, UnsupportedFormatError
 from prefect_torch.ckpt.checkpoint_store import list_runs
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.flows import CheckpointConfig, prune
 from prefect_torch.tasks import prune_checkpoints

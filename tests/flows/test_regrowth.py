@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from agents import WITHOUT_COMPILER
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
 from prefect_torch.flows import FailureConfig, Hosts, RunConfig, ScalingConfig, train
 
 pytestmark = pytest.mark.timeout(200)

@@ -10,7 +10,7 @@ from prefect.context import FlowRunContext
 from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, Pending, Running
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
 from prefect_torch.flows import RunConfig, train
 from prefect_torch.flows.arguments import count_call_in_task, default_run_name, name_run
 from prefect_torch.tasks.liveness import find_end_before_rerun

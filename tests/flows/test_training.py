@@ -23,7 +23,7 @@ from prefect_torch.ckpt import (
     get_context,
     report,
 )
-from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.ckpt.runs.index.segments import FEW, read_index
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import (

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 from agents import WITHOUT_COMPILER
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.flows import Hosts, RankFailedError, RunConfig, ScalingConfig, train
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.deployments.command_line.doctor import gpu_checks
 from prefect_torch.flows import FailureConfig, ScalingConfig, train
 from prefect_torch.tasks.gang.gpus import GpusBusyError

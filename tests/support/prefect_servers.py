@@ -20,7 +20,7 @@ from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect_home import PREFECT, prepared_home
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import list_attempts
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
 from servers import free_port
 from tcp_relay import TcpRelay
 

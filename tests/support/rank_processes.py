@@ -11,7 +11,8 @@ import torch.distributed as dist
 from forked_programs import Popen
 from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.session import RankSession
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 from ranks import in_training

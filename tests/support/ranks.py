@@ -13,7 +13,8 @@ from prefect_torch.ckpt.reporting.events import EventReceiver
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.node import Node
 from prefect_torch.ckpt.reporting.session import RankSession, ReportSettings
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 
 

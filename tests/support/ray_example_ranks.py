@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.tasks.rank.rendezvous import Address, TcpKeyValue, connect
 from rank_processes import process_group, training
 

@@ -2,7 +2,8 @@
 
 from datetime import datetime, timezone
 
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows.monitoring.pages.attempt_log import AttemptLog
 

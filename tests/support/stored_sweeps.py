@@ -3,7 +3,9 @@
 from datetime import datetime, timedelta, timezone
 from uuid import UUID
 
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.definition import Definition, define, settle_definition

@@ -11,7 +11,8 @@ from prefect.events.filters import EventFilter
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
 from prefect_torch.flows.monitoring.events.observer import EventObserver
 

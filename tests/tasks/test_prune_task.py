@@ -4,7 +4,8 @@ import pytest
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy
 from prefect_torch.ckpt.runs import deletion_marks
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.tasks.prune_task import prune_checkpoints
 from ranks import Attempt, folder
 

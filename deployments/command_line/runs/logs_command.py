@@ -2,7 +2,7 @@
 
 import click
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import Attempt, list_attempts
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, list_attempts
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.log_files import read_logs
 from prefect_torch.ckpt.text import show_some

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
-from prefect_torch.ckpt.runs.attempts import Attempt
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt
+from prefect_torch.ckpt.runs.attempts.standing import prune_limits, read_standing
 from prefect_torch.ckpt.runs.metrics import find_metric
 from prefect_torch.ckpt.runs.retention import Order
-from prefect_torch.ckpt.runs.standing import prune_limits, read_standing
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     json_option,

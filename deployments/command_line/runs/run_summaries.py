@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
 from prefect_torch.ckpt.checkpoint_store import list_runs
-from prefect_torch.ckpt.runs.attempts import read_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import read_attempt
+from prefect_torch.ckpt.runs.attempts.standing import Standing, State, standing_of
 from prefect_torch.ckpt.runs.evaluations import manifest_id
 from prefect_torch.ckpt.runs.layout import TRIAL_NAME, Layout, attempt_number, stem
 from prefect_torch.ckpt.runs.manifest import step_of
-from prefect_torch.ckpt.runs.standing import Standing, State, standing_of
 from prefect_torch.deployments.command_line.terminal import note
 
 _TRIAL = re.compile(f"{TRIAL_NAME}/")

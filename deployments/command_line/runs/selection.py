@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import click
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest
-from prefect_torch.ckpt.runs.attempts import Attempt, newest_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, newest_attempt
 from prefect_torch.ckpt.runs.layout import Layout, is_run_name
 from prefect_torch.ckpt.runs.manifest import ManifestMemory, is_id
 from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.runs.attempts import list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts.standing import Standing
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
-from prefect_torch.ckpt.runs.standing import Standing
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     json_option,

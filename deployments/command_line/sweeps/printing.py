@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_metric
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
 

@@ -2,8 +2,8 @@
 
 import click
 from prefect_torch.ckpt import RunBusyError
+from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import read_standing
 
 ended_option = click.option(
     "--ended", is_flag=True, help="The training has ended, though no outcome says so; needed where it ran on another machine."

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
 from prefect_torch.flows.monitoring.text import seconds_of

@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, list_attempts, read_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, read_outcome
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.manifest import attempt_of

@@ -13,9 +13,9 @@ from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.errors import CheckpointError
+from prefect_torch.ckpt.runs.attempts.standing import Standing, read_standing
 from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.metrics import numbers_in
-from prefect_torch.ckpt.runs.standing import Standing, read_standing
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.text import encodable
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values

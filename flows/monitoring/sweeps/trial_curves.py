@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.history import newest_of_each, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values, thin
 from prefect_torch.flows.monitoring.text import seconds_of
 

@@ -26,7 +26,8 @@ from prefect_torch.ckpt.errors import FencedError, StorageFullError
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.reporting.rank_report import StagedReport
 from prefect_torch.ckpt.reporting.session import RankSession
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from ranks import Attempt, folder, read_files
 

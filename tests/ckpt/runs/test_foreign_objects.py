@@ -11,7 +11,9 @@ import pytest
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts, newest_attempt, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, newest_attempt, read_outcomes
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.records import seal

@@ -10,7 +10,8 @@ from counting_storage import CountingStorage
 from crash_points import crash_points, open_run
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.index import segments as segments_module
 from prefect_torch.ckpt.runs.index import writer as writer_module
 from prefect_torch.ckpt.runs.index.segments import FEW, list_segments, read_index, read_segment

@@ -10,9 +10,7 @@ import pytest
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RankLocal, RetentionPolicy, UnsupportedFormatError
 from prefect_torch.ckpt.errors import MalformedRecordError
-from prefect_torch.ckpt.runs.attempts import (
-    Owner,
-    claim_attempt,
+from prefect_torch.ckpt.runs.attempts.attempt import (
     list_attempts,
     newest_attempt,
     read_outcome,
@@ -20,6 +18,8 @@ from prefect_torch.ckpt.runs.attempts import (
     record_resumed_from,
     write_outcome,
 )
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, read_history
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.pruning import collect_garbage

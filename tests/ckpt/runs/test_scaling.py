@@ -17,7 +17,9 @@ from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit,
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.session import RankSession
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, read_history
 from prefect_torch.ckpt.runs.manifest import FileEntry, ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint

@@ -29,7 +29,8 @@ from prefect_torch.ckpt.reporting.commit import CommitJob, Part, write_manifest
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.rank_report import Report, StagedReport
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.state.flatten import flatten
 from prefect_torch.ckpt.state.index import DTYPE_BYTES

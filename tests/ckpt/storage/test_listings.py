@@ -9,16 +9,9 @@ from memory_storage import MemoryStorage
 from odd_listings import FailingListings, Server, Shuffled, Stale, info_of
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
 from prefect_torch.ckpt.checkpoint_store import list_runs
-from prefect_torch.ckpt.runs.attempts import (
-    Outcome,
-    Owner,
-    check_fence,
-    claim_attempt,
-    list_attempts,
-    newest_attempt,
-    read_outcomes,
-    write_outcome,
-)
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, newest_attempt, read_outcomes, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.pruning import collect_garbage

@@ -7,9 +7,11 @@ import os
 from dataclasses import replace
 
 import pytest
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, claim_attempt, newest_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, newest_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.attempts.standing import Standing
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
-from prefect_torch.ckpt.runs.standing import Standing
 from prefect_torch.deployments.command_line.reports import watch_command
 from prefect_torch.deployments.command_line.reports.sparkline import sparkline
 from prefect_torch.deployments.command_line.reports.watch_command import Watcher, news, steps_per_s

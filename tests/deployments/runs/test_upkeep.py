@@ -124,7 +124,7 @@ def test_a_run_that_is_trained_is_refused(local, command, tmp_path, verb, target
     for more in ([], ["--ended"]):
         code, _, err = command(verb, local, "run", *arguments, *more)
         assert (code, "is being trained by process" in err) == (1, True)
-    monkeypatch.setattr("prefect_torch.ckpt.runs.attempts.Owner.is_process_gone", lambda self: None)
+    monkeypatch.setattr("prefect_torch.ckpt.runs.attempts.owner.Owner.is_process_gone", lambda self: None)
     code, _, err = command(verb, local, "run", *arguments)
     assert (code, f"if it has, {verb} with --ended" in err) == (1, True)
     assert contents(local) == before

@@ -2,7 +2,9 @@
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, newest_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from ranks import Attempt, folder
 from stored_sweeps import store_sweep, trial_run
 

@@ -20,7 +20,8 @@ from prefect.settings import PREFECT_API_URL
 from prefect_servers import assert_ranks_ended
 from prefect_torch.ckpt import CheckpointStore, Plan
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, read_outcomes
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows import Result
 from prefect_torch.flows.monitoring.console import console_progress

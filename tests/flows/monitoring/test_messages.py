@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import ReportEvent
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows import Result, RunConfig
 from prefect_torch.flows.monitoring import messages

@@ -3,7 +3,8 @@
 import xml.etree.ElementTree as ET
 
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.runs.attempts import Attempt, Outcome, Owner
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows.monitoring.notebook_cell import notebook_progress, progress_html
 from prefect_torch.flows.monitoring.progress import TrainingProgress

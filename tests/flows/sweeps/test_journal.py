@@ -4,7 +4,8 @@ import pytest
 from crash_points import crash_points
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import FencedError, StorageSpec
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps import journal as journals

@@ -17,12 +17,14 @@ from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
 from prefect_servers import rows, wait_until
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, list_attempts
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.standing import read_standing
 from prefect_torch.flows import (
     FailureConfig,
     JournalDamagedError,

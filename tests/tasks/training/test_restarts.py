@@ -14,14 +14,9 @@ from prefect_torch.ckpt import (
     RunBusyError,
     StorageError,
 )
-from prefect_torch.ckpt.runs.attempts import (
-    Outcome,
-    Owner,
-    check_fence,
-    claim_attempt,
-    record_resumed_from,
-    write_outcome,
-)
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig

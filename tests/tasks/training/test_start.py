@@ -6,7 +6,9 @@ import pytest
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt, newest_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.training.recorder import RunRecorder

@@ -10,7 +10,8 @@ from plan import WORLD_SIZE
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext, get_checkpoint, report
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.session import RankSession
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 from prefect_torch.tasks.rank.resources.available_memory import available_bytes

@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import Proxy
 from prefect_torch.ckpt import Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import ReportEvent
-from prefect_torch.ckpt.runs.attempts import Outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows.monitoring.events import observer
 from prefect_torch.flows.monitoring.events import outbox as module

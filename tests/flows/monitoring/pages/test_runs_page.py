@@ -8,7 +8,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.flows.monitoring.pages import runs_page
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline

@@ -10,7 +10,9 @@ import pytest
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.flows.monitoring.pages.machine import GpuSample, GpuUse

@@ -10,7 +10,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from memory_storage import MemoryStorage
-from prefect_torch.ckpt.runs.attempts import Owner, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import SweepResult

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from prefect_torch.ckpt.runs.history import newest_recorded
 from prefect_torch.ckpt.runs.run import Run
 
-from .attempts import Attempt, Ending, Outcome, newest_claims, read_outcome
-from .history import newest_recorded
+from .attempt import Attempt, Ending, Outcome, newest_claims, read_outcome
 
 State: TypeAlias = Ending | Literal["running", "lost", "unknown"]
 

@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts import Outcome, Owner, claim_attempt, record_resumed_from, write_outcome
-from prefect_torch.ckpt.runs.standing import PruneLimits, prune_limits, read_standing
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.attempts.standing import PruneLimits, prune_limits, read_standing
 
 CHECKPOINT = "000001-00000002-08df6443"
 HERE = Owner.current()

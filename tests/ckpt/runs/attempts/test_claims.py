@@ -1,28 +1,14 @@
 import itertools
-import json
-import os
-import shutil
-import subprocess
-import sys
 import threading
 from dataclasses import asdict, replace
 
 import pytest
 from faulty_storage import FaultyStorage
-from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, RunBusyError, StorageError
-from prefect_torch.ckpt.runs import attempts
-from prefect_torch.ckpt.runs.attempts import (
-    Outcome,
-    Owner,
-    _start_ticks,
-    check_fence,
-    claim_attempt,
-    claim_unless_led,
-    list_attempts,
-    newest_attempt,
-    read_outcomes,
-    write_outcome,
-)
+from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError, StorageError
+from prefect_torch.ckpt.runs.attempts import claims
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, newest_attempt
+from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt, claim_unless_led
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from wrapped_storage import WrappedStorage
 
 
@@ -83,75 +69,6 @@ def test_what_a_run_began_with_is_written_once(store):
     assert store.storage.get_bytes(store.layout.run_info) == began
 
 
-@pytest.mark.parametrize(("path", "restored"), [("s3://b/run/checkpoints/000001-00000002-08df6443", True), ("s3://b/x", False)])
-def test_only_an_id_is_what_an_attempt_restores(store, path, restored):
-    claimed = replace(claim_attempt(store, Owner.current(), world_size=1), resumed_from=path)
-    assert claimed.restored_id == ("000001-00000002-08df6443" if restored else None)
-
-
-def test_a_process_is_no_earlier_process_of_itself():
-    here = Owner.current("flow")
-    earlier = replace(here, pid=here.pid + 1)
-    assert earlier.is_earlier_process_of(here)
-    assert not here.is_earlier_process_of(here)
-    assert not replace(earlier, flow_run_id="other").is_earlier_process_of(here)
-
-
-def test_this_process_is_alive_and_an_ended_one_is_dead():
-    assert Owner.current().is_process_gone() is False
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        owner = replace(Owner.current(), pid=child.pid, started=0)
-        assert owner.is_process_gone() is True  # a reused pid is another process
-    assert replace(Owner.current(), pid=child.pid).is_process_gone() is True
-
-
-def test_a_dead_process_that_nobody_has_waited_for_is_gone():
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
-        owner = replace(Owner.current(), pid=child.pid, started=_start_ticks(child.pid))
-        assert owner.is_process_gone() is False
-        child.stdin.close()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        assert owner.is_process_gone() is True
-
-
-def test_a_process_of_another_machine_may_be_alive():
-    assert replace(Owner.current(), host="elsewhere/boot", pid=os.getpid()).is_process_gone() is None
-
-
-UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc"]
-TELL_OWNER = """
-import json
-from dataclasses import asdict
-from prefect_torch.ckpt.runs.attempts import Owner
-print(json.dumps(asdict(Owner.current())), flush=True)
-input()
-"""
-
-
-def test_a_process_of_another_container_with_our_name_and_boot_may_be_alive():
-    if shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("this machine makes no pid namespaces: it takes root, and unshare")
-    with subprocess.Popen(
-        [*UNSHARE, sys.executable, "-c", TELL_OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as container:
-        there, here = Owner(**json.loads(container.stdout.readline())), Owner.current()
-        assert there.machine == here.machine
-        assert there.host != here.host
-        assert there.is_process_gone() is None
-        assert here.is_process_gone() is False
-        container.communicate("\n")
-
-
-def test_an_owner_that_version_0_1_wrote_is_judged_by_its_machine():
-    """It named no pid namespace."""
-    owner = Owner.current()
-    if owner.host.count("/") < 2:
-        pytest.skip("no pid namespaces outside of Linux")
-    before = replace(owner, host=owner.host.rpartition("/")[0])
-    assert before.is_process_gone() is False
-    assert replace(before, started=0).is_process_gone() is True
-
-
 def refuse(attempt):
     raise RunBusyError(f"led by {attempt.owner.flow_run_id}")
 
@@ -201,7 +118,7 @@ def test_a_run_whose_owner_has_ended_is_claimed_with_what_it_left(store):
 @pytest.mark.parametrize("junk", [b"", b"{", b'{"number": 2}'])
 def test_a_claim_that_cannot_be_read_holds_up_no_later_start(store, monkeypatch, junk):
     """As its leader leaves it who is killed while it rewrites it, on a storage that replaces objects in place."""
-    monkeypatch.setattr(attempts, "_REWRITTEN_WITHIN_S", 0.0)
+    monkeypatch.setattr(claims, "_REWRITTEN_WITHIN_S", 0.0)
     first = claim_attempt(store, Owner.current("ended"), world_size=1)
     torn = claim_attempt(store, Owner.current("killed"), world_size=1)
     store.storage.put_bytes(store.layout.attempt(torn.number, torn.token), junk)
@@ -220,17 +137,10 @@ def test_a_claim_that_is_rewritten_at_this_moment_is_asked_about(store, monkeypa
     key = store.layout.attempt(claimed.number, claimed.token)
     whole = store.storage.get_bytes(key)
     store.storage.put_bytes(key, whole[:9])
-    monkeypatch.setattr(attempts.time, "sleep", lambda _: store.storage.put_bytes(key, whole))
+    monkeypatch.setattr(claims.time, "sleep", lambda _: store.storage.put_bytes(key, whole))
     with pytest.raises(RunBusyError, match="leader"):
         start_unless_led(store, "new", refuse)
     assert list(list_attempts(store)) == [claimed]
-
-
-def test_an_attempt_with_a_policy_of_a_later_version_is_seen_and_keeps_everything(store):
-    settings = {"num_to_keep": 1, "checkpoint_score_order": "median"}
-    claimed = claim_attempt(store, Owner.current(), world_size=1, settings=settings)
-    assert newest_attempt(store) == claimed
-    assert claimed.policy == RetentionPolicy()
 
 
 def test_a_file_of_another_program_beside_the_claims_fences_nobody(store):
@@ -310,9 +220,3 @@ def test_all_claims_of_one_number_are_asked_about(store):
         store.put_json(store.layout.attempt(left.number, token), asdict(left))
     with pytest.raises(RunBusyError, match="leader"):
         start_unless_led(store, "new", lambda it: refuse(it) if it.owner.flow_run_id != "killed" else None)
-
-
-def test_outcomes_come_back(store):
-    outcome = Outcome(2, "failed", "flow", "user", "boom", {"1": "boom"}, {"loss": float("inf")})
-    write_outcome(store, outcome)
-    assert read_outcomes(store) == [outcome]

@@ -1,0 +1,211 @@
+"""The records of a run's attempts: what each began with, and how it ended."""
+
+import re
+import reprlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias
+
+from prefect_torch.ckpt.errors import MalformedRecordError, UnsupportedFormatError
+from prefect_torch.ckpt.runs.layout import attempt_number
+from prefect_torch.ckpt.runs.manifest import AttemptNumber, is_id
+from prefect_torch.ckpt.runs.metrics import to_json
+from prefect_torch.ckpt.runs.record_fields import Count
+from prefect_torch.ckpt.runs.records import decode
+from prefect_torch.ckpt.runs.retention import RetentionPolicy
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.parallel import read_all
+
+from .owner import Owner
+
+Ending: TypeAlias = Literal["completed", "stopped", "failed", "preempted", "cancelled"]
+FailureKind: TypeAlias = Literal["user", "infrastructure", "out_of_memory", "preemption", "final"]
+_RANK = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One claim on a run.
+
+    Attributes:
+        number: Counted from 1 over the life of the run.
+        token: Distinguishes two claims of one number.
+        owner: The leader's process.
+        world_size: The number of ranks; 0 of a sweep.
+        resumed_from: The path or URL of the checkpoint that its ranks restore, or None.
+        lineage: The first attempt whose checkpoints this one may restore (`resume="never"` begins a new lineage).
+        claimed_at: The time of the claim (UTC, ISO 8601, the owner's clock).
+        settings: How the training sorts checkpoints: its retention policy's fields.
+
+    """
+
+    number: AttemptNumber
+    token: str
+    owner: Owner
+    world_size: Count
+    resumed_from: str | None
+    lineage: AttemptNumber
+    claimed_at: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether it leads a sweep, which has no ranks of its own, rather than a training."""
+        return self.world_size == 0
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        """The retention policy in `settings`, as far as this version knows its fields; else one that keeps everything."""
+        try:
+            return decode(RetentionPolicy, self.settings, "they", "a retention policy's")
+        except (MalformedRecordError, UnsupportedFormatError):
+            return RetentionPolicy()
+
+    @property
+    def restored_id(self) -> str | None:
+        """The id of the checkpoint that its ranks restore, or None; it must not be deleted while the attempt lives."""
+        checkpoint_id = (self.resumed_from or "").rpartition("/")[2]
+        return checkpoint_id if is_id(checkpoint_id) else None
+
+
+def _check_ranks(errors: dict[str, str]) -> None:
+    for rank in errors:
+        if not _RANK.fullmatch(rank):
+            raise ValueError(f"{reprlib.repr(rank)} is no rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        attempt: Its number.
+        ending: "completed", "stopped" (a sweep's decision ended it after a report), "failed", "preempted" or "cancelled".
+        flow_run_id: The flow run that led it: retry budgets are counted per flow run.
+        kind: The kind of the failure, which selects its budget; None unless it failed. "preempted" without a kind was planned,
+            such as to go on with more ranks.
+        error: The error that ended it, as text, with the rank's own traceback.
+        errors: Each failed rank's error.
+        return_value: What JSON can hold of rank 0's return value, up to 1 MiB.
+
+    """
+
+    attempt: AttemptNumber
+    ending: Ending
+    flow_run_id: str | None = None
+    kind: FailureKind | None = None
+    error: str | None = None
+    errors: Annotated[dict[str, str], _check_ranks] = field(default_factory=dict)
+    return_value: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the attempt completed, or was stopped by a sweep's decision, so that nothing of it is to be done again."""
+        return self.ending in ("completed", "stopped")
+
+
+def list_attempts(run: Run) -> Iterator[Attempt]:
+    """Yield every attempt, oldest first; a claim that cannot be read is left out with a warning."""
+    for attempt in read_all(claim_keys(run), lambda key: run.leave_out_newer(partial(read_attempt, run, key))):
+        if attempt is not None:
+            yield attempt
+
+
+def newest_attempt(run: Run) -> Attempt | None:
+    """Return the attempt that owns the run, or None before the first; a listing and one small read.
+
+    A claim that is torn or malformed is skipped with a warning.
+
+    Raises:
+        UnsupportedFormatError: If a newer version made it: whether it lives, and which checkpoint it restores, is unknown.
+
+    """
+    readable, _ = newest_claims(run)
+    return readable[0] if readable else None
+
+
+def read_attempt(run: Run, key: str) -> Attempt | None:
+    """Return the claim at `key`; None if it does not exist, or with a warning if it cannot be read.
+
+    Raises:
+        UnsupportedFormatError: If a newer version made it.
+
+    """
+    return run.get_record(Attempt, key, "the claim of an attempt")
+
+
+def claim_keys(run: Run) -> list[str]:
+    """Return the keys of all claims, sorted: by number, then by token."""
+    return [key for key in run.keys(run.layout.attempts) if attempt_number(key)]
+
+
+def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Attempt], list[str]]:
+    """Return the attempts with the highest number that can be read, and the keys of newer claims that cannot.
+
+    There are several with one number only if a process was killed between its claim and the withdrawal of it.
+
+    Args:
+        run: The run.
+        keys: The keys of all claims, sorted, if they were just listed; None lists them.
+
+    Raises:
+        UnsupportedFormatError: If a newer version made one.
+
+    """
+    readable: list[Attempt] = []
+    unreadable: list[str] = []
+    number = 0
+    for key in reversed(claim_keys(run) if keys is None else keys):
+        if attempt_number(key) < number:
+            break
+        attempt = read_attempt(run, key)
+        if attempt is not None:
+            readable.append(attempt)
+            number = attempt_number(key)
+        elif _is_there(run, key):  # else it was withdrawn
+            unreadable.append(key)
+    return readable, unreadable
+
+
+def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
+    """Record in a claim which checkpoint its ranks restore; no other process writes that key."""
+    record = asdict(replace(attempt, resumed_from=checkpoint))
+    run.put_json(run.layout.attempt(attempt.number, attempt.token), record)
+
+
+def record_world_size(run: Run, attempt: Attempt, world_size: int) -> Attempt:
+    """Record in a claim, and return, with how many ranks the attempt begins, where that was unknown when it was made."""
+    known = replace(attempt, world_size=world_size)
+    if known != attempt:
+        run.put_json(run.layout.attempt(attempt.number, attempt.token), asdict(known))
+    return known
+
+
+def write_outcome(run: Run, outcome: Outcome) -> None:
+    """Record how an attempt ended."""
+    run.put_json(run.layout.outcome(outcome.attempt), to_json(asdict(outcome)))  # type: ignore[arg-type]  # a dict stays one
+
+
+def read_outcomes(run: Run) -> list[Outcome]:
+    """Return every recorded outcome, oldest first; an attempt whose leader was killed has none, or an unreadable one."""
+    keys = run.keys(run.layout.outcomes)
+    return [outcome for outcome in read_all(keys, partial(_read_outcome, run)) if outcome is not None]
+
+
+def read_outcome(run: Run, attempt: int) -> Outcome | None:
+    """Return the outcome of one attempt by a small read; None while it runs, if its leader was killed, or with a warning."""
+    return _read_outcome(run, run.layout.outcome(attempt))
+
+
+def _read_outcome(run: Run, key: str) -> Outcome | None:
+    # An attempt without a readable outcome counts as possibly alive, which protects its files; its failure kind is unknown.
+    return run.leave_out_newer(lambda: run.get_record(Outcome, key, "the outcome of an attempt"))
+
+
+def _is_there(run: Run, key: str) -> bool:
+    try:
+        run.storage.size(key)
+    except FileNotFoundError:
+        return False
+    return True

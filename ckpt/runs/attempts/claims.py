@@ -1,0 +1,167 @@
+"""Ownership of a run: attempts are claimed in order, and the newest claim fences all older ones."""
+
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prefect_torch.ckpt.errors import CheckpointError, FencedError, StorageError
+from prefect_torch.ckpt.runs.layout import attempt_number
+from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT
+from prefect_torch.ckpt.runs.records import FORMAT_VERSION
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.text import utc_now
+
+from .attempt import Attempt, claim_keys, newest_claims
+from .owner import Owner
+
+_REWRITTEN_WITHIN_S = 5.0  # a claim is half there at most so long, on a storage that replaces objects in place
+
+
+@dataclass(frozen=True, slots=True)
+class _RunInfo:
+    """The part of run.json that readers need: its format, by which a newer version is recognized."""
+
+
+def claim_attempt(
+    run: Run,
+    owner: Owner,
+    *,
+    world_size: int,
+    lineage: int | None = None,
+    settings: dict[str, Any] | None = None,
+    known: frozenset[str] | None = None,
+) -> Attempt:
+    """Claim the next attempt number; no two claims end with the same one, on any storage.
+
+    No conditional write is needed: every claim is a key of its own, written and then looked for. Of two claims of the same
+    number, the last to list sees the other and moves on to the next number, so exactly one is the newest. A claim that is not
+    seen through is removed again, as far as the storage answers: it would fence whoever leads the run.
+
+    Args:
+        run: The run.
+        owner: The process that is to lead it.
+        world_size: The number of ranks; 0 of a sweep.
+        lineage: The first attempt whose checkpoints it may restore; None for its own.
+        settings: The fields of the retention policy.
+        known: For `claim_unless_led`: the keys of the claims that were looked at; None takes the run whoever has claimed it.
+
+    Raises:
+        UnsupportedFormatError: If a newer version began the run.
+
+    """
+    run.get_record(_RunInfo, run.layout.run_info, "what a run begins with")
+    claims = claim_keys(run)
+    if known is not None and not known.issuperset(claims):
+        raise _ClaimedMeanwhileError
+    number = _next_number(claims)
+    if number == 1:
+        run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": utc_now(), "created_by": owner.host}
+        run.put_json(run.layout.run_info, run_info)
+    while True:
+        if number > MAX_ATTEMPT:
+            raise CheckpointError(f"run {run.name!r} in {run.storage.url} has attempt {number - 1}, and {MAX_ATTEMPT} at most")
+        attempt = Attempt(
+            number=number,
+            token=secrets.token_hex(4),
+            owner=owner,
+            world_size=world_size,
+            resumed_from=None,
+            lineage=number if lineage is None else lineage,
+            claimed_at=utc_now(),
+            settings=settings or {},
+        )
+        key = run.layout.attempt(attempt.number, attempt.token)
+        claims = _put_claim(run, key, attempt)
+        is_newest = [it for it in claims if attempt_number(it) >= number] == [key]
+        is_next = known is None or known.issuperset(set(claims) - {key})
+        if is_newest and is_next:
+            return attempt
+        run.storage.delete([key])
+        if key not in claims:
+            raise StorageError(
+                f"{run.storage.url} does not list {key}, which was stored just before: who leads run {run.name!r} cannot be "
+                "told from such listings, so no attempt was begun; try again, and give another storage if that does not help"
+            )
+        if known is not None:
+            raise _ClaimedMeanwhileError
+        number = _next_number(claims)
+
+
+class _ClaimedMeanwhileError(Exception):
+    """Another process has claimed the run since it was looked at."""
+
+
+def _put_claim(run: Run, key: str, attempt: Attempt) -> list[str]:
+    """Store a claim and return the keys of all claims; after an error, remove it as far as the storage answers."""
+    try:
+        run.put_json(key, asdict(attempt))
+        return claim_keys(run)
+    except BaseException:
+        with suppress(StorageError, OSError):
+            run.storage.delete([key])
+        raise
+
+
+def claim_unless_led(
+    run: Run, refuse_if_led: Callable[[Attempt], None], claim: Callable[[Attempt | None, frozenset[str] | None], Attempt]
+) -> Attempt:
+    """Claim the next attempt unless a live attempt leads the run; of several concurrent claims exactly one succeeds.
+
+    Whoever finds a claim that it has not looked at came later, and looks again: right before its own claim, since
+    `refuse_if_led` may take minutes, or right after, and then it withdraws its own. So the first claim is not fenced by those
+    that are refused, or only for the moment between two neighboring requests. Costs a listing and a small read before the
+    claim.
+
+    A claim that cannot be read may be that of a live leader who rewrites it at this moment. If it cannot be read after five
+    seconds either, its writer was killed, or it is no claim: nobody leads by it.
+
+    Args:
+        run: The run.
+        refuse_if_led: Raises if the owner of an attempt leads the run.
+        claim: Claims a number by `claim_attempt`, given the newest attempt, which does not lead the run, and the known claims.
+
+    Raises:
+        RunBusyError: Or any other error of `refuse_if_led`; then nothing is claimed.
+
+    """
+    torn: set[str] = set()
+    while True:
+        keys = claim_keys(run)
+        readable, unreadable = newest_claims(run, keys)
+        if not torn.issuperset(unreadable):
+            torn = set(unreadable)
+            time.sleep(_REWRITTEN_WITHIN_S)
+            continue
+        for attempt in readable:
+            refuse_if_led(attempt)
+        with suppress(_ClaimedMeanwhileError):
+            return claim(readable[0] if readable else None, frozenset(keys))
+
+
+def check_fence(run: Run, attempt: int) -> None:
+    """Raise FencedError unless `attempt` is the newest; one listing, usually of this attempt's claim alone.
+
+    Raises:
+        FencedError: If a newer attempt owns the run, or the claim is gone.
+
+    """
+    after = f"{run.layout.attempts}{attempt:06d}"
+    numbers = {attempt_number(info.key) for info in run.storage.list(run.layout.attempts, after=after)}
+    if (newest := max(numbers, default=attempt)) > attempt:
+        raise FencedError(
+            f"attempt {attempt} of run {run.name!r} was overtaken by attempt {newest}: "
+            "this process no longer owns the run and must stop"
+        )
+    if attempt not in numbers:
+        raise FencedError(
+            f"the claim of attempt {attempt} on run {run.name!r} is gone from {run.storage.url}: somebody deleted or moved "
+            "the run while it was being trained, so this process must stop"
+        )
+
+
+def _next_number(claims: Sequence[str]) -> int:
+    return max(map(attempt_number, claims), default=0) + 1

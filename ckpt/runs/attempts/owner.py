@@ -1,0 +1,70 @@
+"""The process that leads an attempt, and whether it is gone."""
+
+import os
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from prefect_torch.ckpt.runs.record_fields import Count, Within
+from prefect_torch.ckpt.storage.process_ids import is_alive
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that leads an attempt, with enough detail to check later whether it is alive.
+
+    Attributes:
+        flow_run_id: The Prefect flow run, or None outside one.
+        host: The machine's name, its boot, and the pid namespace, outside of which a pid means nothing: two containers may
+            have one name and one boot. Outside of Linux the name alone; without a namespace where version 0.1 wrote it.
+        pid: The process id.
+        started: The process's start in kernel ticks, so that a reused pid is not mistaken for it; None outside of Linux.
+        budget: The budgets of the flow run that its failures count against: None for the initial ones, else the Prefect
+            state in which the flow run had ended when it was run again.
+
+    """
+
+    flow_run_id: str | None
+    host: str
+    pid: Annotated[int, Within(1, 2**31 - 1)]  # the range of os.kill
+    started: Count | None
+    budget: str | None = None
+
+    @classmethod
+    def current(cls, flow_run_id: str | None = None, budget: str | None = None) -> "Owner":
+        """Describe this process."""
+        return cls(flow_run_id, _host(), os.getpid(), _start_ticks(os.getpid()), budget)
+
+    def is_earlier_process_of(self, other: "Owner") -> bool:
+        """Return whether this is another process of the same flow run, whose failures count against the same budgets."""
+        alike = replace(self, host=other.host, pid=other.pid, started=other.started) == other
+        return alike and self != other
+
+    @property
+    def machine(self) -> str:
+        """The machine's name."""
+        return self.host.partition("/")[0]
+
+    def is_process_gone(self) -> bool | None:
+        """Return whether the process is gone; None if its pid is meaningless here: on another machine, in another container."""
+        here = _host()
+        if self.host not in (here, here.rpartition("/")[0]):
+            return None
+        return _start_ticks(self.pid) != self.started or not is_alive(self.pid)
+
+
+def _host() -> str:
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    named = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+    return f"{named}/{namespace.stat().st_ino}" if namespace.exists() else named
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the command in parentheses and may hold spaces; the start is the 22nd (proc_pid_stat(5)).
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state == "Z" else int(fields[18])

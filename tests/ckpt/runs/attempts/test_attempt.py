@@ -1,0 +1,31 @@
+from dataclasses import replace
+
+import pytest
+from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, read_outcomes, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path, "run")
+
+
+@pytest.mark.parametrize(("path", "restored"), [("s3://b/run/checkpoints/000001-00000002-08df6443", True), ("s3://b/x", False)])
+def test_only_an_id_is_what_an_attempt_restores(store, path, restored):
+    claimed = replace(claim_attempt(store, Owner.current(), world_size=1), resumed_from=path)
+    assert claimed.restored_id == ("000001-00000002-08df6443" if restored else None)
+
+
+def test_an_attempt_with_a_policy_of_a_later_version_is_seen_and_keeps_everything(store):
+    settings = {"num_to_keep": 1, "checkpoint_score_order": "median"}
+    claimed = claim_attempt(store, Owner.current(), world_size=1, settings=settings)
+    assert newest_attempt(store) == claimed
+    assert claimed.policy == RetentionPolicy()
+
+
+def test_outcomes_come_back(store):
+    outcome = Outcome(2, "failed", "flow", "user", "boom", {"1": "boom"}, {"loss": float("inf")})
+    write_outcome(store, outcome)
+    assert read_outcomes(store) == [outcome]

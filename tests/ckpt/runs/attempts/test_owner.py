@@ -1,0 +1,72 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from prefect_torch.ckpt.runs.attempts.owner import Owner, _start_ticks
+
+
+def test_a_process_is_no_earlier_process_of_itself():
+    here = Owner.current("flow")
+    earlier = replace(here, pid=here.pid + 1)
+    assert earlier.is_earlier_process_of(here)
+    assert not here.is_earlier_process_of(here)
+    assert not replace(earlier, flow_run_id="other").is_earlier_process_of(here)
+
+
+def test_this_process_is_alive_and_an_ended_one_is_dead():
+    assert Owner.current().is_process_gone() is False
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        owner = replace(Owner.current(), pid=child.pid, started=0)
+        assert owner.is_process_gone() is True  # a reused pid is another process
+    assert replace(Owner.current(), pid=child.pid).is_process_gone() is True
+
+
+def test_a_dead_process_that_nobody_has_waited_for_is_gone():
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        owner = replace(Owner.current(), pid=child.pid, started=_start_ticks(child.pid))
+        assert owner.is_process_gone() is False
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert owner.is_process_gone() is True
+
+
+def test_a_process_of_another_machine_may_be_alive():
+    assert replace(Owner.current(), host="elsewhere/boot", pid=os.getpid()).is_process_gone() is None
+
+
+UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc"]
+TELL_OWNER = """
+import json
+from dataclasses import asdict
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+print(json.dumps(asdict(Owner.current())), flush=True)
+input()
+"""
+
+
+def test_a_process_of_another_container_with_our_name_and_boot_may_be_alive():
+    if shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this machine makes no pid namespaces: it takes root, and unshare")
+    with subprocess.Popen(
+        [*UNSHARE, sys.executable, "-c", TELL_OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as container:
+        there, here = Owner(**json.loads(container.stdout.readline())), Owner.current()
+        assert there.machine == here.machine
+        assert there.host != here.host
+        assert there.is_process_gone() is None
+        assert here.is_process_gone() is False
+        container.communicate("\n")
+
+
+def test_an_owner_that_version_0_1_wrote_is_judged_by_its_machine():
+    """It named no pid namespace."""
+    owner = Owner.current()
+    if owner.host.count("/") < 2:
+        pytest.skip("no pid namespaces outside of Linux")
+    before = replace(owner, host=owner.host.rpartition("/")[0])
+    assert before.is_process_gone() is False
+    assert replace(before, started=0).is_process_gone() is True
