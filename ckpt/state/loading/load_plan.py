@@ -11,8 +11,9 @@ from prefect_torch.ckpt.state.key_order import hashable, key_of, ordered
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.tensors import local_part
 
-from .read import Block, StateReader, stored_value, tensor_blocks, value_block
+from .read import Block, StateReader, stored_value, value_block
 from .targets import FilledMemory, why_unwritable
+from .tensor_blocks import tensor_blocks
 
 Path: TypeAlias = tuple[Step, ...]
 Get: TypeAlias = Callable[[], Any]

@@ -14,8 +14,9 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.state.index import DCP_METADATA_FILE, Chunk, TensorEntry
-from prefect_torch.ckpt.state.loading.read import Block, tensor_blocks
+from prefect_torch.ckpt.state.loading.read import Block
 from prefect_torch.ckpt.state.loading.shared_reads import files_in_common
+from prefect_torch.ckpt.state.loading.tensor_blocks import tensor_blocks
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import StorageSpec

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.ckpt.state.loading.read import boxes_of
+from prefect_torch.ckpt.state.loading.tensor_blocks import boxes_of
 from prefect_torch.ckpt.state.staging.device_copies import brought_to_host, cut_at_multiples, sums_of_words
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)

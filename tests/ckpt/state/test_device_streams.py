@@ -504,7 +504,7 @@ MUTANTS = {
     ),
     "strided blocks are not awaited": (
         test_strided_tensors_are_there_for_every_stream_after_a_load,
-        Mutant("ckpt.state.loading.read", "wait_for_current_streams([self.box.device])", "pass"),
+        Mutant("ckpt.state.loading.tensor_blocks", "wait_for_current_streams([self.box.device])", "pass"),
     ),
     "what follows the reads is not awaited": (
         test_strided_tensors_are_there_for_every_stream_after_a_load,
@@ -512,7 +512,7 @@ MUTANTS = {
     ),
     "blocks are still to be copied when their slot is reused": (
         test_a_load_takes_neither_memory_of_the_gpu_nor_of_the_host_for_whole_tensors,
-        Mutant("ckpt.state.loading.read", "target.copy_(source)", "target.copy_(source, non_blocking=True)"),
+        Mutant("ckpt.state.loading.tensor_blocks", "target.copy_(source)", "target.copy_(source, non_blocking=True)"),
     ),
     "memory that does not suffice is kept": (
         test_memory_is_locked_in_the_background_and_of_exact_size,
