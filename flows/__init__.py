@@ -12,7 +12,7 @@ from .prefect_api import embedded_server as _embedded_server  # noqa: F401 - its
 
 if TYPE_CHECKING:
     from prefect_torch.flows.sweeps.failures import SweepFailedError
-    from prefect_torch.flows.sweeps.journal import JournalDamagedError
+    from prefect_torch.flows.sweeps.journal.journal import JournalDamagedError
     from prefect_torch.flows.sweeps.optuna_study.storage import open_study_storage
     from prefect_torch.flows.sweeps.search_config import SearchConfig
     from prefect_torch.flows.sweeps.space import choice, grid, loguniform, randint, uniform
@@ -48,7 +48,7 @@ _MODULES = {
     "FailureConfig": "prefect_torch.tasks",
     "GpusBusyError": "prefect_torch.tasks",
     "Hosts": "prefect_torch.tasks",
-    "JournalDamagedError": "prefect_torch.flows.sweeps.journal",
+    "JournalDamagedError": "prefect_torch.flows.sweeps.journal.journal",
     "KubernetesCluster": "prefect_torch.tasks",
     "NotEnoughMachinesError": "prefect_torch.tasks",
     "PlanLine": "prefect_torch.flows.planning",

@@ -13,8 +13,8 @@ from prefect_torch.flows.monitoring.sweeps.notebook import sweep_html
 from prefect_torch.flows.monitoring.sweeps.parameters import parameters_of
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
 from prefect_torch.flows.sweeps.definition import Definition, config_of_trial, read_definition
-from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, score_in, value_in
-from prefect_torch.flows.sweeps.stored_trials import read_trials
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState, score_in, value_in
+from prefect_torch.flows.sweeps.journal.stored_trials import read_trials
 
 from .result import Result
 

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
-from prefect_torch.ckpt import CheckpointNotFoundError, StorageError, StorageSpec
+from prefect_torch.ckpt import CheckpointNotFoundError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
@@ -19,17 +18,20 @@ from prefect_torch.flows.prefect_api.final_state import completed
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
-from prefect_torch.flows.sweeps.history import TrialRecord, decode_event, has_begun_again, history_of
-from prefect_torch.flows.sweeps.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
+from prefect_torch.flows.sweeps.journal.history import has_begun_again, history_of
+from prefect_torch.flows.sweeps.journal.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
+from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
+from prefect_torch.flows.sweeps.journal.stored_trials import events_of
 from prefect_torch.flows.sweeps.optuna_study.samplers import require_optuna
 from prefect_torch.flows.sweeps.optuna_study.study import check_search
-from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space
-from prefect_torch.flows.sweeps.trial_end import TrialEnd
-from prefect_torch.flows.sweeps.trial_storage import delete_all, end_of, pin_source, undecided, unpin_source
-from prefect_torch.flows.sweeps.unheeded import Unheeded
+from prefect_torch.flows.sweeps.trial_storage import pin_source
+from prefect_torch.flows.trials.deployed_trials import DeployedTrials, check_deployment
+from prefect_torch.flows.trials.leading import lead_trials
+from prefect_torch.flows.trials.local_trials import LocalTrials
+from prefect_torch.flows.trials.trial_runs import Training, TrialRuns
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
@@ -45,7 +47,6 @@ from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import name_of_flow_run, restarted_by_this, seat_for
-from .deployed_trials import DeployedTrials, check_deployment
 from .interruptions import spared_from_suspension
 from .monitoring.events.sweep_events import SweepEvents
 from .monitoring.messages import flow_run_name
@@ -53,9 +54,6 @@ from .monitoring.pages.runs_page import refresh_runs_page
 from .monitoring.sweeps.summary import show_sweep, summarize_sweep
 from .short_tracebacks import short_tracebacks, shorten_logs
 from .sweep_result import SweepResult
-from .trial_runs import LocalTrials, Training, TrialRuns
-
-_POLL_S = 0.5
 
 
 @short_tracebacks
@@ -167,8 +165,7 @@ def sweep(
     claimed = _claim(led, storage, run_config, given)
     with _outcome_recorded(led, claimed, storage):
         entries = _begin_journal(led, may_be_new=run_config.resume == "never")
-        where = f"the journal of sweep {led.name!r}"
-        events = [event for entry in entries if (event := decode_event(entry, where)) is not None]
+        events = events_of(led, entries)
         is_fresh = run_config.resume == "never" and not has_begun_again(events, claimed.lineage)
         events = [] if is_fresh else events
         definition = settle_definition(led, given, has_seed=search.seed is not None, is_fresh=is_fresh)
@@ -193,7 +190,7 @@ def sweep(
             # A sweep that is suspended goes on to its end: its trials could not tell that from a failure.
             with outlast_api_outages(), spared_from_suspension(), show_sweep(led, definition, searched, search, run_config):
                 searched.lead(claimed.number, is_fresh=is_fresh)
-                termination.outlast(lambda: _lead(searched, trials, storage, search, termination))
+                termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination))
     result = SweepResult.of(led, definition, searched.trials)
     return completed(summarize_sweep(definition, searched.trials), result)
 
@@ -225,95 +222,6 @@ def _begin_journal(led: Run, *, may_be_new: bool) -> list[Entry]:
         get_run_logger().warning("a new journal is begun: %s", exc)
         delete_journal(led)
         return []
-
-
-def _lead(search: Search, trials: TrialRuns, storage: StorageSpec, config: SearchConfig, termination: Termination) -> None:
-    """Run trials until the search has no more."""
-    waiting, has_news, unheeded = _recovered(search, storage), True, Unheeded(config)
-    try:
-        while True:
-            termination.raise_if_requested()
-            search.raise_if_failed()
-            while trials.num_running() < config.max_concurrent:
-                trial = waiting.pop(0) if waiting else search.next_trial()
-                if trial is None:
-                    break
-                trials.start(trial)
-            if has_news:
-                _delete_excess(search, trials, storage)
-            if not trials.num_running():
-                break
-            ended = trials.take_ended(_POLL_S)
-            for number, end in ended.items():
-                _record_end(search, trials, storage, number, end, termination)
-                for line in unheeded.of(search.trials[number], search.first_decision(number), storage):
-                    get_run_logger().warning("%s", line)
-            has_news = bool(ended)
-    except Exception as exc:
-        trials.terminate(termination.cause or exc)
-        while trials.num_running():
-            trials.take_ended(_POLL_S)
-        trials.close()
-        raise
-    trials.close()
-    _tell_of_budget(search, config)
-    search.raise_if_all_failed()
-
-
-def _tell_of_budget(search: Search, config: SearchConfig) -> None:
-    if search.is_over_budget:
-        get_run_logger().info(
-            "%d of %d trials were started in the time budget of %g s; with a higher one, the sweep goes on",
-            *(len(search.trials), search.num_trials, config.time_budget_s),
-        )
-
-
-def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
-    """Return the trials that ran when the sweep's process was killed, and must go on.
-
-    What they committed and the journal does not have is decided first, as it would have been.
-    """
-    for trial in search.running():
-        run = Run.open(storage, trial.run)
-        for request in undecided(run, trial, search.points(trial.number, lambda: 0)):
-            search.decide(trial.number, request)
-            if search.trials[trial.number] is not trial:  # a decision was recorded
-                break
-        if search.trials[trial.number].state == "running":
-            standing = read_standing(run)
-            end = None if standing is None or standing.outcome is None else end_of(run, standing.outcome)
-            if end is not None and end.outcome == "completed":
-                search.end(trial.number, end)
-    return search.running()
-
-
-def _record_end(
-    search: Search, trials: TrialRuns, storage: StorageSpec, number: int, end: TrialEnd | None, termination: Termination
-) -> None:
-    trial = search.trials[number]
-    if end is None and trial.state == "running":  # interrupted, unless by this process's own termination: it goes on
-        if termination.cause is None:
-            trials.start(trial)
-        return
-    if end is not None and trial.state == "running":
-        search.end(number, end)
-    for source, clone in search.recorded.take_released():
-        unpin_source(storage, source, clone)
-
-
-def _delete_excess(search: Search, trials: TrialRuns, storage: StorageSpec) -> None:
-    """Delete the checkpoints of trials that are not among the best; what fails is tried again after the next trial."""
-    busy = trials.running_runs()  # also of trials that have been stopped, and whose ranks are about to end
-    for number, run in search.take_excess(is_over=not trials.num_running()):
-        if run in busy:
-            continue
-        try:
-            pinned = delete_all(storage, run)
-        except (StorageError, OSError) as exc:
-            get_run_logger().warning("the checkpoints of trial %d could not be deleted yet: %s", number, exc)
-            continue
-        if not pinned:
-            search.record_deleted(number, run)
 
 
 def _claim(run: Run, storage: StorageSpec, run_config: RunConfig, given: Definition) -> Attempt:

@@ -10,23 +10,21 @@ from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.metrics import Metrics, as_float, find_score
 from prefect_torch.flows.sweeps.failures import Failures
-from prefect_torch.flows.sweeps.history import (
+from prefect_torch.flows.sweeps.journal.events import (
     CheckpointsDeleted,
     Cloned,
-    History,
-    RungReport,
     Source,
     SweepLed,
     TrialEnded,
-    TrialRecord,
     TrialReported,
     TrialResumed,
     TrialStarted,
 )
+from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord
+from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.limits import limits_of, reached_limit
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
 from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, grid_points
-from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
 from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
 from prefect_torch.flows.sweeps.search_config import SearchConfig

@@ -3,7 +3,7 @@
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from .history import History, TrialRecord, score_of
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, score_of
 
 _ENDED = ("completed", "stopped")
 

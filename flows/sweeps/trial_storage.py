@@ -15,7 +15,8 @@ from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows.sweeps.history import RungReport, Source, TrialRecord
+from prefect_torch.flows.sweeps.journal.events import Source
+from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.tasks.rank.tracebacks import first_line
 

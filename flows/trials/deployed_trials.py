@@ -19,8 +19,12 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker
 from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
+from prefect_torch.flows.prefect_api.deployments import read_deployment
+from prefect_torch.flows.prefect_api.outage import is_outage
+from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.asked_decisions import answer_questions
-from prefect_torch.flows.sweeps.history import TrialRecord
+from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import end_of, standing_of_start
@@ -28,10 +32,6 @@ from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.options.config import UNLIMITED
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
-from .monitoring.messages import portable_storage, tag_of
-from .prefect_api.deployments import read_deployment
-from .prefect_api.outage import is_outage
-from .prefect_api.settings import without_retries
 from .trial_runs import Training, TrialDecisions, warn_of_outage
 
 _FLOW = "train"

@@ -6,167 +6,38 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
-from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
-from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.arguments import machines_for, seat_for
+from prefect_torch.flows.leading import lead_training, set_terminated_state
+from prefect_torch.flows.monitoring.events.heartbeats import heartbeats
+from prefect_torch.flows.monitoring.events.observer import EventObserver
+from prefect_torch.flows.monitoring.messages import portable_storage
+from prefect_torch.flows.monitoring.pages.machine import GpuMonitor, describe_machine
+from prefect_torch.flows.monitoring.pages.observer import PageObserver
+from prefect_torch.flows.monitoring.pages.setup import Setup
+from prefect_torch.flows.monitoring.sweeps.trial_message import TrialMessageObserver
 from prefect_torch.flows.prefect_api.client import SubflowClients
 from prefect_torch.flows.prefect_api.final_state import call_for_result, completed
 from prefect_torch.flows.prefect_api.outage import is_outage
 from prefect_torch.flows.prefect_api.settings import settings_with, using
-from prefect_torch.flows.sweeps.definition import config_of_trial
-from prefect_torch.flows.sweeps.history import TrialRecord, TrialState
+from prefect_torch.flows.sweeps.journal.history import TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
-from prefect_torch.flows.sweeps.trial_storage import count_reports, end_of, end_of_error, end_of_returned, standing_of_start
-from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from prefect_torch.flows.sweeps.trial_storage import end_of, end_of_error, end_of_returned, standing_of_start
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
-from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
-from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.function import PackedFunction
-from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
-from .arguments import machines_for, seat_for
-from .leading import lead_training, set_terminated_state
-from .monitoring.events.heartbeats import heartbeats
-from .monitoring.events.observer import EventObserver
-from .monitoring.messages import portable_storage
-from .monitoring.pages.machine import GpuMonitor, describe_machine
-from .monitoring.pages.observer import PageObserver
-from .monitoring.pages.setup import Setup
-from .monitoring.sweeps.trial_message import TrialMessageObserver
+from .trial_runs import Training, TrialDecisions, warn_of_outage
 
 _SHORT_S = 1.0  # the pages of a shorter trial are written once, at its end
 _POLL_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """What all trials of a sweep have in common.
-
-    Attributes:
-        pack: Returns the training function with a config.
-        storage: The storage of the sweep.
-        config: The config that all trials have.
-        scaling: The ranks of each trial.
-        run_config: How the sweep starts.
-        checkpoint: Which checkpoints each trial keeps.
-        failure: How often each trial is restarted.
-        working_dir: The directory whose copy the ranks of every trial run in; None for the sweep's own.
-
-    """
-
-    pack: Callable[[dict[str, Any]], PackedFunction]
-    storage: StorageSpec
-    config: dict[str, Any]
-    scaling: ScalingConfig
-    run_config: RunConfig
-    checkpoint: CheckpointConfig
-    failure: FailureConfig
-    working_dir: WorkingDirectory | None = None
-
-    def config_of(self, trial: TrialRecord) -> dict[str, Any]:
-        """Return the config of a trial's function."""
-        return config_of_trial(self.config, trial.config)
-
-    def job_of(self, trial: TrialRecord, decisions: DecisionMaker | None) -> TrainJob:
-        """Return the training of a trial."""
-        source = trial.source
-        return TrainJob(
-            function=self.pack(self.config_of(trial)),
-            storage=self.storage,
-            run=trial.run,
-            initial_checkpoint=None if source is None else CheckpointRef(self.storage, source.run, source.checkpoint),
-            scaling=self.scaling,
-            # Only this process starts the sweep's trials, by its claim on the sweep: an earlier one of them is fenced.
-            run_config=self.run_config.model_copy(update={"name": trial.run, "resume": "auto", "takeover": True}),
-            checkpoint=self.checkpoint,
-            failure=self.failure,
-            decisions=decisions,
-            working_dir=self.working_dir,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TrialDecisions:
-    """Decides on one trial in one of its runs, by the search; a run in which the trial does not go on ends at its next report.
-
-    Attributes:
-        search: The search.
-        storage: The storage of the sweep.
-        number: The trial's number.
-        run: The name of the run.
-
-    """
-
-    search: Search
-    storage: StorageSpec
-    number: int
-    run: str
-
-    def points(self) -> DecisionPoints | None:
-        """Return the reports that ask; see `DecisionMaker`."""
-        if not self._goes_on:
-            return DecisionPoints("training_iteration", 0, asks_always=True)
-        return self.search.points(self.number, lambda: count_reports(Run.open(self.storage, self.run)))
-
-    def decide(self, request: DecisionRequest) -> Verdict:
-        """Return the search's decision; an error of it ends the sweep, and here the attempt."""
-        if not self._goes_on:
-            return Verdict(goes_on=False)
-        try:
-            verdict = self.search.decide(self.number, request)
-        except Exception as exc:
-            self.search.give_up(exc)
-            raise
-        return verdict
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether the trial is to train in this run: it may have been stopped, or have gone on in another run."""
-        trial = self.search.trials[self.number]
-        return trial.state == "running" and trial.run == self.run
-
-
-class TrialRuns(Protocol):
-    """Runs trials wherever they run."""
-
-    def start(self, trial: TrialRecord) -> None:
-        """Start the run of a trial, from its latest checkpoint if it has one; returns immediately."""
-        ...
-
-    def take_ended(self, timeout_s: float) -> dict[int, TrialEnd | None]:
-        """Return how trials have ended, by number; None if one goes on, unless the search has stopped it.
-
-        Args:
-            timeout_s: How long to wait while none has.
-
-        """
-        ...
-
-    def num_running(self) -> int:
-        """Return how many trials run."""
-        ...
-
-    def running_runs(self) -> frozenset[str]:
-        """Return the names of the runs of the trials that run."""
-        ...
-
-    def close(self) -> None:
-        """Release what trials share, once none runs."""
-        ...
-
-    def terminate(self, cause: BaseException) -> None:
-        """Let every trial commit a last checkpoint within the grace, and stop; returns immediately."""
-        ...
 
 
 @dataclass(slots=True)
@@ -318,11 +189,6 @@ class LocalTrials:
             return end_of(run, standing.outcome)
         # Its outcome could not be stored, and is known here; or it has not trained.
         return end_of_returned(run, running.value) if running.error is None else end_of_error(running.error)
-
-
-def warn_of_outage(trial: TrialRecord, error: Exception) -> None:
-    """Log that a trial does not start yet."""
-    get_run_logger().warning("trial %d waits for Prefect's API, which is away: %s", trial.number, first_line(error))
 
 
 def _call_once_api_answers(running: _Running, call: Callable[[], object]) -> None:

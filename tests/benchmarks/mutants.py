@@ -295,7 +295,7 @@ MUTANTS = [
         ("(StorageError, OSError)", "OSError"),
     ),
     *mutants_of(
-        "flows/trial_runs.py",
+        "flows/trials/local_trials.py",
         "tests/flows/sweeps/test_sweeping.py -k is_away --timeout=60",
         ("if running.error is None else end_of_error", "if False else end_of_error"),
     ),

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-from prefect_torch.flows.sweeps.history import decode_event
-from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
+from prefect_torch.flows.sweeps.journal.events import decode_event
+from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import parse_space

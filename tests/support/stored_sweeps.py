@@ -9,16 +9,9 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.definition import Definition, define, settle_definition
-from prefect_torch.flows.sweeps.history import (
-    Event,
-    SweepLed,
-    TrialEnded,
-    TrialReported,
-    TrialStarted,
-    encode_event,
-    history_of,
-)
-from prefect_torch.flows.sweeps.journal import Journal
+from prefect_torch.flows.sweeps.journal.events import Event, SweepLed, TrialEnded, TrialReported, TrialStarted, encode_event
+from prefect_torch.flows.sweeps.journal.history import history_of
+from prefect_torch.flows.sweeps.journal.journal import Journal
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 
 FLOW_RUN = UUID("0b1c2d3e-0000-4000-8000-000000000001")

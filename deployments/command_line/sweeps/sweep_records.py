@@ -10,7 +10,7 @@ from prefect_torch.flows.monitoring.sweeps.page import show_rung
 from prefect_torch.flows.monitoring.sweeps.trial_table import TRIAL_STYLES
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
 from prefect_torch.flows.sweeps.definition import Definition, read_definition
-from prefect_torch.flows.sweeps.stored_trials import read_trials
+from prefect_torch.flows.sweeps.journal.stored_trials import read_trials
 
 RUNG_SCHEDULERS = ("asha", "hyperband", "pbt")
 

@@ -4,16 +4,9 @@ from typing import Any
 
 from prefect.events import Event, RelatedResource, Resource
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows.sweeps import history
-from prefect_torch.flows.sweeps.history import (
-    History,
-    TrialEnded,
-    TrialRecord,
-    TrialReported,
-    TrialResumed,
-    TrialStarted,
-    score_of,
-)
+from prefect_torch.flows.sweeps.journal import events
+from prefect_torch.flows.sweeps.journal.events import TrialEnded, TrialReported, TrialResumed, TrialStarted
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, score_of
 
 from .observer import LONGEST_CLOSE_S, LONGEST_TEXT, finite, plain
 from .outbox import EventOutbox
@@ -45,7 +38,7 @@ class SweepEvents:
         self._best = min((score for score in scores if score is not None), default=None)
         self._outbox = EventOutbox()
 
-    def observe(self, entry: history.Event, trials: History) -> None:
+    def observe(self, entry: events.Event, trials: History) -> None:
         """Send the events of an entry of the journal, after which the trials are those that are given."""
         if not isinstance(entry, TrialStarted | TrialResumed | TrialReported | TrialEnded):
             return

@@ -23,8 +23,8 @@ from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparklin
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
 from prefect_torch.flows.monitoring.text import page_url, plain_text, seconds_of, show_number, show_time
 from prefect_torch.flows.sweeps.definition import read_definition
-from prefect_torch.flows.sweeps.history import score_of
-from prefect_torch.flows.sweeps.stored_trials import read_trials
+from prefect_torch.flows.sweeps.journal.history import score_of
+from prefect_torch.flows.sweeps.journal.stored_trials import read_trials
 
 from .live_artifact import artifact_key
 

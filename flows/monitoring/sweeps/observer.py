@@ -15,7 +15,7 @@ from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, art
 from prefect_torch.flows.monitoring.text import plain_text
 from prefect_torch.flows.prefect_api.client import own_connections
 from prefect_torch.flows.prefect_api.settings import without_retries
-from prefect_torch.flows.sweeps.history import History
+from prefect_torch.flows.sweeps.journal.history import History
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .page import SweepContext, write_sweep

@@ -11,7 +11,7 @@ from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.messages import command_for, current_flow_run, portable_storage, tag_of
 from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.sweeps.definition import Definition
-from prefect_torch.flows.sweeps.history import History, score_of
+from prefect_torch.flows.sweeps.journal.history import History, score_of
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.tasks import RunConfig

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.metrics import find_score
 from prefect_torch.flows.monitoring.text import show_number
-from prefect_torch.flows.sweeps.history import TrialState
+from prefect_torch.flows.sweeps.journal.history import TrialState
 from prefect_torch.tasks.training.observers import TrainingEvent
 
 

@@ -10,7 +10,7 @@ from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.flows.sweeps.definition import Definition
-from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState, score_in, value_in
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState, score_in, value_in
 
 from .parameters import Value, parameters_of
 from .trial_curves import TrialCurve, read_curve

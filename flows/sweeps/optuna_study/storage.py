@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.opening import StorageLike
-from prefect_torch.flows.sweeps.history import operations_of
-from prefect_torch.flows.sweeps.stored_trials import read_events
+from prefect_torch.flows.sweeps.journal.history import operations_of
+from prefect_torch.flows.sweeps.journal.stored_trials import read_events
 
 from .samplers import require_optuna
 

@@ -7,7 +7,7 @@ and the best 1/eta of those that have reached it are resumed, the highest rung f
 import math
 from dataclasses import dataclass, replace
 
-from prefect_torch.flows.sweeps.history import History, TrialRecord
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
 
 from .scheduling import Decision, Promotion, best_first
 

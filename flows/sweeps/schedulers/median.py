@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from prefect_torch.flows.sweeps.history import History, TrialRecord
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
 
 from .scheduling import Decision, ResumesAll, sort_key
 

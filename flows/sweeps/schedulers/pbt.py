@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from prefect_torch.flows.sweeps.history import History, TrialRecord
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
 from prefect_torch.flows.sweeps.space import Choice, Constant, Integer, Nested, Node, Real
 
 from .scheduling import Clone, Decision, Promotion, ResumesAll, sort_key

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from prefect_torch.flows.sweeps.history import History, TrialRecord, TrialState
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState
 
 from .scheduling import Decision, ResumesAll
 

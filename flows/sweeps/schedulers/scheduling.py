@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from prefect_torch.flows.sweeps.history import History, TrialRecord
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import SearchConfig, uniform
 from prefect_torch.flows.sweeps.asked_decisions import AskedDecisions, answer_questions, asked_decisions, expect_questions
-from prefect_torch.flows.sweeps.history import decode_event
-from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
+from prefect_torch.flows.sweeps.journal.events import decode_event
+from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import parse_space
 

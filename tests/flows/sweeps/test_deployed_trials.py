@@ -21,9 +21,10 @@ from prefect.states import Failed, Running
 from prefect_servers import wait_until
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, deployed_trials, sweep, uniform
-from prefect_torch.flows.deployed_trials import DeployedTrials
-from prefect_torch.flows.sweeps.history import TrialRecord
+from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, sweep, uniform
+from prefect_torch.flows.sweeps.journal.history import TrialRecord
+from prefect_torch.flows.trials import deployed_trials
+from prefect_torch.flows.trials.deployed_trials import DeployedTrials
 from prefect_torch.tasks.training import publish_backoff
 
 SUPPORT = Path(__file__).parents[2] / "support"

@@ -8,8 +8,8 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows.sweeps import journal as journals
-from prefect_torch.flows.sweeps.journal import Journal, JournalDamagedError, list_parts, read_journal
+from prefect_torch.flows.sweeps.journal import journal as journals
+from prefect_torch.flows.sweeps.journal.journal import Journal, JournalDamagedError, list_parts, read_journal
 from wrapped_storage import WrappedStorage
 
 

@@ -40,12 +40,13 @@ from prefect_torch.flows import (
 )
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.prefect_api.client import SubflowClients
-from prefect_torch.flows.sweeps.history import RungReport, TrialRecord
-from prefect_torch.flows.sweeps.journal import list_parts
-from prefect_torch.flows.sweeps.recorded_trials import RecordedTrials
+from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
+from prefect_torch.flows.sweeps.journal.journal import list_parts
+from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, undecided
+from prefect_torch.flows.trials import leading
 from prefect_torch.tasks.training import leadership, publish_backoff
 from told_trainings import events_about
 
@@ -387,7 +388,7 @@ def test_of_reports_that_a_kill_left_undecided_the_first_with_the_metric_is_deci
     trial = searched.next_trial()
     for step, metrics in enumerate(({}, {}, {"loss": 1.0}, {"loss": 2.0})):
         job_commit(Run.open(tmp_path, trial.run), step, metrics)
-    assert sweeping._recovered(searched, StorageSpec(str(tmp_path))) == []
+    assert leading._recovered(searched, StorageSpec(str(tmp_path))) == []
     assert [(report.time, report.value) for report in searched.trials[0].reports] == [(2, 1.0)]
 
 

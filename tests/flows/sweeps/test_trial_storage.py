@@ -15,12 +15,14 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows import FailureConfig, trial_runs
+from prefect_torch.flows import FailureConfig
 from prefect_torch.flows.monitoring.sweeps.trial_curves import read_curve
-from prefect_torch.flows.sweeps.history import TrialRecord
+from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.trial_end import TrialEnd, judge
 from prefect_torch.flows.sweeps.trial_storage import end_of_returned
-from prefect_torch.flows.trial_runs import LocalTrials, TrialDecisions, _Running
+from prefect_torch.flows.trials import local_trials
+from prefect_torch.flows.trials.local_trials import LocalTrials, _Running
+from prefect_torch.flows.trials.trial_runs import TrialDecisions
 from prefect_torch.tasks.gang.termination import Termination
 
 
@@ -107,7 +109,7 @@ def test_a_trial_that_goes_on_begins_once_its_ranks_before_the_pause_have_ended(
 
     monkeypatch.setattr(LocalTrials, "_train", train)
     monkeypatch.setattr(LocalTrials, "_end_of", lambda *_: None)
-    monkeypatch.setattr(trial_runs, "SubflowClients", object)
+    monkeypatch.setattr(local_trials, "SubflowClients", object)
     trials = LocalTrials(SimpleNamespace(failure=FailureConfig()), None)
     for run in ("sweep/old", "sweep/new"):
         trials.start(TrialRecord(0, run, {}, 0))

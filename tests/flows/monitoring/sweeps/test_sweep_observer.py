@@ -15,7 +15,7 @@ from prefect_torch.flows.monitoring.sweeps.observer import SweepObserver
 from prefect_torch.flows.monitoring.sweeps.page import SweepContext
 from prefect_torch.flows.monitoring.sweeps.trial_table import TrialTable
 from prefect_torch.flows.monitoring.sweeps.view import SweepView
-from prefect_torch.flows.sweeps.history import history_of
+from prefect_torch.flows.sweeps.journal.history import history_of
 from rich.console import Console
 from stored_sweeps import events_of_a_sweep, store_sweep
 

@@ -22,7 +22,8 @@ from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.monitoring.sweeps.trial_chart import draw_best
 from prefect_torch.flows.monitoring.sweeps.view import SweepView, count_states
 from prefect_torch.flows.monitoring.text import page_url
-from prefect_torch.flows.sweeps.history import TrialRecord, TrialReported, apply, history_of
+from prefect_torch.flows.sweeps.journal.events import TrialReported
+from prefect_torch.flows.sweeps.journal.history import TrialRecord, apply, history_of
 from stored_sweeps import FLOW_RUN, events_of_a_sweep, store_sweep, store_trial, trial_run
 
 CONTEXT = SweepContext("./checkpoints", 5, has_rungs=True)

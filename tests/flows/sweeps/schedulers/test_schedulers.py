@@ -7,7 +7,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.flows import choice, loguniform, randint, uniform
-from prefect_torch.flows.sweeps.history import RungReport, Source, TrialRecord
+from prefect_torch.flows.sweeps.journal.events import Source
+from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.schedulers.asha import Asha, hyperband
 from prefect_torch.flows.sweeps.schedulers.median import Median
 from prefect_torch.flows.sweeps.schedulers.pbt import PopulationBased

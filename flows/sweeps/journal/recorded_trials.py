@@ -6,20 +6,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, get_args
 
-from .history import (
-    Event,
-    History,
-    Source,
-    SweepLed,
-    TrialEnded,
-    TrialRecord,
-    TrialReported,
-    TrialState,
-    apply,
-    encode_event,
-    operations_of,
-    used_time_s,
-)
+from .events import Event, Source, SweepLed, TrialEnded, TrialReported, encode_event
+from .history import History, TrialRecord, TrialState, apply, operations_of, used_time_s
 
 
 class RecordedTrials:

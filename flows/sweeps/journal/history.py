@@ -1,184 +1,24 @@
-"""The history of a sweep: what its journal's entries say of each trial; pure."""
+"""The history of a sweep: what the events in its journal say of each trial; pure."""
 
-import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score
-from prefect_torch.ckpt.runs.record_fields import Count
-from prefect_torch.ckpt.runs.records import decode
+
+from .events import (
+    CheckpointsDeleted,
+    Event,
+    Source,
+    SweepLed,
+    TrialEnded,
+    TrialEvent,
+    TrialReported,
+    TrialResumed,
+    TrialStarted,
+)
 
 TrialState: TypeAlias = Literal["running", "paused", "completed", "stopped", "failed"]
-_logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SweepLed:
-    """A process leads the sweep from here on.
-
-    Attributes:
-        attempt: Its attempt.
-        is_fresh: Whether the sweep begins again, without the trials before.
-
-    """
-
-    attempt: Count
-    is_fresh: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TrialEvent:
-    """An event of a trial.
-
-    Attributes:
-        used_s: The time of the sweep so far that counts against its budget, in seconds.
-
-    """
-
-    used_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TrialStarted(_TrialEvent):
-    """A new trial starts.
-
-    Attributes:
-        trial: Its number.
-        run: The name of its run.
-        config: Its config.
-        study_number: The number of its config in the study.
-        milestone: The time at whose first checkpoint it asks whether it goes on; None if it need not.
-        operations: Those of the study that suggested it.
-
-    """
-
-    trial: Count
-    run: str
-    config: dict[str, Any]
-    study_number: Count
-    milestone: float | None = None
-    operations: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class TrialEnded(_TrialEvent):
-    """A trial has ended, for good unless it is restarted.
-
-    Attributes:
-        trial: Its number.
-        state: "completed", "stopped" or "failed".
-        reason: Why it was stopped, or its error; None if it completed.
-        metrics: Its last metrics.
-        operations: Those of the study that was told of it.
-
-    """
-
-    trial: Count
-    state: Literal["completed", "stopped", "failed"]
-    reason: str | None = None
-    metrics: Metrics = field(default_factory=dict)
-    operations: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class TrialResumed(_TrialEvent):
-    """A trial that had been paused, or had failed, starts again from its latest checkpoint.
-
-    Attributes:
-        trial: Its number.
-        milestone: As for a new one.
-
-    """
-
-    trial: Count
-    milestone: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The checkpoint of another trial.
-
-    Attributes:
-        trial: The other trial's number.
-        run: The name of its run.
-        checkpoint: The id of its checkpoint, which is pinned in that run.
-
-    """
-
-    trial: Count
-    run: str
-    checkpoint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cloned:
-    """A trial goes on from another one's checkpoint, in a new run.
-
-    Attributes:
-        run: The name of the new run.
-        config: The config that it goes on with.
-        source: The checkpoint that it begins from.
-        reports_before: The number of reports up to that checkpoint.
-
-    """
-
-    run: str
-    config: dict[str, Any]
-    source: Source
-    reports_before: Count = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TrialReported(_TrialEvent):
-    """A trial has reported, and what it does next is decided.
-
-    Attributes:
-        trial: Its number.
-        time: The time of the report.
-        value: The metric, or its negative where a high one is good: a lower value is better.
-        checkpoint: The id of the report's checkpoint, or None.
-        metrics: Its metrics.
-        state: "running" if the trial goes on, else how it ends.
-        milestone: The time at whose first checkpoint it asks again.
-        reason: Why it ends, or waits.
-        cloned: The checkpoint of another trial that it goes on from, or None.
-        operations: Those of the study that was told of it.
-        num_reports: The number of its reports up to this one.
-
-    """
-
-    trial: Count
-    time: float
-    value: float
-    checkpoint: str | None
-    metrics: Metrics
-    state: Literal["running", "paused", "stopped", "completed"]
-    milestone: float | None = None
-    reason: str | None = None
-    cloned: Cloned | None = None
-    operations: list[dict[str, Any]] = field(default_factory=list)
-    num_reports: Count = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointsDeleted:
-    """The checkpoints of a run have been deleted, since better trials keep theirs.
-
-    Attributes:
-        trial: The number of its trial.
-        run: The name of the run.
-
-    """
-
-    trial: Count
-    run: str
-
-
-Event: TypeAlias = SweepLed | TrialStarted | TrialResumed | TrialReported | TrialEnded | CheckpointsDeleted
-_KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (SweepLed, TrialStarted, TrialResumed, TrialReported, TrialEnded, CheckpointsDeleted)
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,25 +70,6 @@ class TrialRecord:
 
 
 History: TypeAlias = Mapping[int, TrialRecord]
-
-
-def encode_event(event: Event) -> dict[str, Any]:
-    """Return an event as an entry of the journal."""
-    return {"kind": type(event).__name__, **asdict(event)}
-
-
-def decode_event(entry: Mapping[str, Any], where: str) -> Event | None:
-    """Return the event in an entry; None, with a warning, if this version knows no such event.
-
-    Raises:
-        MalformedRecordError: If a field is missing, or of another type.
-
-    """
-    kind = _KINDS.get(str(entry.get("kind")))
-    if kind is None:
-        _logger.warning("left out: %s has an entry of the unknown kind %r", where, entry.get("kind"))
-        return None
-    return decode(kind, entry, where, f"a {kind.__name__}")
 
 
 def apply(trials: dict[int, TrialRecord], event: Event) -> None:
@@ -315,7 +136,7 @@ def used_time_s(events: Iterable[Event]) -> float:
     for event in events:
         if isinstance(event, SweepLed) and event.is_fresh:
             used_s = 0.0
-        elif isinstance(event, _TrialEvent):
+        elif isinstance(event, TrialEvent):
             used_s = max(used_s, event.used_s)
     return used_s
 

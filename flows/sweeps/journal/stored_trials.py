@@ -1,8 +1,12 @@
 """The events and the trials of a sweep as its storage has them."""
 
+from collections.abc import Iterable
+
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows.sweeps.history import Event, TrialRecord, decode_event, history_of
-from prefect_torch.flows.sweeps.journal import read_journal
+
+from .events import Event, decode_event
+from .history import TrialRecord, history_of
+from .journal import Entry, read_journal
 
 
 def read_events(run: Run) -> list[Event]:
@@ -12,8 +16,13 @@ def read_events(run: Run) -> list[Event]:
         JournalDamagedError: If the journal is damaged.
 
     """
+    return events_of(run, read_journal(run))
+
+
+def events_of(run: Run, entries: Iterable[Entry]) -> list[Event]:
+    """Return the events in entries of a sweep's journal, without those that a newer version alone knows."""
     where = f"the journal of sweep {run.name!r}"
-    return [event for entry in read_journal(run) if (event := decode_event(entry, where)) is not None]
+    return [event for entry in entries if (event := decode_event(entry, where)) is not None]
 
 
 def read_trials(run: Run) -> dict[int, TrialRecord]:

@@ -1,0 +1,114 @@
+"""The trials of a sweep, led to the end of its search: started, recorded, and deleted where better ones keep theirs."""
+
+from prefect import get_run_logger
+from prefect_torch.ckpt import StorageError, StorageSpec
+from prefect_torch.ckpt.runs.attempts.standing import read_standing
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.sweeps.journal.history import TrialRecord
+from prefect_torch.flows.sweeps.search import Search
+from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.flows.sweeps.trial_end import TrialEnd
+from prefect_torch.flows.sweeps.trial_storage import delete_all, end_of, undecided, unpin_source
+from prefect_torch.flows.sweeps.unheeded import Unheeded
+from prefect_torch.tasks.gang.termination import Termination
+
+from .trial_runs import TrialRuns
+
+_POLL_S = 0.5
+
+
+def lead_trials(
+    search: Search, trials: TrialRuns, storage: StorageSpec, config: SearchConfig, termination: Termination
+) -> None:
+    """Run trials until the search has no more, beginning with those that ran when the sweep's process was killed.
+
+    Raises:
+        SweepFailedError: If too many trials, or all, have failed.
+        TerminatedError: If the flow run was terminated; the trials have stopped.
+
+    """
+    waiting, has_news, unheeded = _recovered(search, storage), True, Unheeded(config)
+    try:
+        while True:
+            termination.raise_if_requested()
+            search.raise_if_failed()
+            while trials.num_running() < config.max_concurrent:
+                trial = waiting.pop(0) if waiting else search.next_trial()
+                if trial is None:
+                    break
+                trials.start(trial)
+            if has_news:
+                _delete_excess(search, trials, storage)
+            if not trials.num_running():
+                break
+            ended = trials.take_ended(_POLL_S)
+            for number, end in ended.items():
+                _record_end(search, trials, storage, number, end, termination)
+                for line in unheeded.of(search.trials[number], search.first_decision(number), storage):
+                    get_run_logger().warning("%s", line)
+            has_news = bool(ended)
+    except Exception as exc:
+        trials.terminate(termination.cause or exc)
+        while trials.num_running():
+            trials.take_ended(_POLL_S)
+        trials.close()
+        raise
+    trials.close()
+    _tell_of_budget(search, config)
+    search.raise_if_all_failed()
+
+
+def _tell_of_budget(search: Search, config: SearchConfig) -> None:
+    if search.is_over_budget:
+        get_run_logger().info(
+            "%d of %d trials were started in the time budget of %g s; with a higher one, the sweep goes on",
+            *(len(search.trials), search.num_trials, config.time_budget_s),
+        )
+
+
+def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
+    """Return the trials that ran when the sweep's process was killed, and must go on.
+
+    What they committed and the journal does not have is decided first, as it would have been.
+    """
+    for trial in search.running():
+        run = Run.open(storage, trial.run)
+        for request in undecided(run, trial, search.points(trial.number, lambda: 0)):
+            search.decide(trial.number, request)
+            if search.trials[trial.number] is not trial:  # a decision was recorded
+                break
+        if search.trials[trial.number].state == "running":
+            standing = read_standing(run)
+            end = None if standing is None or standing.outcome is None else end_of(run, standing.outcome)
+            if end is not None and end.outcome == "completed":
+                search.end(trial.number, end)
+    return search.running()
+
+
+def _record_end(
+    search: Search, trials: TrialRuns, storage: StorageSpec, number: int, end: TrialEnd | None, termination: Termination
+) -> None:
+    trial = search.trials[number]
+    if end is None and trial.state == "running":  # interrupted, unless by this process's own termination: it goes on
+        if termination.cause is None:
+            trials.start(trial)
+        return
+    if end is not None and trial.state == "running":
+        search.end(number, end)
+    for source, clone in search.recorded.take_released():
+        unpin_source(storage, source, clone)
+
+
+def _delete_excess(search: Search, trials: TrialRuns, storage: StorageSpec) -> None:
+    """Delete the checkpoints of trials that are not among the best; what fails is tried again after the next trial."""
+    busy = trials.running_runs()  # also of trials that have been stopped, and whose ranks are about to end
+    for number, run in search.take_excess(is_over=not trials.num_running()):
+        if run in busy:
+            continue
+        try:
+            pinned = delete_all(storage, run)
+        except (StorageError, OSError) as exc:
+            get_run_logger().warning("the checkpoints of trial %d could not be deleted yet: %s", number, exc)
+            continue
+        if not pinned:
+            search.record_deleted(number, run)
