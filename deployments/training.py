@@ -21,7 +21,7 @@ from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
 from prefect_torch.flows.planning import PlanLine, compare_grace
 from prefect_torch.flows.short_tracebacks import large_parameters_explained
-from prefect_torch.tasks.rank.function import TrainFunction, check_reference, reference_to
+from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, check_reference, reference_to
 from pydantic import BaseModel
 
 from .automations import make_resumer, resume_by, resume_crashed

@@ -20,7 +20,7 @@ from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.function import PackedFunction, pack_function
+from prefect_torch.tasks.rank.user_code.function import PackedFunction, pack_function
 from prefect_torch.tasks.run_logs import library_logs_in_run
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema

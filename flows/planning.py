@@ -16,7 +16,8 @@ from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.options.storage import configured_storage
-from prefect_torch.tasks.rank.function import TrainFunction, pack_function
+from prefect_torch.tasks.rank.user_code.function import pack_function
+from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction
 from prefect_torch.tasks.training.leadership import refuse_if_alive, refuse_other_kind
 from prefect_torch.tasks.training.start import lineage_of
 

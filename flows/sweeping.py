@@ -38,8 +38,9 @@ from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
-from prefect_torch.tasks.rank.function import pack_function, reference_to
 from prefect_torch.tasks.rank.tracebacks import first_line
+from prefect_torch.tasks.rank.user_code.function import pack_function
+from prefect_torch.tasks.rank.user_code.function_reference import reference_to
 from prefect_torch.tasks.training.leadership import claim_leadership, record_outcome
 from prefect_torch.tasks.training.start import lineage_of
 from prefect_torch.tasks.training.unusable_storage import unusable_storage_explained

@@ -22,10 +22,10 @@ from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.config import RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.function import PackedFunction
 from prefect_torch.tasks.rank.one_line_messages import shorten_message
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
+from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 from .run_logs import library_logs_in_run
 

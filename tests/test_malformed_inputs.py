@@ -15,7 +15,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.deployments import make_deployment
 from prefect_torch.flows import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
-from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.rank.user_code.function import pack_function
 from ranks import Attempt, folder
 
 UNHEALTHY = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -44,7 +44,7 @@ from prefect_torch.flows import (
 )
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.storage import configured_storage
-from prefect_torch.tasks.rank.function import check_signature
+from prefect_torch.tasks.rank.user_code.function_reference import check_signature
 from prefect_torch.tasks.training.restarts import Restarts, _failures_before
 from pydantic import ValidationError
 from ranks import Attempt, folder, read_files

@@ -17,8 +17,8 @@ from prefect_torch.flows.sweeps.trial_storage import count_reports
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.function import PackedFunction
 from prefect_torch.tasks.rank.tracebacks import first_line
+from prefect_torch.tasks.rank.user_code.function import PackedFunction
 from prefect_torch.tasks.training.job import TrainJob
 
 

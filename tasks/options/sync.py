@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from prefect_torch.ckpt.storage.synced.transport import FUNCTION, PLACEHOLDERS, Transport, pickled_function
-from prefect_torch.tasks.rank.code_pickle import dump
+from prefect_torch.tasks.rank.user_code.code_pickle import dump
 from pydantic import Field, PlainSerializer, field_validator
 from pydantic.json_schema import SkipJsonSchema
 

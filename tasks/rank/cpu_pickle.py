@@ -4,7 +4,7 @@ import io
 import sys
 from typing import Any
 
-from .code_pickle import CodePickler
+from prefect_torch.tasks.rank.user_code.code_pickle import CodePickler
 
 
 def dump_on_cpu(value: object) -> bytes:

@@ -10,45 +10,36 @@ import os
 import pickle
 import socket
 import sys
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_torch.ckpt import CheckpointStore, TrainContext
-from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
 from prefect_torch.ckpt.runs.layout import Layout
-from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.storage.synced.first_download import download_missing
-from prefect_torch.ckpt.text import clip, encodable
-from prefect_torch.tasks.rank.resources.available_memory import available_bytes
 from prefect_torch.tasks.rank.resources.cpus import default_threads
-from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others, take_device
-from prefect_torch.tasks.rank.resources.oom_kills import OomKills
+from prefect_torch.tasks.rank.resources.device import take_device
 from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL, outlast_sigterm
+from prefect_torch.tasks.rank.user_code.function import PackedFunction, unpack_function
+from prefect_torch.tasks.rank.user_code.machine_paths import enter_paths
+from prefect_torch.tasks.rank.user_code.working_dir import unpacked, within
 
+from .call import call_in_session, failure_of, flush_output
 from .checkpoint_ref import CheckpointRef
-from .cpu_pickle import dump_on_cpu
-from .errors import RankFailureKind, StorageNotSeenError
+from .errors import StorageNotSeenError
 from .failures import of_exception
-from .function import PackedFunction, TrainFunction, takes_config, unpack_function
 from .group_store import GroupStore
-from .machine_paths import enter_paths
 from .node_store import open_node
 from .orderly_end import end_in_order
 from .plain_result import encode_result
 from .rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
 from .spec import RankResult, RankSpec
-from .tracebacks import message_line, user_traceback
-from .working_dir import unpacked, within
 
 if TYPE_CHECKING:
     import torch
-
-_MOST_TEXT = 100_000  # characters of a traceback
 
 
 def main() -> None:
@@ -62,12 +53,12 @@ def main() -> None:
     sys.argv = [spec.function.name]
     with ExitStack() as held:
         result = _run(spec, held)
-        _flush_output()
+        flush_output()
         with os.fdopen(result_fd, "wb") as pipe:
             pipe.write(pickle.dumps(result) if spec.master_host is None else encode_result(result))
         if result.kind is None:
             end_in_order(held.close)
-            _flush_output()
+            flush_output()
     # Not sys.exit: after a failure, a collective or a thread of the user may hang; what is native may do so at any end.
     os._exit(0 if result.kind is None else 1)
 
@@ -103,7 +94,7 @@ def _run(spec: RankSpec, held: ExitStack) -> RankResult:
             backend = _check_backend(spec, device)
         session = _session(spec, store, key_value)
         _join_process_group(spec, backend, device, key_value if group_store is None else group_store.key_value)
-        result = _train(function, config, session, spec)
+        result = call_in_session(function, config, session, spec)
         if result.kind is None:  # a group that lost a rank may wait for it without limit
             _leave_process_group()
             if session.is_cut_short:
@@ -111,9 +102,9 @@ def _run(spec: RankSpec, held: ExitStack) -> RankResult:
             if group_store is not None:
                 group_store.close(spec, key_value)
     except _FinalError as exc:
-        return _failure(exc.error, "final")
+        return failure_of(exc.error, "final")
     except Exception as exc:  # noqa: BLE001 - returned as the result
-        return _failure(exc, of_exception(exc, in_function=False))
+        return failure_of(exc, of_exception(exc, in_function=False))
     return result
 
 
@@ -219,116 +210,6 @@ def _leave_process_group() -> None:
 
     if dist.is_initialized():  # otherwise the user's function has destroyed it
         dist.destroy_process_group()
-
-
-def _train(function: TrainFunction, config: dict[str, Any] | None, session: RankSession, spec: RankSpec) -> RankResult:
-    start_session(session)
-    if session.takes_reports:
-        _watch_steps(spec.local_world_size)
-    oom_kills = OomKills()
-    try:
-        try:
-            with _this_process_only():
-                value = _call(function, config)
-                if spec.evaluates and spec.rank == 0:
-                    value = _as_metrics(value, spec)
-        except SystemExit as exc:
-            if exc.code not in (None, 0):
-                session.fail(f"sys.exit({exc.code!r})", spec.flush_s)
-                return _failure(exc, "user")
-            value = None
-        session.finish()
-    except BaseException as exc:  # noqa: BLE001 - returned to the leader, which raises it again
-        _explain_second_group(exc)
-        is_gpu_shared = spec.use_gpu and of_exception(exc) == "out_of_memory" and is_memory_held_by_others()
-        kind = of_exception(exc, oom_killed=bool(oom_kills.happened()), is_gpu_shared=is_gpu_shared)
-        session.fail(_one_line(exc), spec.flush_s)
-        return _failure(exc, kind)
-    finally:
-        start_session(None)
-    return RankResult(return_value=_dump_value(value) if spec.rank == 0 else None)
-
-
-def _watch_steps(num_ranks: int) -> None:
-    """Have memory for the first report of a state touched after the first steps, at most this rank's share of what is free."""
-    from prefect_torch.ckpt.state.expected_size import watch_steps  # noqa: PLC0415 - torch is imported by now
-
-    watch_steps(lambda: available_bytes() // num_ranks)
-
-
-def _call(function: TrainFunction, config: dict[str, Any] | None) -> Any:
-    if takes_config(function):
-        return function({} if config is None else config)
-    if config:
-        raise TypeError(f"config is given but {function.__name__}() takes no argument")
-    return function()
-
-
-def _explain_second_group(exc: BaseException) -> None:
-    """Add the remedy to torch's refusal of a second process group; its traceback stays that of the user's call."""
-    if isinstance(exc, ValueError) and "default process group twice" in str(exc):
-        exc.args = (f"{exc} The process group is ready when the function is called: leave init_process_group() out",)
-
-
-def _as_metrics(value: object, spec: RankSpec) -> Metrics:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{spec.function.name} returned a {type(value).__name__} on rank 0: return a dict of metrics")
-    return clean_metrics(value)
-
-
-@contextmanager
-def _this_process_only() -> Iterator[None]:
-    """Exit a process that the body forked when it leaves the body: the session belongs to its parent."""
-    pid = os.getpid()
-    returncode = 1
-    try:
-        yield
-        returncode = 0
-    except SystemExit as exc:
-        returncode = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
-        if os.getpid() != pid and not isinstance(exc.code, int | None):
-            print(exc.code, file=sys.stderr)  # noqa: T201 - as Python does
-        raise
-    except Exception:
-        if os.getpid() != pid:
-            traceback.print_exc()
-        raise
-    finally:
-        if os.getpid() != pid:
-            _flush_output()
-            os._exit(returncode & 0xFF)
-
-
-def _flush_output() -> None:
-    """Flush what the function has printed, if its streams can: it may have closed them, or put anything in their place."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-
-
-def _failure(exc: BaseException, kind: RankFailureKind) -> RankResult:
-    text = encodable(clip(user_traceback(exc), _MOST_TEXT))
-    try:
-        # Prefect cannot store a state whose text holds a lone surrogate, which does not encode, nor one of many megabytes.
-        pickled = dump_on_cpu(exc) if len(str(exc).encode()) <= _MOST_TEXT else None
-        if pickled is not None:
-            pickle.loads(pickled)  # noqa: S301 - many exceptions pickle but do not unpickle
-    except Exception:  # noqa: BLE001 - the text is sent in any case
-        pickled = None
-    return RankResult(kind=kind, error=_one_line(exc), traceback=text, exception=pickled)
-
-
-def _one_line(exc: BaseException) -> str:
-    return encodable(clip(message_line(exc)))
-
-
-def _dump_value(value: Any) -> bytes | None:
-    try:
-        return dump_on_cpu(value)
-    except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
-        with suppress(Exception):  # as for `_flush_output`
-            print(f"the return value is dropped, since it cannot be pickled: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
-        return None
 
 
 if __name__ == "__main__":

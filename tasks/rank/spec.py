@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.session import ReportSettings
+from prefect_torch.tasks.rank.user_code.function import PackedFunction
+from prefect_torch.tasks.rank.user_code.working_dir import StoredDirectory
 
 from .checkpoint_ref import CheckpointRef
 from .errors import RankFailureKind
-from .function import PackedFunction
 from .rendezvous import Address
-from .working_dir import StoredDirectory
 
 MOST_ALONE = 64  # ranks of which each has a task run
 MOST_VOICES = 256  # ranks of which each speaks for itself: fewer agree as quickly so (tests/benchmarks/agreement.py)

@@ -7,7 +7,7 @@ from prefect_torch.ckpt.reporting.decisions import DecisionMaker
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.function import PackedFunction
+from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 
 @dataclass(frozen=True, slots=True)

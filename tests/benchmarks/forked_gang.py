@@ -28,9 +28,9 @@ from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank import main
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.rank.rendezvous import Rendezvous
 from prefect_torch.tasks.rank.spec import RankSpec
+from prefect_torch.tasks.rank.user_code.function import pack_function
 
 RUN = "run"
 POLICY = RetentionPolicy(1, "val_loss", "min")

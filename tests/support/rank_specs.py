@@ -1,9 +1,9 @@
 """The spec of a rank that is not started, or runs another program than a rank's."""
 
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.tasks.rank.function import PackedFunction
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec
+from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 
 def rank_spec(**more):

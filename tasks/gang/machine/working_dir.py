@@ -13,7 +13,7 @@ import xxhash
 from prefect.utilities.filesystem import filter_files
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import show_bytes
-from prefect_torch.tasks.rank.working_dir import StoredDirectory
+from prefect_torch.tasks.rank.user_code.working_dir import StoredDirectory
 
 _MOST_BYTES = 100 << 20
 _NUM_SHOWN = 3

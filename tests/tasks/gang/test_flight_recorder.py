@@ -14,7 +14,7 @@ from prefect_torch.tasks.gang.processes import local_rank
 from prefect_torch.tasks.gang.processes.flight_recorder import FlightRecorder
 from prefect_torch.tasks.gang.processes.local_rank import LocalRank
 from prefect_torch.tasks.gang.processes.process import RankProcess
-from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.rank.user_code.function import pack_function
 from rank_specs import rank_spec
 
 SPEC = rank_spec(world_size=2, local_world_size=2, function=pack_function("os:getcwd", None))

@@ -14,10 +14,10 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.gang.processes import fork_servers
 from prefect_torch.tasks.gang.processes.fork_servers import ForkServer, ForkServers, ProcessContext, python_command
 from prefect_torch.tasks.gang.processes.process import RankProcess
-from prefect_torch.tasks.rank.function import pack_function
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec
 from prefect_torch.tasks.rank.starting.fork_server import is_device
+from prefect_torch.tasks.rank.user_code.function import pack_function
 
 RANK = "prefect_torch.tasks.rank.main"
 # What a rank has from its parents, as its function's module finds it.

@@ -10,8 +10,8 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.tasks.gang.machine import working_dir as packing
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
-from prefect_torch.tasks.rank.function import PackedFunction
-from prefect_torch.tasks.rank.working_dir import unpacked, within
+from prefect_torch.tasks.rank.user_code.function import PackedFunction
+from prefect_torch.tasks.rank.user_code.working_dir import unpacked, within
 
 
 @pytest.fixture(autouse=True)

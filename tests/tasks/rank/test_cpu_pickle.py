@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from forked_programs import run_program
-from prefect_torch.tasks.rank import cpu_pickle, main
+from prefect_torch.tasks.rank import call, cpu_pickle
 from prefect_torch.tasks.rank.cpu_pickle import dump_on_cpu
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -17,7 +17,7 @@ import sys
 import pretended_gpus
 pretended_gpus.hold_tensors()
 import torch
-from prefect_torch.tasks.rank import cpu_pickle, main
+from prefect_torch.tasks.rank import call, cpu_pickle
 from prefect_torch.tasks.rank.cpu_pickle import dump_on_cpu
 
 class MyError(Exception):
@@ -68,8 +68,8 @@ def test_what_a_rank_returns_and_raises_goes_this_way(monkeypatch):
     monkeypatch.setattr(cpu_pickle, "_is_elsewhere", lambda data: True)
     asked = []
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: asked.append(tensor.tolist()) or tensor.clone())
-    returned = main._dump_value({"weight": torch.ones(2)})
-    raised = main._failure(ValueError("with a tensor", torch.zeros(2)), "user").exception
+    returned = call._dump_value({"weight": torch.ones(2)})
+    raised = call.failure_of(ValueError("with a tensor", torch.zeros(2)), "user").exception
     assert asked == [[1.0, 1.0], [0.0, 0.0]]
     assert pickle.loads(returned)["weight"].tolist() == [1.0, 1.0]
     assert pickle.loads(raised).args[1].tolist() == [0.0, 0.0]

@@ -21,7 +21,7 @@ from prefect_torch.ckpt import (
     UnsupportedFormatError,
 )
 from prefect_torch.ckpt.errors import ReportWithdrawnError
-from prefect_torch.tasks.rank import main as rank_main
+from prefect_torch.tasks.rank import call
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import cause_first, hint_at_death, of_exception, of_returncode
 from rank_specs import rank_spec
@@ -49,7 +49,7 @@ def test_a_last_commit_that_finds_the_disk_full_counts_alike_where_the_function_
         sys.exit(0)
 
     for function in (lambda: None, leave):
-        assert rank_main._train(function, None, Session(), rank_spec()).kind == "user"
+        assert call.call_in_session(function, None, Session(), rank_spec()).kind == "user"
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,15 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from prefect_torch.tasks.gang.processes import fork_servers
-from prefect_torch.tasks.rank.function import check_signature, pack_function, takes_config, unpack_function
+from prefect_torch.tasks.rank.user_code.function import pack_function, unpack_function
+from prefect_torch.tasks.rank.user_code.function_reference import check_signature, takes_config
 
 
 def in_a_new_interpreter(packed) -> str:
     """Return what the function gives there; its standard output is its answer."""
     program = (
         "import pickle, sys, os\npacked = pickle.load(sys.stdin.buffer)\nos.chdir(packed.cwd)\nsys.path[:] = packed.sys_path\n"
-        "from prefect_torch.tasks.rank.function import unpack_function\nfunction, config = unpack_function(packed)\n"
+        "from prefect_torch.tasks.rank.user_code.function import unpack_function\nfunction, config = unpack_function(packed)\n"
         "print(function(config))"
     )
     done = subprocess.run([sys.executable, "-c", program], input=cloudpickle.dumps(packed), capture_output=True, check=False)
@@ -168,7 +169,7 @@ def test_what_is_no_function_is_named_where_it_is_imported(folder):
 
 def test_a_file_that_starts_its_own_training_wherever_it_is_imported_is_refused(folder):
     (folder / "unguarded.py").write_text(
-        "from prefect_torch.tasks.rank.function import pack_function\n"
+        "from prefect_torch.tasks.rank.user_code.function import pack_function\n"
         "def train_fn(config):\n    pass\n"
         "pack_function('unguarded.py:train_fn', None)\n"
     )

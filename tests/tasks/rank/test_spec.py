@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.tasks.rank.function import PackedFunction
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
+from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 LEFT_OUT = {
     "TORCHELASTIC_RUN_ID",

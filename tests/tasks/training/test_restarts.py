@@ -22,7 +22,7 @@ from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.rank.errors import RankFailedError, RestartsUsedUpError
 from prefect_torch.tasks.rank.failures import counts_against
-from prefect_torch.tasks.rank.function import pack_function
+from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.training import restarts as restarts_module
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.restarts import Restarts

@@ -1,0 +1,146 @@
+"""The call of the training function in a rank, with its value or its error as a RankResult."""
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from prefect_torch.ckpt.reporting.api import start_session
+from prefect_torch.ckpt.reporting.session import RankSession
+from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
+from prefect_torch.ckpt.text import clip, encodable
+from prefect_torch.tasks.rank.resources.available_memory import available_bytes
+from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others
+from prefect_torch.tasks.rank.resources.oom_kills import OomKills
+from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, takes_config
+
+from .cpu_pickle import dump_on_cpu
+from .errors import RankFailureKind
+from .failures import of_exception
+from .spec import RankResult, RankSpec
+from .tracebacks import message_line, user_traceback
+
+_MOST_TEXT = 100_000  # characters of a traceback
+
+
+def call_in_session(function: TrainFunction, config: dict[str, Any] | None, session: RankSession, spec: RankSpec) -> RankResult:
+    """Return what the function returns within `session`, or how it failed; the other ranks are told of a failure.
+
+    Args:
+        function: The training function.
+        config: Its argument, if it takes one.
+        session: The rank's part in reports; its background commits are durable when this returns a value.
+        spec: The rank.
+
+    """
+    start_session(session)
+    if session.takes_reports:
+        _watch_steps(spec.local_world_size)
+    oom_kills = OomKills()
+    try:
+        try:
+            with _this_process_only():
+                value = _call(function, config)
+                if spec.evaluates and spec.rank == 0:
+                    value = _as_metrics(value, spec)
+        except SystemExit as exc:
+            if exc.code not in (None, 0):
+                session.fail(f"sys.exit({exc.code!r})", spec.flush_s)
+                return failure_of(exc, "user")
+            value = None
+        session.finish()
+    except BaseException as exc:  # noqa: BLE001 - returned to the leader, which raises it again
+        _explain_second_group(exc)
+        is_gpu_shared = spec.use_gpu and of_exception(exc) == "out_of_memory" and is_memory_held_by_others()
+        kind = of_exception(exc, oom_killed=bool(oom_kills.happened()), is_gpu_shared=is_gpu_shared)
+        session.fail(_one_line(exc), spec.flush_s)
+        return failure_of(exc, kind)
+    finally:
+        start_session(None)
+    return RankResult(return_value=_dump_value(value) if spec.rank == 0 else None)
+
+
+def _watch_steps(num_ranks: int) -> None:
+    """Have memory for the first report of a state touched after the first steps, at most this rank's share of what is free."""
+    from prefect_torch.ckpt.state.expected_size import watch_steps  # noqa: PLC0415 - torch is imported by now
+
+    watch_steps(lambda: available_bytes() // num_ranks)
+
+
+def _call(function: TrainFunction, config: dict[str, Any] | None) -> Any:
+    if takes_config(function):
+        return function({} if config is None else config)
+    if config:
+        raise TypeError(f"config is given but {function.__name__}() takes no argument")
+    return function()
+
+
+def _explain_second_group(exc: BaseException) -> None:
+    """Add the remedy to torch's refusal of a second process group; its traceback stays that of the user's call."""
+    if isinstance(exc, ValueError) and "default process group twice" in str(exc):
+        exc.args = (f"{exc} The process group is ready when the function is called: leave init_process_group() out",)
+
+
+def _as_metrics(value: object, spec: RankSpec) -> Metrics:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{spec.function.name} returned a {type(value).__name__} on rank 0: return a dict of metrics")
+    return clean_metrics(value)
+
+
+@contextmanager
+def _this_process_only() -> Iterator[None]:
+    """Exit a process that the body forked when it leaves the body: the session belongs to its parent."""
+    pid = os.getpid()
+    returncode = 1
+    try:
+        yield
+        returncode = 0
+    except SystemExit as exc:
+        returncode = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        if os.getpid() != pid and not isinstance(exc.code, int | None):
+            print(exc.code, file=sys.stderr)  # noqa: T201 - as Python does
+        raise
+    except Exception:
+        if os.getpid() != pid:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != pid:
+            flush_output()
+            os._exit(returncode & 0xFF)
+
+
+def flush_output() -> None:
+    """Flush what the function has printed, if its streams can: it may have closed them, or put anything in their place."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def failure_of(exc: BaseException, kind: RankFailureKind) -> RankResult:
+    """Return the result of a rank that an error has ended: the text, and the error itself where it pickles."""
+    text = encodable(clip(user_traceback(exc), _MOST_TEXT))
+    try:
+        # Prefect cannot store a state whose text holds a lone surrogate, which does not encode, nor one of many megabytes.
+        pickled = dump_on_cpu(exc) if len(str(exc).encode()) <= _MOST_TEXT else None
+        if pickled is not None:
+            pickle.loads(pickled)  # noqa: S301 - many exceptions pickle but do not unpickle
+    except Exception:  # noqa: BLE001 - the text is sent in any case
+        pickled = None
+    return RankResult(kind=kind, error=_one_line(exc), traceback=text, exception=pickled)
+
+
+def _one_line(exc: BaseException) -> str:
+    return encodable(clip(message_line(exc)))
+
+
+def _dump_value(value: Any) -> bytes | None:
+    try:
+        return dump_on_cpu(value)
+    except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
+        with suppress(Exception):  # as for `flush_output`
+            print(f"the return value is dropped, since it cannot be pickled: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
+        return None

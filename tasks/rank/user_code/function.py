@@ -1,0 +1,119 @@
+"""Packing a training function in the process that starts a training, and unpacking it in a rank."""
+
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from .code_pickle import dump
+from .function_reference import TrainFunction, check_reference, check_signature, import_function, is_importable
+
+_unpacking: list[str] = []  # names of the functions whose module this rank is importing
+_packing = threading.Lock()  # cloudpickle's list of modules by value is that of the whole process
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFunction:
+    """A training function and its configuration, for a new interpreter.
+
+    Attributes:
+        reference: "module:function" or "path/to/file.py:function"; None when `payload` carries the function.
+        payload: The function, or None, and its configuration, pickled.
+        sys_path: Its search path for modules.
+        cwd: Its working directory.
+        name: The name of the function in messages.
+
+    """
+
+    reference: str | None
+    payload: bytes
+    sys_path: tuple[str, ...]
+    cwd: str
+    name: str
+
+
+def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) -> PackedFunction:
+    """Return `function` and `config` in a form that pickles; a reference is looked up, not imported.
+
+    Args:
+        function: "module:function", "path/to/file.py:function", or the function itself. A function that a new interpreter
+            can import is pickled by name, any other by value (cloudpickle), with the globals of its module that it uses.
+        config: The argument of the function, if it takes one.
+
+    Raises:
+        ValueError: If there is no such module, file or function.
+        TypeError: If the function or its configuration cannot be pickled, or ranks cannot call it.
+        RuntimeError: If a rank is importing a function: the ranks that it starts would import it as well, and so on.
+
+    """
+    if _unpacking:
+        raise RuntimeError(
+            f"a rank that imports {_unpacking[0]} would start ranks itself, and these theirs: put the call that starts the "
+            'training below `if __name__ == "__main__":`, or into another file'
+        )
+    reference = None
+    value: TrainFunction | None = None
+    if isinstance(function, str):
+        reference = check_reference(function)
+    elif callable(function):
+        value = check_signature(function)
+    else:
+        raise TypeError(f"train_fn must be a function or 'module:function', not {type(function).__name__}")
+    name = reference or str(getattr(function, "__qualname__", function))
+    return PackedFunction(
+        reference=reference,
+        payload=_dump(value, config, name),
+        sys_path=tuple(os.path.abspath(path) for path in [*sys.path, ""] if not path or Path(path).exists()),  # noqa: PTH100 - "" is the working directory
+        cwd=str(Path.cwd()),
+        name=name,
+    )
+
+
+def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, Any] | None]:
+    """Return the function and its configuration; imports the user's code.
+
+    Raises:
+        ValueError: If the module has no such function.
+        TypeError: If it is none that a rank can call.
+
+    """
+    _unpacking.append(packed.name)
+    try:
+        value, config = pickle.loads(packed.payload)  # noqa: S301 - from the process that started this one
+        return value if packed.reference is None else import_function(packed.reference), config
+    finally:
+        _unpacking.pop()
+
+
+def _dump(function: TrainFunction | None, config: dict[str, Any] | None, name: str) -> bytes:
+    try:
+        with _packing, _by_value(sys.modules.get(getattr(function, "__module__", None) or "")):
+            return dump((function, config))
+    except Exception as exc:
+        raise TypeError(
+            f"train_fn {name} and its config cannot travel to the ranks: {exc}. "
+            "Define the function in a module and give 'module:function', open files, locks and connections inside it, "
+            "and keep the config to plain values"
+        ) from exc
+
+
+@contextmanager
+def _by_value(module: ModuleType | None) -> Iterator[None]:
+    """Have the functions of a module that a new interpreter cannot import pickled by value in the body."""
+    registered = cloudpickle.list_registry_pickle_by_value()  # by the user, for good
+    if module is None or module.__name__ == "__main__" or module.__name__ in registered or is_importable(module):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
