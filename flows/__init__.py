@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from .prefect_api import embedded_server as _embedded_server  # noqa: F401 - its import has an effect
 
 if TYPE_CHECKING:
+    from prefect_torch.flows.sweeps.domains import choice, grid, loguniform, randint, uniform
     from prefect_torch.flows.sweeps.failures import SweepFailedError
     from prefect_torch.flows.sweeps.journal.journal import JournalDamagedError
     from prefect_torch.flows.sweeps.optuna_study.storage import open_study_storage
     from prefect_torch.flows.sweeps.search_config import SearchConfig
-    from prefect_torch.flows.sweeps.space import choice, grid, loguniform, randint, uniform
     from prefect_torch.tasks import (
         CheckpointConfig,
         DaskCluster,
@@ -67,17 +67,17 @@ _MODULES = {
     "TrainingPlan": "prefect_torch.flows.planning",
     "Trial": "prefect_torch.flows.sweep_result",
     "atrain": "prefect_torch.flows.async_training",
-    "choice": "prefect_torch.flows.sweeps.space",
+    "choice": "prefect_torch.flows.sweeps.domains",
     "evaluate": "prefect_torch.flows.evaluation",
-    "grid": "prefect_torch.flows.sweeps.space",
-    "loguniform": "prefect_torch.flows.sweeps.space",
+    "grid": "prefect_torch.flows.sweeps.domains",
+    "loguniform": "prefect_torch.flows.sweeps.domains",
     "open_study_storage": "prefect_torch.flows.sweeps.optuna_study.storage",
     "plan": "prefect_torch.flows.planning",
     "prune": "prefect_torch.flows.pruning",
-    "randint": "prefect_torch.flows.sweeps.space",
+    "randint": "prefect_torch.flows.sweeps.domains",
     "sweep": "prefect_torch.flows.sweeping",
     "train": "prefect_torch.flows.training",
-    "uniform": "prefect_torch.flows.sweeps.space",
+    "uniform": "prefect_torch.flows.sweeps.domains",
 }
 
 __all__ = [

@@ -18,6 +18,7 @@ from prefect_torch.flows.prefect_api.final_state import completed
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
+from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.history import has_begun_again, history_of
 from prefect_torch.flows.sweeps.journal.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
@@ -26,7 +27,6 @@ from prefect_torch.flows.sweeps.optuna_study.samplers import require_optuna
 from prefect_torch.flows.sweeps.optuna_study.study import check_search
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
-from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.trial_storage import pin_source
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials, check_deployment
 from prefect_torch.flows.trials.leading import lead_trials

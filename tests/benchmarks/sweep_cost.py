@@ -84,11 +84,11 @@ def show_memory(trials):
     from prefect_torch.ckpt.runs.attempts.owner import Owner
     from prefect_torch.ckpt.runs.run import Run
     from prefect_torch.flows import SearchConfig, uniform
+    from prefect_torch.flows.sweeps.domains import parse_space
     from prefect_torch.flows.sweeps.journal.events import decode_event
     from prefect_torch.flows.sweeps.journal.journal import Journal, list_parts, read_journal
     from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
     from prefect_torch.flows.sweeps.search import Search
-    from prefect_torch.flows.sweeps.space import parse_space
     from prefect_torch.flows.sweeps.trial_end import TrialEnd
 
     yield f"a search of {trials} trials with the random sampler, one report each"

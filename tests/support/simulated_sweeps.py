@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import decode_event
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
-from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from prefect_torch.flows.sweeps.domains import as_stored
 from prefect_torch.flows.sweeps.search_config import SearchConfig
-from prefect_torch.flows.sweeps.space import Nested, Parameters, as_stored
+from prefect_torch.flows.sweeps.space import Nested, Parameters
 
 from .pruning import OptunaPruning
 from .samplers import check_sampler, imported_sampler, sampler_of
@@ -25,7 +26,6 @@ NAME = "sweep"
 _SEED_BYTES = 4
 _WITH_RUNGS = ("asha", "hyperband")
 _MODELS = ("tpe", "gp")  # samplers that fit a model to values
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import SearchConfig, uniform
 from prefect_torch.flows.sweeps.asked_decisions import AskedDecisions, answer_questions, asked_decisions, expect_questions
+from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import decode_event
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
-from prefect_torch.flows.sweeps.space import parse_space
 
 TRIAL = "trial-0000-0123abcd"
 REQUEST = DecisionRequest(0, 3, 4, {"loss": math.nan, "deep": {"a": math.inf}}, "some-checkpoint")

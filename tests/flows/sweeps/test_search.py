@@ -8,6 +8,7 @@ import pytest
 from prefect_torch.ckpt.reporting.decisions import Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.flows import SearchConfig, SweepFailedError, choice, grid, loguniform, randint, uniform
+from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import decode_event
 from prefect_torch.flows.sweeps.journal.history import score_of
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
@@ -15,7 +16,6 @@ from prefect_torch.flows.sweeps.optuna_study.pruning import OptunaPruning
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
 from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, check_search
 from prefect_torch.flows.sweeps.search import Search
-from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from simulated_sweeps import Simulation
 

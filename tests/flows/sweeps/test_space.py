@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from prefect_torch.flows import SearchConfig, choice, grid, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.definition import define
+from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.schedulers.pbt import RandomDraw
-from prefect_torch.flows.sweeps.space import parse_space
 
 WRONG = [
     ({}, "is empty"),

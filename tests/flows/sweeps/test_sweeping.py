@@ -40,11 +40,11 @@ from prefect_torch.flows import (
 )
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.prefect_api.client import SubflowClients
+from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.journal.journal import list_parts
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
-from prefect_torch.flows.sweeps.space import parse_space
 from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, undecided
 from prefect_torch.flows.trials import leading
 from prefect_torch.tasks.training import leadership, publish_backoff

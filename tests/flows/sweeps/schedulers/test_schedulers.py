@@ -7,13 +7,13 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.flows import choice, loguniform, randint, uniform
+from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import Source
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.schedulers.asha import Asha, hyperband
 from prefect_torch.flows.sweeps.schedulers.median import Median
 from prefect_torch.flows.sweeps.schedulers.pbt import PopulationBased
 from prefect_torch.flows.sweeps.schedulers.scheduling import Decision
-from prefect_torch.flows.sweeps.space import parse_space
 
 SPACE = parse_space(
     {

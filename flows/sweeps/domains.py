@@ -1,0 +1,177 @@
+"""The domains of a space as users give them and as it is stored, JSON; and the space that they describe."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any, TypeAlias
+
+from .space import Choice, Constant, Integer, Nested, Node, Real, has_domains
+
+Domain: TypeAlias = dict[str, Any]
+_PRIMITIVE = (str, int, float, bool)
+
+
+def uniform(low: float, high: float, step: float | None = None) -> Domain:
+    """Return the domain of the floats from `low` to `high`; with a `step`, only of `low`, `low + step` and so on."""
+    return {"kind": "uniform", "low": low, "high": high, **({} if step is None else {"step": step})}
+
+
+def loguniform(low: float, high: float) -> Domain:
+    """Return the domain of the floats from `low`, which is positive, to `high`, whose logarithms are equally probable."""
+    return {"kind": "loguniform", "low": low, "high": high}
+
+
+def randint(low: int, high: int, step: int = 1, *, log: bool = False) -> Domain:
+    """Return the domain of the integers from `low` to `high - 1`, as in NumPy and Ray Tune.
+
+    Args:
+        low: The smallest.
+        high: One more than the largest.
+        step: The difference between two of them.
+        log: Whether their logarithms are equally probable; then `low` is positive and `step` is 1.
+
+    """
+    return {"kind": "randint", "low": low, "high": high, "step": step, "log": log}
+
+
+def choice(values: Sequence[Any]) -> Domain:
+    """Return the domain of `values`, JSON of any kind; a dict among them may hold domains, which exist only if it is chosen."""
+    return {"kind": "choice", "values": list(values)}
+
+
+def grid(values: Sequence[Any]) -> Domain:
+    """Return the domain of `values`, each of which is tried with all combinations of the others (`sampler="grid"`)."""
+    return {"kind": "grid", "values": list(values)}
+
+
+def parse_space(space: Mapping[str, Any]) -> Nested:
+    """Return the space that `space` describes.
+
+    Raises:
+        ValueError: If nothing in it is to be chosen, or a domain is invalid; the error names its place.
+
+    """
+    if not isinstance(space, Mapping) or not space:
+        raise ValueError(f"space={space!r} is empty: give what is to be searched, such as {{'lr': loguniform(1e-4, 1e-1)}}")
+    parsed = _parse(space, "")
+    assert isinstance(parsed, Nested)
+    if not has_domains(parsed):
+        raise ValueError("space holds constants only: give at least one domain, such as loguniform(1e-4, 1e-1)")
+    return parsed
+
+
+def as_stored(value: Any) -> Any:
+    """Return a part of a space as it is read from storage again: a tuple is a list."""
+    return json.loads(json.dumps(value))
+
+
+def _parse(value: Any, place: str) -> Node:
+    if isinstance(value, Mapping) and isinstance(value.get("kind"), str):
+        return _parse_domain(value, place)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or not key:
+                raise ValueError(f"space{place} has the key {key!r}: keys are texts")
+        nodes = tuple((key, _parse(item, f"{place}[{key!r}]")) for key, item in value.items())
+        inner = Nested(nodes)
+        return inner if not place or has_domains(inner) else Constant(as_stored(value))
+    _refuse_domains(value, place)
+    try:
+        return Constant(as_stored(value))
+    except (TypeError, ValueError) as exc:
+        raise ValueError(
+            f"space{place}={value!r} is neither JSON nor a domain: give numbers, texts, lists and dicts, and choose among "
+            "functions or classes by their names"
+        ) from exc
+
+
+def _refuse_domains(value: Any, place: str) -> None:
+    """Raise if a list holds a domain, of which nothing would be chosen: a parameter has a name."""
+    if isinstance(value, Mapping) and isinstance(kind := value.get("kind"), str) and kind in _FIELDS:
+        raise ValueError(
+            f"space{place} is a domain in a list, and each value that is chosen needs a name: give a dict instead of the list, "
+            "and make the list in your function"
+        )
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in inner:
+        _refuse_domains(item, f"{place}[{key!r}]")
+
+
+def _parse_domain(domain: Mapping[str, Any], place: str) -> Node:
+    kind = domain["kind"]
+    if kind not in _FIELDS:
+        raise ValueError(f"space{place} has the unknown kind {kind!r}: give one of {', '.join(_FIELDS)}")
+    needed, optional = _FIELDS[kind]
+    given = domain.keys() - {"kind"}
+    if missing := needed - given:
+        raise ValueError(f"space{place}: {kind} needs {' and '.join(sorted(missing))}")
+    if unknown := given - needed - optional:
+        raise ValueError(f"space{place}: {kind} has no {' and no '.join(sorted(unknown))}")
+    if kind in ("choice", "grid"):
+        return _parse_choice(domain["values"], place, is_grid=kind == "grid")
+    return _parse_integer(domain, place) if kind == "randint" else _parse_real(domain, place)
+
+
+_FIELDS: dict[str, tuple[set[str], set[str]]] = {
+    "uniform": ({"low", "high"}, {"step"}),
+    "loguniform": ({"low", "high"}, set()),
+    "randint": ({"low", "high"}, {"step", "log"}),
+    "choice": ({"values"}, set()),
+    "grid": ({"values"}, set()),
+}
+
+
+def _parse_real(domain: Mapping[str, Any], place: str) -> Real:
+    kind, log = domain["kind"], domain["kind"] == "loguniform"
+    low, high, step = (_number(domain.get(name), f"space{place}: {name}") for name in ("low", "high", "step"))
+    assert low is not None
+    assert high is not None
+    if low > high:
+        raise ValueError(f"space{place}: low={low:g} is above high={high:g}")
+    if log and low <= 0:
+        raise ValueError(f"space{place}: low={low:g} has no logarithm: loguniform begins above 0")
+    if step is not None and step <= 0:
+        raise ValueError(f"space{place}: step={step:g} of {kind} is not positive")
+    return Real(low, high if step is None else _last(low, high, step), step, log)
+
+
+def _last(low: float, high: float, step: float) -> float:
+    """Return the largest number of steps above `low` that is not above `high`, in the decimals in which they are written.
+
+    As `optuna.distributions.FloatDistribution` does; in binary, 0.1 is in 1 nine times.
+    """
+    first, last, width = (Decimal(repr(number)) for number in (low, high, step))
+    return float(first + (last - first) // width * width)
+
+
+def _parse_integer(domain: Mapping[str, Any], place: str) -> Integer:
+    low, high, step, log = domain["low"], domain["high"], domain.get("step", 1), domain.get("log", False)
+    for name, value in (("low", low), ("high", high), ("step", step)):
+        if type(value) is not int:
+            raise ValueError(f"space{place}: {name}={value!r} of randint is no integer")
+    if low >= high:
+        raise ValueError(f"space{place}: randint({low}, {high}) has no integer: high is one more than the largest")
+    if step < 1 or (log and step != 1):
+        raise ValueError(f"space{place}: step={step} of randint: give 1 or more, and 1 with log=True")
+    if log and low <= 0:
+        raise ValueError(f"space{place}: low={low} has no logarithm: randint(..., log=True) begins with 1 or more")
+    return Integer(low, low + (high - 1 - low) // step * step, step, bool(log))
+
+
+def _parse_choice(values: Any, place: str, *, is_grid: bool) -> Choice:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise ValueError(f"space{place}: values={values!r} is no list with a value to choose")
+    options = tuple(_parse(value, f"{place}[{number}]") for number, value in enumerate(values))
+    plain = all(value is None or isinstance(value, _PRIMITIVE) for value in values)
+    is_distinct = plain and all(one != other for number, one in enumerate(values) for other in values[:number])
+    is_finite = all(not isinstance(value, float) or math.isfinite(value) for value in values)
+    return Choice(options, tuple(values) if is_distinct and is_finite else tuple(range(len(options))), is_grid)
+
+
+def _number(value: Any, what: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{what}={value!r} is no number")
+    return float(value)
