@@ -7,7 +7,8 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
-from prefect_torch.flows.monitoring.text import page_url
+
+from .text import page_url
 
 RESTARTS_LABEL = "prefect-torch.restarts"
 RESUMES_LABEL = "prefect-torch.resumes"

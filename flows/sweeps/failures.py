@@ -4,7 +4,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from prefect_torch.flows.sweeps.journal.history import History
-from prefect_torch.flows.sweeps.trial_end import NO_METRIC
+
+from .trial_end import NO_METRIC
 
 _MOST_WITHOUT_METRIC = 3
 
