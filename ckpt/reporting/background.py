@@ -1,16 +1,14 @@
 """Background commits: in order, a bounded number in flight, each failure raised once."""
 
-import os
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from prefect_torch.ckpt.errors import CheckpointError
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
+from prefect_torch.ckpt.storage.parallel import lower_thread_priority
 
 _NICER = 5  # a third of the training's share of a core that both want, and all of an idle one
 
@@ -50,7 +48,7 @@ class BackgroundCommits:
     def submit(self, step: int, commit: Callable[[], None]) -> None:
         """Begin `commit` once the earlier ones have ended."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "prefect-torch-commit", _yield_to_training)
+            self._thread = ThreadPoolExecutor(1, "prefect-torch-commit", partial(lower_thread_priority, _NICER))
         while self.commits and self.commits[0].done.done() and self.commits[0].done.exception() is None:
             self.commits.popleft()
         self.commits.append(BackgroundCommit(step, self._thread.submit(commit)))
@@ -90,10 +88,3 @@ class BackgroundCommits:
         while self.commits:
             if self.commits.popleft().done.exception() is not None:
                 return
-
-
-def _yield_to_training() -> None:
-    """Give the training priority over this thread, and the threads that it starts, on a core that both want."""
-    if sys.platform == "linux":  # the system on which a thread has a priority of its own
-        with suppress(OSError):  # without permission they share the core evenly
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)

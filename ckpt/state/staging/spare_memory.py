@@ -3,11 +3,11 @@
 Pages that no one has touched make the first copy into them take ten times as long as a later one.
 """
 
-import os
-import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from prefect_torch.ckpt.storage.parallel import lower_thread_priority
 
 if TYPE_CHECKING:
     from .host_memory import HostMemory
@@ -53,7 +53,7 @@ class SpareMemory:
         self._thread.join()
 
     def _touch(self) -> None:
-        _lower_priority()
+        lower_thread_priority(_NICER)
         assert self._memory is not None
         pages = self._memory.tensor
         while self.touched_bytes < self.size and not self._is_wanted.is_set():
@@ -116,9 +116,3 @@ def release() -> SpareMemory | None:
     if spare is not None:
         spare.stop()
     return spare
-
-
-def _lower_priority() -> None:
-    if sys.platform == "linux":  # the system on which a thread has a priority of its own
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
