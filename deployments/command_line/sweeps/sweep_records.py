@@ -11,8 +11,7 @@ from prefect_torch.flows.monitoring.sweeps.trial_table import TRIAL_STYLES
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
 from prefect_torch.flows.sweeps.definition import Definition, read_definition
 from prefect_torch.flows.sweeps.journal.stored_trials import read_trials
-
-RUNG_SCHEDULERS = ("asha", "hyperband", "pbt")
+from prefect_torch.flows.sweeps.schedulers.scheduling import WITH_RUNGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class SweepRecords:
     @property
     def has_rungs(self) -> bool:
         """Whether its scheduler decides at rungs."""
-        return self.definition.search.get("scheduler") in RUNG_SCHEDULERS
+        return self.definition.search.get("scheduler") in WITH_RUNGS
 
     def headline(self) -> str:
         """Return how many trials there are, in which states, and the best one."""

@@ -12,6 +12,7 @@ from prefect_torch.flows.monitoring.messages import command_for, current_flow_ru
 from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.sweeps.definition import Definition
 from prefect_torch.flows.sweeps.journal.history import History, score_of
+from prefect_torch.flows.sweeps.schedulers.scheduling import WITH_RUNGS
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.tasks import RunConfig
@@ -20,8 +21,6 @@ from .observer import SweepObserver
 from .page import SweepContext
 from .trial_table import TrialTable
 from .view import SweepView
-
-_RUNGS = ("asha", "hyperband", "pbt")
 
 
 def show_sweep(run: Run, definition: Definition, searched: Search, search: SearchConfig, given: RunConfig) -> SweepObserver:
@@ -39,7 +38,7 @@ def show_sweep(run: Run, definition: Definition, searched: Search, search: Searc
     with get_client(sync_client=True) as client:
         client.update_flow_run(this.id, tags={*this.tags, tag_of(run.name)})
     get_run_logger().info("%s", place_of(run, given, run.spec))
-    has_rungs = search.scheduler in _RUNGS
+    has_rungs = search.scheduler in WITH_RUNGS
     context = SweepContext(portable_storage(given, run.spec), searched.num_trials, has_rungs)
     table = TrialTable.at_terminal(searched.num_trials, has_rungs=has_rungs)
     view = SweepView(run, definition)

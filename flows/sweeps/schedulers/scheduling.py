@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
 
+WITH_RUNGS = ("asha", "hyperband", "pbt")  # the schedulers that decide at rungs
+
 
 @dataclass(frozen=True, slots=True)
 class Clone:
