@@ -14,7 +14,7 @@ from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
 from .agent_command import AgentCommand
-from .door import Door
+from .agent_listener import AgentListener
 from .link import Link
 from .machine import Pulse, RemoteMachine
 from .versions import explain_mixture
@@ -51,10 +51,10 @@ class Gathering:
         self._is_over = False  # nobody is waited for any longer
         self._changing = threading.Lock()
         self._pulse = Pulse()
-        self._door = self._open_door()
+        self._listener = self._listen()
         self._pulse.start()
-        self.host = self._door.host
-        self.address = f"{f'[{self.host}]' if ':' in self.host else self.host}:{self._door.port}"
+        self.host = self._listener.host
+        self.address = f"{f'[{self.host}]' if ':' in self.host else self.host}:{self._listener.port}"
 
     def arguments(self, name: str | None = None, slots: int | None = None) -> list[str]:
         """Return the arguments of an agent's command."""
@@ -102,7 +102,7 @@ class Gathering:
             for command, names in self._commands:
                 self._fail_all(names, late + command.said)
             self._fail_all(self._expected, late)
-        self._door.close()
+        self._listener.close()
         with self._changing:
             self._is_over = True
         return self._alive()
@@ -124,23 +124,23 @@ class Gathering:
 
     def release(self) -> None:
         """Let all machines go."""
-        self._door.close()
+        self._listener.close()
         with self._changing:
             for machine in self._came.values():
                 machine.release()
 
     def close(self) -> None:
         """Let no agent come any longer, and return when all commands have ended."""
-        self._door.close()
+        self._listener.close()
         self._pulse.stop()
         deadline_s = time.monotonic() + _END_S
         for command, _ in self._commands:
             command.end(max(0.0, deadline_s - time.monotonic()))
 
-    def _open_door(self) -> Door:
+    def _listen(self) -> AgentListener:
         cluster = self._cluster
         try:
-            return Door(_address(cluster.leader_address), cluster.leader_port, self.key, self._enter)
+            return AgentListener(_address(cluster.leader_address), cluster.leader_port, self.key, self._enter)
         except OSError as exc:
             if exc.errno != errno.EADDRINUSE:
                 raise

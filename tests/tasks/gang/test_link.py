@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 from prefect_torch.tasks.gang.machine import link as links
-from prefect_torch.tasks.gang.machine.door import Door
+from prefect_torch.tasks.gang.machine.agent_listener import AgentListener
 from prefect_torch.tasks.gang.machine.interface import interface_of
 from prefect_torch.tasks.gang.machine.link import Link, LinkError, greet_agent, greet_leader
 from prefect_torch.tasks.gang.machine.machine import RemoteMachine
@@ -122,17 +122,17 @@ def hello(name, **fields):
 
 
 @pytest.fixture
-def door():
+def listener():
     entered = []
-    door = Door("127.0.0.1", 0, "key", lambda link, hello: entered.append((link, hello)))
-    yield door, entered
-    door.close()
+    listener = AgentListener("127.0.0.1", 0, "key", lambda link, hello: entered.append((link, hello)))
+    yield listener, entered
+    listener.close()
     for link, _ in entered:
         link.close()
 
 
-def come_in(door, key="key"):
-    connection = socket.create_connection((door.host, door.port))
+def connect_agent(listener, key="key"):
+    connection = socket.create_connection((listener.host, listener.port))
     try:
         link = greet_leader(connection, key, 5, 30)
     except LinkError:
@@ -149,30 +149,30 @@ def wait_for(condition, longest_s=20):
         time.sleep(0.01)
 
 
-def test_a_flood_of_silent_strangers_keeps_no_agent_waiting(door):
-    door, entered = door
-    strangers = [socket.create_connection((door.host, door.port)) for _ in range(400)]
+def test_a_flood_of_silent_connections_keeps_no_agent_waiting(listener):
+    listener, entered = listener
+    connections = [socket.create_connection((listener.host, listener.port)) for _ in range(400)]
     begun = time.monotonic()
-    link = come_in(door)
+    link = connect_agent(listener)
     wait_for(lambda: entered)
-    assert time.monotonic() - begun < links.LINK_HEARTBEAT_S + 3  # less than one stranger may take to be given up
+    assert time.monotonic() - begun < links.LINK_HEARTBEAT_S + 3  # less than one of them may take to be given up
     assert [hello["name"] for _, hello in entered] == ["good"]
-    assert len(door._strangers) <= 256
+    assert len(listener._unknown) <= 256
     link.close()
-    for stranger in strangers:
-        stranger.close()
+    for connection in connections:
+        connection.close()
 
 
-def test_a_stranger_is_not_let_in(door):
-    door, entered = door
+def test_a_connection_without_the_key_is_not_accepted(listener):
+    listener, entered = listener
     with pytest.raises(LinkError):
-        come_in(door, "another key")
-    with closing(socket.create_connection((door.host, door.port))) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 100)
+        connect_agent(listener, "another key")
+    with closing(socket.create_connection((listener.host, listener.port))) as connection:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 100)
         with suppress(ConnectionResetError):  # the end, while bytes are unread there
-            while stranger.recv(1000):  # the protocol and the challenge
+            while connection.recv(1000):  # the protocol and the challenge
                 pass
-    link = come_in(door)
+    link = connect_agent(listener)
     wait_for(lambda: entered)
     assert len(entered) == 1
     link.close()

@@ -1,4 +1,4 @@
-"""The port at which the agents of an attempt come in, and nobody else."""
+"""The port at which the agents of an attempt connect; only those that know its key are accepted."""
 
 import socket
 import threading
@@ -13,17 +13,17 @@ from .machine import SILENT_S
 
 _GREETING_S = 5.0
 _PAUSE_S = 0.05
-_MOST_STRANGERS = 256  # that have not proved yet that they know the key; one more, and the oldest has to go
+_MOST_UNKNOWN = 256  # connections that have not proved yet that they know the key; one more closes the oldest
 
 
-class Door:
-    """Listens for agents; strangers do not delay them.
+class AgentListener:
+    """Listens for agents; connections without the key do not delay them.
 
     Args:
         host: The address to listen on.
         port: The port; a free one if 0.
         key: The secret that agents know.
-        enter: Called, in a thread for each, with the link to an agent and its hello.
+        accept: Called, in a thread for each, with the link to an agent and its hello.
 
     Attributes:
         host: The address.
@@ -31,15 +31,15 @@ class Door:
 
     """
 
-    def __init__(self, host: str, port: int, key: str, enter: Callable[[Link, Mapping[str, Any]], None]) -> None:
+    def __init__(self, host: str, port: int, key: str, accept: Callable[[Link, Mapping[str, Any]], None]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=4096)
         self.host, self.port = host, self._socket.getsockname()[1]
         self._key = key
-        self._enter = enter
-        self._strangers: OrderedDict[int, socket.socket] = OrderedDict()
+        self._accept = accept
+        self._unknown: OrderedDict[int, socket.socket] = OrderedDict()
         self._changing = threading.Lock()
-        threading.Thread(target=self._accept, name="agents", daemon=True).start()
+        threading.Thread(target=self._listen, name="agents", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening; links that were made stay."""
@@ -47,22 +47,22 @@ class Door:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with self._changing:
-            for stranger in self._strangers.values():
-                _shut(stranger)
+            for connection in self._unknown.values():
+                _shut(connection)
 
-    def _accept(self) -> None:
+    def _listen(self) -> None:
         while True:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
                 if self._socket.fileno() < 0:
                     return
-                time.sleep(_PAUSE_S)  # the stranger is gone already, or this process has too many files open
+                time.sleep(_PAUSE_S)  # the other end is gone already, or this process has too many files open
                 continue
             with self._changing:
-                self._strangers[connection.fileno()] = connection
-                if len(self._strangers) > _MOST_STRANGERS:
-                    _shut(self._strangers.popitem(last=False)[1])
+                self._unknown[connection.fileno()] = connection
+                if len(self._unknown) > _MOST_UNKNOWN:
+                    _shut(self._unknown.popitem(last=False)[1])
             threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
@@ -75,9 +75,9 @@ class Door:
             return
         finally:
             with self._changing:
-                if self._strangers.get(number) is connection:
-                    del self._strangers[number]
-        self._enter(link, hello)
+                if self._unknown.get(number) is connection:
+                    del self._unknown[number]
+        self._accept(link, hello)
 
 
 def _shut(connection: socket.socket) -> None:
