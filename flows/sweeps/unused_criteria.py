@@ -1,4 +1,4 @@
-"""What a search decides by, and a completed trial never reported: without a word, every trial would run to its end."""
+"""Warnings of stop criteria and schedulers that decided nothing on a completed trial, as no report had what they need."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,10 +11,10 @@ from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from .search_config import SearchConfig
 
 
-class Unheeded:
-    """Says once of each limit, and of the scheduler, that it has decided nothing on a completed trial, and why.
+class UnusedCriteria:
+    """Warns once of each limit, and of the scheduler, that it has decided nothing on a completed trial, and why.
 
-    Of one that the first such trial has heeded, nothing is said.
+    There is no warning of one that the first such trial has reported.
 
     Args:
         search: The configuration of the search.
@@ -26,8 +26,8 @@ class Unheeded:
         self._limits = dict(search.stop or {})
         self._awaits_decision = True
 
-    def of(self, trial: TrialRecord, first_decision: float | None, storage: StorageSpec) -> Iterator[str]:
-        """Yield what is to be said of a trial that has ended; costs its history while something may be.
+    def warnings(self, trial: TrialRecord, first_decision: float | None, storage: StorageSpec) -> Iterator[str]:
+        """Yield the warnings on a trial that has ended; costs a read of its history while any may follow.
 
         Args:
             trial: The trial.

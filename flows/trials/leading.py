@@ -9,7 +9,7 @@ from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import delete_all, end_of, undecided, unpin_source
-from prefect_torch.flows.sweeps.unheeded import Unheeded
+from prefect_torch.flows.sweeps.unused_criteria import UnusedCriteria
 from prefect_torch.tasks.gang.termination import Termination
 
 from .trial_runs import TrialRuns
@@ -27,7 +27,7 @@ def lead_trials(
         TerminatedError: If the flow run was terminated; the trials have stopped.
 
     """
-    waiting, has_news, unheeded = _recovered(search, storage), True, Unheeded(config)
+    waiting, has_news, unused = _recovered(search, storage), True, UnusedCriteria(config)
     try:
         while True:
             termination.raise_if_requested()
@@ -44,7 +44,7 @@ def lead_trials(
             ended = trials.take_ended(_POLL_S)
             for number, end in ended.items():
                 _record_end(search, trials, storage, number, end, termination)
-                for line in unheeded.of(search.trials[number], search.first_decision(number), storage):
+                for line in unused.warnings(search.trials[number], search.first_decision(number), storage):
                     get_run_logger().warning("%s", line)
             has_news = bool(ended)
     except Exception as exc:
