@@ -24,8 +24,7 @@ from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.device import take_device
 from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL, outlast_sigterm
 from prefect_torch.tasks.rank.user_code.function import PackedFunction, unpack_function
-from prefect_torch.tasks.rank.user_code.machine_paths import enter_paths
-from prefect_torch.tasks.rank.user_code.working_dir import unpacked, within
+from prefect_torch.tasks.rank.user_code.working_dir import enter_paths, unpacked, within
 
 from .call import call_in_session, failure_of, flush_output
 from .checkpoint_ref import CheckpointRef

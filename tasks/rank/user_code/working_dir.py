@@ -1,7 +1,12 @@
-"""The copy of the user's working directory that ranks run in: unpacked once per machine, shared by the ranks there."""
+"""The working directory and the search path of a rank: those of the flow's process, or a copy of the user's directory.
 
+A copy is unpacked once per machine, and shared by the ranks there.
+"""
+
+import os
 import shutil
 import stat
+import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +23,20 @@ from .function import PackedFunction
 
 _ARCHIVE = "code.zip"
 _PERMISSIONS = 0o777
+
+
+def enter_paths(function: PackedFunction, *, is_elsewhere: bool) -> None:
+    """Take the working directory and the search path of the flow's process; on another machine, as far as they exist there.
+
+    Another machine has its own environment of Python, which comes first there.
+    """
+    if not is_elsewhere:
+        os.chdir(function.cwd)
+        sys.path[:] = function.sys_path
+        return
+    if Path(function.cwd).is_dir():
+        os.chdir(function.cwd)
+    sys.path.extend(path for path in function.sys_path if path not in sys.path and Path(path).exists())
 
 
 @dataclass(frozen=True, slots=True)
