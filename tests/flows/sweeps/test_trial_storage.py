@@ -1,29 +1,18 @@
-"""How the run of a trial has ended, by its storage, and what its runners make of it."""
-
-import threading
-from types import SimpleNamespace
+"""How the run of a trial has ended, by its storage."""
 
 import numpy as np
 import pytest
 import torch
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.reporting.decisions import Verdict
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows import FailureConfig
 from prefect_torch.flows.monitoring.sweeps.trial_curves import read_curve
-from prefect_torch.flows.sweeps.journal.history import TrialRecord
-from prefect_torch.flows.sweeps.trial_end import TrialEnd, judge
+from prefect_torch.flows.sweeps.trial_end import judge
 from prefect_torch.flows.sweeps.trial_storage import end_of_returned
-from prefect_torch.flows.trials import local_trials
-from prefect_torch.flows.trials.local_trials import LocalTrials, _Running
-from prefect_torch.flows.trials.trial_runs import TrialDecisions
-from prefect_torch.tasks.gang.termination import Termination
 
 
 @pytest.fixture
@@ -61,62 +50,3 @@ def test_what_is_no_metric_in_a_returned_dict_is_left_out(run):
     reported(run, {"loss": 3.0})
     returned = {"loss": np.float32(0.5), "accuracy": torch.tensor(0.25), "curve": [1.0, 2.0], "model": object(), 3: 4.0}
     assert end_of_returned(run, returned).metrics == {"loss": 0.5, "accuracy": 0.25}
-
-
-def ended(run, flow_run_id, ending):
-    attempt = claim_attempt(run, Owner.current(flow_run_id), world_size=1)
-    write_outcome(run, Outcome(attempt.number, ending, flow_run_id))
-
-
-@pytest.mark.parametrize("before", ["stopped", "preempted", "completed"])
-def test_a_start_that_has_not_trained_ends_with_its_own_error_and_not_as_the_one_before(tmp_path, before):
-    run = Run.open(tmp_path, "sweep/trial-0000-0123abcd")
-    ended(run, "before", before)
-    trials = LocalTrials(SimpleNamespace(storage=StorageSpec(str(tmp_path))), None)
-    error = ValueError("working_dir='code': there is no directory code")
-    start = _Running(TrialRecord(0, run.name, {}, 0), Termination(0.0), flow_run_id="now", error=error)
-    assert trials._end_of(start) == TrialEnd("failed", "ValueError: working_dir='code': there is no directory code")
-
-
-def test_a_start_that_was_stopped_or_overtaken_ends_as_the_newest_attempt_does(tmp_path):
-    run = Run.open(tmp_path, "sweep/trial-0000-0123abcd")
-    trials = LocalTrials(SimpleNamespace(storage=StorageSpec(str(tmp_path))), None)
-    start = _Running(TrialRecord(0, run.name, {}, 0), Termination(0.0), flow_run_id="now", error=ValueError("fenced"))
-    ended(run, "now", "stopped")
-    assert trials._end_of(start) is None, "the journal has the decision"
-    ended(run, "another", "completed")
-    assert trials._end_of(start) == TrialEnd("completed")
-
-
-def test_a_run_in_which_its_trial_does_not_go_on_ends_at_its_next_report():
-    trial = TrialRecord(0, "sweep/new", {}, 0, earlier_runs=("sweep/old",))
-    search = SimpleNamespace(trials={0: trial}, points=lambda *_: None, decide=lambda *_: Verdict(goes_on=True))
-    old, new = (TrialDecisions(search, StorageSpec("memory://"), 0, run) for run in ("sweep/old", "sweep/new"))
-    assert old.points().ask(0, 1, {}, has_checkpoint=False)
-    assert not old.decide(None).goes_on
-    assert new.points() is None
-    assert new.decide(None).goes_on
-    search.trials[0] = TrialRecord(0, "sweep/new", {}, 0, state="paused")
-    assert not new.decide(None).goes_on
-
-
-def test_a_trial_that_goes_on_begins_once_its_ranks_before_the_pause_have_ended(monkeypatch):
-    begun, winding_down = [], threading.Event()
-
-    def train(_, running):
-        begun.append(running.trial.run)
-        assert winding_down.wait(10)
-
-    monkeypatch.setattr(LocalTrials, "_train", train)
-    monkeypatch.setattr(LocalTrials, "_end_of", lambda *_: None)
-    monkeypatch.setattr(local_trials, "SubflowClients", object)
-    trials = LocalTrials(SimpleNamespace(failure=FailureConfig()), None)
-    for run in ("sweep/old", "sweep/new"):
-        trials.start(TrialRecord(0, run, {}, 0))
-    assert trials.num_running() == 1
-    assert trials.running_runs() == {"sweep/old", "sweep/new"}
-    assert trials.take_ended(0.1) == {}
-    assert "sweep/new" not in begun
-    winding_down.set()
-    assert trials.take_ended(10) == {0: None}
-    assert begun == ["sweep/old", "sweep/new"]
