@@ -35,6 +35,10 @@ def none_if_empty(value: Any) -> Any:
     return None if value == "" else value
 
 
+# Names that are less alike are others: num_samples is no sampler.
+_CLOSE = 0.73
+
+
 class WithoutNull:
     """Marks a parameter that may be None and has no other default: forms show its input, not a button that reveals it."""
 
@@ -102,7 +106,7 @@ class FormModel(BaseModel):
                 [
                     InitErrorDetails(
                         type=PydanticCustomError(
-                            cast("Any", error["type"]), "{message}", {"message": error["msg"] + cls._hint(error)}
+                            cast("Any", error["type"]), "{message}", {"message": error["msg"] + cls._hint(error, values)}
                         ),
                         loc=error["loc"],
                         input=None,
@@ -113,11 +117,15 @@ class FormModel(BaseModel):
             ) from None
 
     @classmethod
-    def _hint(cls, error: ErrorDetails) -> str:
+    def _hint(cls, error: ErrorDetails, values: Any) -> str:
         name, *below = map(str, error["loc"] or ("",))
         if error["type"] != "extra_forbidden" or below:
             return ""
-        nearest = get_close_matches(name, cls.model_fields, 1)
+        within = [field for field in cls.model_fields if f"_{field}_" in f"_{name}_"]  # grace_s in preemption_grace_s
+        if not within and isinstance(values, dict) and isinstance(given := values.get(name), FormModel):
+            kind = type(given).__name__
+            return f"; give the flow {kind.removesuffix('Config').lower()}={kind}(...)"
+        nearest = sorted(within, key=len)[-1:] or get_close_matches(name, cls.model_fields, 1, _CLOSE)
         return f"; is {nearest[0]!r} meant?" if nearest else f"; there are {', '.join(cls.model_fields)}"
 
     @model_serializer(mode="wrap")

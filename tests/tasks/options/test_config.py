@@ -1,8 +1,9 @@
 import warnings
 
 import pytest
-from prefect_torch.flows import train
-from prefect_torch.tasks import CheckpointConfig, FailureConfig, Hosts, ScalingConfig
+from prefect_torch.flows import SearchConfig, train
+from prefect_torch.tasks import CheckpointConfig, FailureConfig, Hosts, RunConfig, ScalingConfig
+from pydantic import ValidationError
 
 
 @pytest.mark.parametrize("score", ["loss", "val_loss", "eval/Loss"])
@@ -51,3 +52,19 @@ def test_a_flow_that_validates_its_arguments_again_repeats_no_warning():
 def test_what_would_fail_late_is_refused_at_once(make, problem):
     with pytest.raises(ValueError, match=problem):
         make()
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "hint"),
+    [
+        (RunConfig, {"failure_config": FailureConfig()}, "give the flow failure=FailureConfig(...)"),
+        (RunConfig, {"sync_config": None}, "is 'sync' meant?"),
+        (FailureConfig, {"preemption_grace_s": 1}, "is 'grace_s' meant?"),
+        (ScalingConfig, {"num_worker": 1}, "is 'num_workers' meant?"),
+        (SearchConfig, {"metric": "loss", "num_samples": 1}, "there are metric, mode, num_trials, "),
+    ],
+)
+def test_a_setting_that_does_not_exist_is_refused_with_the_one_that_may_be_meant(config, given, hint):
+    with pytest.raises(ValidationError) as caught:
+        config(**given)
+    assert f"Extra inputs are not permitted; {hint}" in str(caught.value)
