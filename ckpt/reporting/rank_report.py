@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.files.folder import (
+    USER_METADATA_FILE,
     LentDirectories,
     adopt_files,
     check_apart,
@@ -120,7 +121,10 @@ class Report:
             if directory is not None and agreement.is_background:
                 is_adopted = rank in agreement.sharing  # by another rank, but for what that one has not seen
                 own = [path for path in self.files if not is_adopted or agreement.owners.get(path, rank) == rank]
-                directory = self._adopt(directory, own)
+                taken = self._adopt(directory, own)
+                if self.metadata and not is_adopted:  # the next checkpoint in this directory is to have its own
+                    (directory / USER_METADATA_FILE).unlink(missing_ok=True)
+                directory = taken
         except Exception as exc:  # noqa: BLE001 - raised by the commit, on every rank
             return StagedReport(self, agreement, problem=exc)
         stall_s = time.monotonic() - self.started_s if agreement.is_background else None

@@ -467,6 +467,19 @@ def test_metadata_is_committed_with_the_files_and_can_change_afterwards(store, t
     assert store.checkpoint(store.list()[0]).get_metadata() == {"author": "me", "note": "good"}
 
 
+def test_an_async_report_takes_the_metadata_with_the_files(store, tmp_path):
+    def train_fn(session, rank):
+        for author in ("me", None):
+            checkpoint = folder(tmp_path / str(rank), **{f"m{rank}": "x"})
+            if author is not None:
+                checkpoint.set_metadata({"author": author})
+            session.report({}, checkpoint, upload="async")
+
+    assert Attempt(store, 2).run(train_fn) == [None] * 2
+    assert [store.checkpoint(it).get_metadata() for it in store.list()] == [{"author": "me"}, {}]
+    assert not any(any((tmp_path / rank).iterdir()) for rank in "01")
+
+
 def test_a_committed_checkpoint_can_be_reported_again_and_stays(store, tmp_path, monkeypatch):
     (tmp_path / "node").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
