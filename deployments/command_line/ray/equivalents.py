@@ -21,6 +21,8 @@ PARAMETERS: dict[str, list[str]] = _DATA["parameters"]
 # The classes of what calls return and of attributes, with "[]" for each list or tuple around them.
 RETURNS: dict[str, str] = _DATA["returns"]
 ATTRIBUTES: dict[str, str] = _DATA["attributes"]
+# The classes of the items of classes that are iterated over and indexed.
+ITEMS: dict[str, str] = _DATA["items"]
 # Patterns of former names, and of Tune's names for parts of a training, with their replacements.
 _OLDER = [(re.compile(pattern), replacement) for pattern, replacement in _DATA["older"].items()]
 

@@ -8,7 +8,7 @@ from collections import ChainMap, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .equivalents import ATTRIBUTES, PARAMETERS, RETURNS, Equivalents, modern
+from .equivalents import ATTRIBUTES, ITEMS, PARAMETERS, RETURNS, Equivalents, modern
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -296,9 +296,9 @@ class _Scan(ast.NodeVisitor):
 
 
 def _element(meaning: _Meaning | None) -> _Meaning | None:
-    if meaning is None or not meaning.is_list:
+    if meaning is None or not (meaning.is_list or (meaning.is_value and meaning.name in ITEMS)):
         return None
-    return _Meaning(meaning.name.removesuffix("[]"), is_value=True)
+    return _Meaning(ITEMS.get(meaning.name) or meaning.name.removesuffix("[]"), is_value=True)
 
 
 def _root(node: ast.expr) -> ast.Name | None:

@@ -16,6 +16,7 @@ from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, TrainConte
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.deployments.command_line.ray.equivalents import (
     ATTRIBUTES,
+    ITEMS,
     PARAMETERS,
     RETURNS,
     Equivalents,
@@ -23,7 +24,7 @@ from prefect_torch.deployments.command_line.ray.equivalents import (
     sections,
 )
 from prefect_torch.deployments.command_line.ray.usages import find_usages
-from prefect_torch.flows import Result, RunConfig, ScalingConfig
+from prefect_torch.flows import Result, RunConfig, ScalingConfig, Trial
 
 ROWS = [row for section in sections() for row in section.rows]
 PACKAGES = ("ckpt", "ckpt.lightning", "ckpt.transformers", "flows", "tasks", "deployments")
@@ -35,6 +36,8 @@ INSTANCES = {
     "manifest": Manifest,
     "result": Result,
     "store": CheckpointStore,
+    "trial": Trial,
+    "trial.result": Result,
 }
 
 
@@ -175,8 +178,53 @@ def test_what_tune_has_of_a_trainings_is_listed_as_that_and_the_rest_for_itself(
         *("tune.Tuner(run_config=)", "train.RunConfig"),
         *("train.RunConfig(stop=)", "tune.Tuner.fit", "tune.ResultGrid.get_best_result"),
         *("tune.ResultGrid.get_best_result(metric='loss')", "tune.ResultGrid.get_best_result(mode='min')"),
-        *("train.Result.checkpoint", "train.Checkpoint.to_directory"),
+        *("tune.Result.checkpoint", "train.Checkpoint.to_directory"),
     ]
+
+
+def test_the_items_of_a_result_grid_are_results_of_trials():
+    assert uses("""
+        from ray.tune import Tuner
+        results = Tuner(print).fit()
+        for result in results:
+            result.config, result.metrics["loss"]
+        [it.error for it in results]
+        results[0].best_checkpoints[0][0].path
+    """)[3:] == [
+        *("tune.Result.config", "tune.Result.metrics", "tune.Result.error"),
+        *("tune.Result.best_checkpoints", "train.Checkpoint.path"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("train._checkpoint.Checkpoint", "train.Checkpoint"),
+        ("train.backend.BackendConfig", "train.BackendConfig"),
+        ("train.collective.collectives.barrier", "train.collective.barrier"),
+        (
+            "train.huggingface.transformers._transformers_utils.prepare_trainer",
+            "train.huggingface.transformers.prepare_trainer",
+        ),
+        ("train.lightning._lightning_utils.RayDDPStrategy", "train.lightning.RayDDPStrategy"),
+        ("train.torch.torch_checkpoint.TorchCheckpoint", "train.torch.TorchCheckpoint"),
+        ("tune.context.TuneContext", "tune.TuneContext"),
+        ("tune.context.get_context", "train.get_context"),
+        ("tune.experiment.experiment.Experiment", "tune.Experiment"),
+        ("tune.logger.csv.CSVLoggerCallback", "tune.logger.CSVLoggerCallback"),
+        ("tune.schedulers.create_scheduler", "tune.create_scheduler"),
+        ("tune.search.sample.qrandint", "tune.qrandint"),
+        ("tune.search.variant_generator.grid_search", "tune.grid_search"),
+        ("tune.stopper.maximum_iteration.MaximumIterationStopper", "tune.stopper.MaximumIterationStopper"),
+        ("tune.stopper.stopper.Stopper", "tune.Stopper"),
+        ("tune.trainable.trainable_fn_utils.report", "train.report"),
+        ("tune.trainable.util.with_resources", "tune.with_resources"),
+        ("tune.tune.run_experiments", "tune.run_experiments"),
+    ],
+)
+def test_a_name_is_known_by_the_module_that_defines_it(name, short):
+    module, _, last = name.rpartition(".")
+    assert uses(f"from ray.{module} import {last}") == [short]
 
 
 def test_the_arguments_of_tunes_classes_and_of_a_results_methods_are_told_one_by_one(check):
@@ -352,7 +400,7 @@ def test_no_name_has_two_rows():
 
 def test_what_is_known_of_rays_calls_is_about_names_with_rows():
     rows = Equivalents()
-    for name in [*PARAMETERS, *RETURNS, *ATTRIBUTES]:
+    for name in [*PARAMETERS, *RETURNS, *ATTRIBUTES, *ITEMS]:
         assert rows.has(name), name
     for argument in [row.ray for row in ROWS if "(" in row.ray]:
         name, _, keyword = argument.partition("(")
