@@ -856,12 +856,14 @@ def test_preemptions_are_counted_apart():
     "ray.train.FailureConfig",
     "max_failures counts every failure of a worker: exceptions, killed processes, lost nodes",
     verdict="different",
-    reason="exceptions of the function alone; lost processes and storages have `max_infrastructure_failures`, 3 by default",
+    reason="exceptions of the function alone; lost processes and storages have `max_infrastructure_failures`, 3 by default, "
+    "and running out of memory, also as an exception, `max_out_of_memory_failures`, 0",
     short="budgets for lost processes apart",
 )
 def test_lost_processes_are_counted_apart():
     assert restarts_after("infrastructure", FailureConfig()) == 3
     assert restarts_after("infrastructure", FailureConfig(max_failures=-1)) == 3
+    assert restarts_after("out_of_memory", FailureConfig(max_failures=-1)) == 0
 
 
 @behaviour("ray.train.FailureConfig", "crashes and interrupts of the driver do not count toward max_failures", verdict="same")
