@@ -4,7 +4,7 @@ import logging
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -123,7 +123,8 @@ class Report:
                 own = [path for path in self.files if not is_adopted or agreement.owners.get(path, rank) == rank]
                 taken = self._adopt(directory, own)
                 if self.metadata and not is_adopted:  # the next checkpoint in this directory is to have its own
-                    (directory / USER_METADATA_FILE).unlink(missing_ok=True)
+                    with suppress(OSError):  # a directory of links may be read-only
+                        (directory / USER_METADATA_FILE).unlink()
                 directory = taken
         except Exception as exc:  # noqa: BLE001 - raised by the commit, on every rank
             return StagedReport(self, agreement, problem=exc)
