@@ -188,8 +188,7 @@ class CheckpointStore(Run):
         if token is not None:
             self.storage.delete([self.layout.pin(checkpoint_id, token)])
             return
-        pins = self.storage.list(self.layout.pins)
-        self.storage.delete([info.key for info in pins if stem(info.key) == checkpoint_id])
+        self.storage.delete([key for key in self.keys(self.layout.pins) if stem(key) == checkpoint_id])
 
     def restore(self, checkpoint_id: str) -> Manifest:
         """Restore a quarantined checkpoint to the run and return its manifest; every byte of it is read first.

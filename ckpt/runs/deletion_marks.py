@@ -72,7 +72,7 @@ def is_marked(run: Run, checkpoint_id: str, witness: str) -> bool:
         witness: The key of an object that the caller has just put; its modification time gives the storage's clock.
 
     """
-    marks = list(run.storage.list(run.layout.deletions))
+    marks = [info for info in run.storage.list(run.layout.deletions) if is_key(info.key)]
     if not marks:
         return False
     folder = f"{witness.rpartition('/')[0]}/"

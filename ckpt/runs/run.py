@@ -16,6 +16,7 @@ from prefect_torch.ckpt.errors import (
 )
 from prefect_torch.ckpt.runs.index.segments import FEW, Entry, read_index
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.parallel import AT_ONCE, read_all
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
@@ -121,8 +122,11 @@ class Run:
         return True
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys below `prefix`, each once and sorted, in whatever order the storage lists them."""
-        return sorted({info.key for info in self.storage.list(prefix)})
+        """Return the keys below `prefix`, each once and sorted, in whatever order the storage lists them.
+
+        A name that is no key, which only another program can have given, is left out: every request for it would fail.
+        """
+        return sorted({info.key for info in self.storage.list(prefix) if is_key(info.key)})
 
     def newest_first(self) -> Iterator[ListedCheckpoint]:
         """Yield committed checkpoints, newest first; with a usable hint the first costs two requests at any count."""

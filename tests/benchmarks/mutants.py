@@ -135,7 +135,7 @@ MUTANTS = [
         ("if not self.exists(checkpoint_id):  # pruned since", "if False:  # pruned since"),
         ("check_free(self.committed(checkpoint_id), name)", "self.committed(checkpoint_id)"),
         ("self.committed(checkpoint_id)  # last:", "pass  # last:"),
-        ("if stem(info.key) == checkpoint_id])", "])"),
+        ("if stem(key) == checkpoint_id])", "])"),
         ("attribute, order)[:k]", "attribute, order)"),
     ),
     *mutants_of(

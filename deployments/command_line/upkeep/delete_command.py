@@ -7,6 +7,7 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.pruning import delete_checkpoints
+from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 from prefect_torch.ckpt.text import show_bytes, show_count, show_some
 from prefect_torch.deployments.command_line.arguments import metric_option, order_option, run_argument, storage_argument
@@ -56,7 +57,7 @@ def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
     *trials, store = stores
     for each in stores:
         _check_unpinned(each, each.pinned())
-    infos = {info.key: info.bytes for info in store.storage.list(f"{store.run}/")}
+    infos = {info.key: info.bytes for info in store.storage.list(f"{store.run}/") if is_key(info.key)}
     folders = tuple(each.layout.checkpoints for each in stores)
     if is_read(store.storage, [key for key in infos if key.startswith(folders)]):
         raise BlockingIOError(f"a process of this machine reads a checkpoint of run {store.run!r}: end it first")
@@ -72,7 +73,7 @@ def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
 
 def _delete_run(store: CheckpointStore) -> None:
     _check_unpinned(store, delete_checkpoints(store, store.list()))
-    left = [info.key for info in store.storage.list(f"{store.run}/")]
+    left = store.keys(f"{store.run}/")
     # By its claims and its record the run is still found and listed, and the command can be repeated.
     claims, run_info = [key for key in left if key.startswith(store.layout.attempts)], store.layout.run_info
     manifests = [key for key in left if key.startswith(store.layout.manifests)]

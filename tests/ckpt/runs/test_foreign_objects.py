@@ -210,6 +210,29 @@ def test_the_manifest_of_another_checkpoint_is_no_manifest(store, caplog):
     assert store.exists(copied)
 
 
+def test_names_that_are_no_keys_end_nothing(tmp_path, capsys):
+    """A directory has them from other programs; a training looks at the outcomes before each of its starts."""
+    top = tmp_path / "store"
+    shutil.copytree(STORED, top)
+    for folder in (*FOLDERS, "deletions", "logs/000002"):
+        for name in ("a\\b.json", f"{THIRD}.a\nb.json"):
+            (top / "run" / folder).mkdir(parents=True, exist_ok=True)
+            (top / "run" / folder / name).write_bytes(b"{}")
+    (top / "run/logs/000002/rank-0.000000.log").write_text("a line")
+    store = CheckpointStore.open(top, "run")
+    look(store)
+    assert [outcome.attempt for outcome in read_outcomes(store)] == [1, 2]
+    store.pin(THIRD)
+    for pinned in store.pinned():
+        store.unpin(pinned)
+    for command in ("ls", "show", "logs"):
+        assert run([command, str(top), "run"]) == 0
+    assert run(["copy", str(top), "run", str(tmp_path / "copied")]) == 0
+    assert run(["delete", str(top), "run", "--yes"]) == 0
+    assert "cannot be a storage key" not in capsys.readouterr().err
+    assert {info.key.rpartition("/")[2] for info in store.storage.list("run/")} == {"a\\b.json", f"{THIRD}.a\nb.json"}
+
+
 def test_junk_everywhere_at_once_is_left_where_it_is(store, capsys):
     keys = [key for key in PLACES.values() if "{}" not in key] + ["run/attempts/000009-x", "run/manifests/x/y/z"]
     for number, key in enumerate(keys):
