@@ -4,7 +4,7 @@ import re
 import secrets
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")  # as narrow as possible: a name that matches is no object
-_REFUSED = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|[\\\x00-\x1f]")
+_REFUSED = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|[\\\x00-\x1f\ud800-\udfff]")
 
 
 def temporary_name() -> str:
@@ -26,7 +26,8 @@ def check_key(key: str) -> str:
     """Return `key`, one or more names joined with "/" that stay below any path they are joined to.
 
     Raises:
-        ValueError: If it is empty or absolute, or holds "..", ".", an empty name, a backslash or a control character.
+        ValueError: If it is empty or absolute, or holds "..", ".", an empty name, a backslash, a control character, or a
+            surrogate, which no text in UTF-8 has.
 
     """
     if not is_key(key):

@@ -169,8 +169,9 @@ MUTANTS = [
         "tests/ckpt/storage/test_storage.py -k TestLocalStorage",
         (r"\.{0,2}", r"\.{0,1}"),
         (r"\.{0,2}", r"\.{1,2}"),
-        (r"[\\\x00-\x1f]", r"[\x00-\x1f]"),
-        (r"[\\\x00-\x1f]", r"[\\]"),
+        (r"[\\\x00-\x1f\ud800-\udfff]", r"[\x00-\x1f\ud800-\udfff]"),
+        (r"[\\\x00-\x1f\ud800-\udfff]", r"[\\]"),
+        (r"\ud800-\udfff]", "]"),
         ("_TEMPORARY.fullmatch(name)", "_TEMPORARY.match(name[:5])"),
     ),
     *mutants_of(

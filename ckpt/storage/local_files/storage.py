@@ -260,11 +260,15 @@ class LocalStorage:
 
 @contextmanager
 def _objects_only(path: Path) -> Iterator[None]:
-    """Report a directory, and a path below a file, as missing, as an object store does."""
+    """Report a directory, a path below a file, and a name that is too long for a file as missing, as an object store does."""
     try:
         yield
     except (IsADirectoryError, NotADirectoryError) as exc:
         raise FileNotFoundError(f"{path} is no file") from exc
+    except OSError as exc:
+        if exc.errno != errno.ENAMETOOLONG:
+            raise
+        raise FileNotFoundError(f"{path} is too long for a file's name") from exc
 
 
 def _names(prefix: str) -> list[str]:

@@ -298,7 +298,7 @@ def test_any_field_may_be_of_any_type(store, what, monkeypatch):
     assert tried >= len(ODD)
 
 
-@pytest.mark.parametrize("path", ["../../x", "/etc/passwd", "a//b", "", "a\\b", "a\nb"])
+@pytest.mark.parametrize("path", ["../../x", "/etc/passwd", "a//b", "", "a\\b", "a\nb", "\ud800"])
 def test_a_path_that_leads_elsewhere_is_no_path_of_a_file(store, path):
     key = RECORDS["a manifest"]
     body = json.loads(store.storage.get_bytes(key))["body"]
@@ -306,6 +306,18 @@ def test_a_path_that_leads_elsewhere_is_no_path_of_a_file(store, path):
     store.storage.put_bytes(key, seal(body))
     assert [it.id for it in store.list()] == [SECOND, THIRD]
     assert FIRST not in {it.id for it in store.prune(RetentionPolicy(1)).drop}
+
+
+def test_a_start_passes_over_a_path_that_is_too_long_for_a_file(tmp_path):
+    shutil.copytree(STORED, tmp_path / "store")
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    body = json.loads(store.storage.get_bytes(store.layout.manifest(THIRD)))["body"]
+    for path in ("x" * 256, "x" * 256 + "/y"):
+        body["files"][0]["path"] = path
+        store.storage.put_bytes(store.layout.manifest(THIRD), seal(body))
+        assert choose_checkpoint(store, lineage=1, verify="size", dry_run=True).id == SECOND
+        with pytest.raises(CheckpointCorruptError, match=f"{THIRD}/xxx.* is missing"):
+            store.verify(store.get(THIRD))
 
 
 @pytest.mark.parametrize("are_gone", [False, True])
