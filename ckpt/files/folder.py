@@ -17,7 +17,7 @@ from prefect_torch.ckpt.errors import CheckpointNotFoundError, MalformedRecordEr
 from prefect_torch.ckpt.runs.records import check_depth, parse
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_temporary
-from prefect_torch.ckpt.storage.local_files.storage import MOST_RECORD_BYTES
+from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES
 from prefect_torch.ckpt.storage.scratch import make_scratch, remove_scratch
 
 USER_METADATA_FILE = ".metadata.json"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 Splits: TypeAlias = Callable[[], Sequence[str]]
+MOST_RECORD_BYTES = 2**30  # of what `get_bytes` reads: a manifest of a million files, whose paths may be long
 
 
 @dataclass(frozen=True, slots=True)

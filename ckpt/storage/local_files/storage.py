@@ -13,14 +13,12 @@ from pathlib import Path
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.storage.digest import copy_and_digest, digest_stream, write_all
 from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_name
-from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
+from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
 
 from .copies import copy_file, require_whole, write_and_digest
 from .free_space import FreeSpace
 from .groups import store_group
 from .root_folder import RootFolder, Way, despite_deletes
-
-MOST_RECORD_BYTES = 2**30  # a manifest of a million files, whose paths may be long
 
 
 class LocalStorage:

@@ -1,6 +1,8 @@
 """S3, Google Cloud Storage and Azure through obstore, the Python binding of Rust's object_store."""
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,11 +12,11 @@ import obstore
 import obstore.exceptions
 import xxhash
 from obstore.store import S3Store
-from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.errors import MalformedRecordError, StorageError
 from prefect_torch.ckpt.storage.digest import RunningDigest, split, write_all
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import for_each
-from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
+from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
 
 from .config import open_object_stores, promises_key_order
 from .errors import first_reason, has_no_upload, is_unexplained, translate
@@ -104,12 +106,27 @@ class ObstoreStorage:
         return digest.transfer()
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        """Store a small object."""
+        """Store a small object.
+
+        Raises:
+            OSError: EFBIG for one of more than 1 GiB, which `get_bytes` would refuse.
+
+        """
+        if len(data) > MOST_RECORD_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), f"{self._url}/{key}")
         self._call(key, lambda: obstore.put(self._store, check_key(key), data, use_multipart=False))
 
     def get_bytes(self, key: str) -> bytes:
-        """Return a small object."""
-        return self._call(key, lambda: bytes(obstore.get(self._store, check_key(key)).bytes()))
+        """Return a small object.
+
+        Raises:
+            MalformedRecordError: If it has more than 1 GiB: nothing that is small, and it would fill the memory.
+
+        """
+        found = self._call(key, lambda: obstore.get(self._store, check_key(key)))
+        if (size := found.meta["size"]) > MOST_RECORD_BYTES:
+            raise MalformedRecordError(f"{self._url}/{key} has {size} bytes, and a record {MOST_RECORD_BYTES} at most")
+        return self._call(key, lambda: bytes(found.bytes()))
 
     def get_range(self, key: str, start: int, into: memoryview) -> int:
         """Copy the object's bytes from `start` on into `into`, with one request, and return their number."""

@@ -9,9 +9,11 @@ from itertools import count
 import pytest
 from http_proxy import Response, proxied
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
+from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.fsspec_files import files as fsspec_files
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
+from prefect_torch.ckpt.storage.object_store import backend
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.opening import open_storage
@@ -112,6 +114,17 @@ def test_a_200_that_is_no_listing_is_not_believed_to_be_the_end_of_one(storage, 
     proxy.change = change
     assert [info.key for info in storage.list("run/")] == keys
     assert next(pages) > 2
+
+
+def test_what_is_too_large_for_a_record_is_not_read_from_a_bucket(storage, proxy, monkeypatch):
+    storage.put_bytes("run/x", bytes(11))
+    monkeypatch.setattr(backend, "MOST_RECORD_BYTES", 10)
+    with pytest.raises(OSError, match=r"File too large: .*/some/run/y"):
+        storage.put_bytes("run/y", bytes(11))
+    with pytest.raises(MalformedRecordError, match=r"/some/run/x has 11 bytes, and a record 10 at most"):
+        storage.get_bytes("run/x")
+    storage.put_bytes("run/x", bytes(10))
+    assert storage.get_bytes("run/x") == bytes(10)
 
 
 def test_a_server_that_gives_one_page_for_ever_is_an_error(storage, proxy):
