@@ -19,7 +19,8 @@ from .plan import Step
 from .tensors import DTYPE_NAMES
 
 _PLAIN = {type(None), bool, float, str}
-_UNREADABLE = re.compile(r"WeightsUnpickler error:\s*(.+?)(?: was not an allowed|\n|$)")  # torch's message, without its advice
+# Torch's message without its advice, in either of its forms: for a type that it does not allow, and for a blocked module.
+_UNREADABLE = re.compile(r"(?:WeightsUnpickler error:\s*|^(?=Trying to load ))(.+?)(?: was not an allowed|\n|$)", re.MULTILINE)
 _LONGEST_INT_BITS = 2040  # torch.load(weights_only=True) does not read longer ones
 
 

@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import io
 import itertools
+import os
+import pickle
 import sys
 import traceback
 import tracemalloc
@@ -19,6 +22,7 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.state.flatten import flatten
 from prefect_torch.ckpt.state.loading import read
 from prefect_torch.ckpt.state.tensors import local_part
+from prefect_torch.ckpt.state.values import read_value, why_unreadable
 from ranks import Attempt
 from states import check_equal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -543,6 +547,23 @@ def test_a_value_of_a_type_that_this_process_does_not_allow_is_refused_before_an
     assert "`weights_only`" not in "".join(traceback.format_exception(caught.value))
     assert not own["large"].any()
     assert not own["small"].any()
+
+
+class RunsCode:
+    """A value that calls a function of the operating system when pickle loads it."""
+
+    def __reduce__(self):
+        return os.system, ("exit 1",)
+
+
+def test_a_value_that_would_run_code_is_refused_without_the_advice_to_load_it_nevertheless():
+    saved = io.BytesIO()
+    torch.save(RunsCode(), saved)
+    with pytest.raises(pickle.UnpicklingError) as caught:
+        read_value(saved.getvalue())
+    assert why_unreadable(caught.value) == (
+        "UnpicklingError: Trying to load unsupported GLOBAL posix.system whose module posix is blocked."
+    )
 
 
 @pytest.mark.parametrize(
