@@ -10,6 +10,7 @@ from prefect_torch.ckpt.runs.metrics import MetricValue
 _SHORT = 160
 _CODE_WIDTH = 64  # what a block of code shows in a window of 1280 pixels, between the UI's two sidebars
 _MARKUP = str.maketrans({character: f"\\{character}" for character in r"\`*_[]<>|~$"})
+_MARKUP_OF_LINKS = str.maketrans({character: f"\\{character}" for character in r"\`[]<|"})
 
 
 def show_number(value: MetricValue) -> str:
@@ -72,6 +73,11 @@ def fold_code(line: str, width: int = _CODE_WIDTH) -> list[str]:
 def plain_text(text: str) -> str:
     """Return `text` on one line, escaped so that Markdown shows it literally, also in a table's cell."""
     return " ".join(text.split()).translate(_MARKUP)
+
+
+def link_text(text: str) -> str:
+    """Return `text` on one line as that of a link, of which the UI shows every backslash but one before a bracket."""
+    return " ".join(text.split()).translate(_MARKUP_OF_LINKS)
 
 
 def page_url(kind: str, run_id: UUID) -> str:

@@ -21,7 +21,7 @@ from prefect_torch.ckpt.text import encodable
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
-from prefect_torch.flows.monitoring.text import page_url, plain_text, seconds_of, show_number, show_time
+from prefect_torch.flows.monitoring.text import link_text, page_url, plain_text, seconds_of, show_number, show_time
 from prefect_torch.flows.sweeps.definition import read_definition
 from prefect_torch.flows.sweeps.journal.history import score_of
 from prefect_torch.flows.sweeps.journal.stored_trials import read_trials
@@ -172,11 +172,12 @@ def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
 
 def _cells(row: RunRow) -> Iterator[str]:
     attempt, led_by = row.standing.attempt, row.standing.attempt.owner.flow_run_id
-    name = plain_text(row.name)
-    yield f"[{name}]({page_url('flow-run', UUID(led_by))})" if led_by else name
+    yield f"[{link_text(row.name)}]({page_url('flow-run', UUID(led_by))})" if led_by else plain_text(row.name)
     yield row.standing.state
     yield f"{row.num_trials} trials" if row.num_trials is not None else "" if row.step is None else str(row.step)
-    yield "" if row.best is None else f"{plain_text(row.metric or '')} {show_number(row.best)}"
+    is_scored = row.num_trials is not None or attempt.policy.checkpoint_score_attribute is not None
+    which = "" if is_scored else " (last)"  # whether a low or a high value is better is unknown
+    yield "" if row.best is None else f"{plain_text(row.metric or '')} {show_number(row.best)}{which}"
     picture = draw_sparkline(row.points)
     yield "" if picture is None else f"![{plain_text(row.metric or 'curve')}]({as_data_url(picture)})"
     yield str(attempt.number)

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.flows.monitoring.restarted import Restart
-from prefect_torch.flows.monitoring.text import plain_text
+from prefect_torch.flows.monitoring.text import link_text, plain_text
 
 from .machine import GpuUse
 
@@ -37,7 +37,7 @@ class Setup:
 
 def restart_line(restart: Restart) -> str:
     """Return the sentence that links to the crashed flow run."""
-    return f"Restart {restart.number} of [{plain_text(restart.first_name)}]({restart.url}), which crashed, by an automation."
+    return f"Restart {restart.number} of [{link_text(restart.first_name)}]({restart.url}), which crashed, by an automation."
 
 
 def write_setup(setup: Setup, world_size: int | None, host: str | None) -> Iterator[str]:

@@ -42,14 +42,14 @@ def leave_run(storage, name, losses, *, ending="completed", policy=BY_LOSS, atte
 
 def test_runs_stand_side_by_side_the_newest_first(storage):
     leave_run(storage, "older", [3.0, 0.5, 1.0], attempts=2)
-    leave_run(storage, "unscored", [2.0, 4.0], ending="failed", policy=RetentionPolicy())
+    leave_run(storage, "un_scored", [2.0, 4.0], ending="failed", policy=RetentionPolicy())
     leave_run(storage, "silent", [], ending=None)
     page = write_runs(storage.url, *read_runs(storage), now_s=0.0)
     url = page_url("flow-run", UUID(FLOW_RUN))
     rows = [line for line in page.splitlines() if line.startswith("| [")]
     assert [re.sub(r"\(data:[^)]*\)|\d\d-\d\d \d\d:\d\d", "…", row) for row in rows] == [
         f"| [silent]({url}) | running |  |  |  | 1 | … |",
-        f"| [unscored]({url}) | failed | 1 | loss 4 | ![loss]… | 1 | … |",
+        f"| [un_scored]({url}) | failed | 1 | loss 4 (last) | ![loss]… | 1 | … |",
         f"| [older]({url}) | completed | 2 | loss 0.5 | ![loss]… | 2 | … |",
     ]
     pictures = re.findall(r"base64,([^)]*)\)", page)
