@@ -12,6 +12,7 @@ from prefect.exceptions import ObjectNotFound, ParameterTypeError, SignatureMism
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.flows import FailureConfig, PlanLine, RunConfig, ScalingConfig, TrainingPlan, plan, train
 from prefect_torch.flows.prefect_api.deployments import read_deployment
+from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout
 
 from .job_templates import default_of, has_variable
 from .training import grace_in, lost_with_container, read_work_pool
@@ -69,12 +70,13 @@ def _arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find(name: str) -> DeploymentResponse:
     try:
-        with get_client(sync_client=True) as client:
+        with long_startup_timeout(), get_client(sync_client=True) as client:
             return read_deployment(client, name)
     except ObjectNotFound as exc:
         raise ValueError(str(exc)) from None
     except (httpx.HTTPError, RuntimeError) as exc:  # RuntimeError: it was not reached at all
-        said = f"{PREFECT_API_URL.value()} does not give deployment {name!r}: {exc or type(exc).__name__}"
+        api = PREFECT_API_URL.value() or "a Prefect server that was started here"
+        said = f"{api} does not give deployment {name!r}: {exc or type(exc).__name__}"
         raise ConnectionError(f"{said}; set PREFECT_API_URL, and PREFECT_API_AUTH_STRING if it asks for it") from exc
 
 

@@ -266,7 +266,11 @@ class ReportPreparation:
         if checkpoint is None:
             return None
         if not isinstance(checkpoint, Checkpoint):
-            raise ValueError(f"checkpoint={checkpoint!r}: give Checkpoint.from_directory(path)")  # noqa: TRY004 - one error
+            # Not its repr, which of a state_dict() is pages of numbers.
+            kind = type(checkpoint).__name__
+            raise ValueError(  # noqa: TRY004 - one error
+                f"checkpoint is of type {kind}: give Checkpoint.from_directory(path), or models and optimizers as state={{...}}"
+            )
         directory = None if checkpoint.store is not None else existing_directory(checkpoint.path)
         if directory is not None:
             check_apart(directory, self._run.storage.local_path(self._run.layout.run))

@@ -1,5 +1,6 @@
 """Arguments and options of several commands, and the storages that they name."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,11 +42,22 @@ def open_named_storage(text: str) -> Storage:
 
     """
     try:
-        spec = parse_storage(text)
+        with _patience_for_blocks(text):
+            spec = parse_storage(text)
     except ValueError:
         raise
     except Exception as exc:
         if not is_block_slug(text):
             raise
-        raise StorageError(f"the block {text} could not be loaded: {exc}; is PREFECT_API_URL the server that has it?") from exc
+        why = str(exc).rstrip(".")
+        raise StorageError(f"the block {text} could not be loaded: {why}; is PREFECT_API_URL the server that has it?") from exc
     return open_storage(replace(spec, retry=_RETRY))
+
+
+def _patience_for_blocks(text: str) -> AbstractContextManager[None]:
+    """Let a server that is started to load a block take a minute, as it may where a flow starts it."""
+    if not is_block_slug(text):
+        return nullcontext()
+    from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout  # noqa: PLC0415 - imports prefect
+
+    return long_startup_timeout()

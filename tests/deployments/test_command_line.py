@@ -21,6 +21,7 @@ import pytest
 from prefect.filesystems import LocalFileSystem
 from prefect.settings import (
     PREFECT_API_URL,
+    PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
     temporary_settings,
 )
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
@@ -622,6 +623,26 @@ def test_a_block_whose_server_is_away_is_one_line(command):
         code, _, err = command("ls", "s3-bucket/none")
     assert code == 1
     assert "is PREFECT_API_URL the server that has it?" in err
+
+
+def test_an_embedded_server_has_a_minute_to_start_and_one_that_does_not_is_one_line(command, monkeypatch):
+    timeouts = []
+    monkeypatch.delenv("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", raising=False)
+
+    def timed_out(*_, **__):
+        timeouts.append(PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value())
+        raise RuntimeError("Timed out while attempting to connect to ephemeral Prefect API server.")
+
+    monkeypatch.setattr("prefect_torch.deployments.planning.get_client", timed_out)
+    monkeypatch.setattr("prefect.blocks.core.Block.load", timed_out)
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        code, _, plan = command("plan", "train/none")
+        assert code == 1
+        code, _, ls = command("ls", "s3-bucket/none")
+        assert code == 1
+    assert re.search("^prefect-torch: a Prefect server that was started here does not give .*; set PREFECT_API_URL", plan)
+    assert "API server; is PREFECT_API_URL" in ls
+    assert timeouts == [60, 60]
 
 
 class Refusing(BaseHTTPRequestHandler):

@@ -42,6 +42,8 @@ def doctor(storage: str | None, cluster: str | None, ranks: int | None, as_json:
     --json: a list of
       check, status (ok, warning, wrong), found, advice
     """  # noqa: D301 - click's mark for lines that it must not fill
+    if ranks is not None and cluster is None:
+        raise click.UsageError("--ranks is of a cluster: give --cluster")
     findings = []
     for finding in _run(_checks(storage, cluster, ranks)):
         findings.append(finding)

@@ -79,6 +79,12 @@ def test_the_doctor_does_not_repeat_a_password(command):
     assert "secret" not in out
 
 
+def test_a_number_of_ranks_needs_a_cluster(command):
+    code, _, err = command("doctor", "--ranks", "3")
+    assert code == 2
+    assert "--cluster" in err
+
+
 def test_a_storage_that_forgets_to_delete_is_wrong(command, local, monkeypatch):
     monkeypatch.setattr("prefect_torch.ckpt.storage.local_files.storage.LocalStorage.delete", lambda storage, keys: None)
     code, out, _ = command("doctor", local)
