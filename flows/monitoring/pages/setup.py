@@ -56,8 +56,9 @@ def write_use(setup: Setup, run: str) -> Iterator[str]:
     """Yield the lines that load or pull the best checkpoint."""
     yield from ("", "The best checkpoint in Python, for `load_state` or `as_directory`, and from a shell:", "")
     yield from ("```python", "from prefect_torch.flows import Result")
-    yield f"checkpoint = Result.from_storage({setup.storage!r}, {run!r}).best_checkpoints[0][0]"
+    yield f"result = Result.from_storage({setup.storage!r}, {run!r})"
     yield from (
+        "checkpoint = result.best_checkpoints[0][0]",  # on a line of its own: the UI shows the beginning of a long one
         "```",
         "",
         "```console",

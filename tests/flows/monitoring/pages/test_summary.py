@@ -231,5 +231,5 @@ def test_the_setup_and_how_to_use_the_best_checkpoint_are_shown(store):
     assert "| 3 | NVIDIA H200 | 93% | 75% | 32.0 GiB of 128.0 GiB |" in page
     assert "2 ranks led from `host`: 8 CPUs" in page
     assert '"lr": 0.1' in page
-    assert "checkpoint = Result.from_storage('s3://bucket/a b', 'run').best_checkpoints[0][0]" in page
+    assert "\nresult = Result.from_storage('s3://bucket/a b', 'run')\ncheckpoint = result.best_checkpoints[0][0]\n" in page
     assert "$ prefect-torch pull 's3://bucket/a b' run best ./model" in page
