@@ -19,7 +19,8 @@ from .parameters import Value, is_number, varied
 from .view import SeenTrial
 
 MAX_PARAMETERS = 7
-_HEIGHT, _TOP, _BOTTOM, _SIDE = 260, 34, 16, 60
+_HEIGHT, _TOP, _BOTTOM, _SIDE = 260, 34, 16, 76  # beside the first axis, "-0.0013917" fits
+_LABEL_HEIGHT = 11
 _MAX_TRIALS = 200
 _MAX_LABELS = 8
 _FEW = 5  # numbers that are written beside their axis, instead of round ones
@@ -106,12 +107,22 @@ def _scale(name: str, values: Sequence[Value]) -> Scale:
     if len(numbers) == len(values) and len(set(numbers)) > 1:
         axis = _number_axis(numbers)
         positions = {repr(value): axis.position(float(value)) for value in values if is_number(value)}
-        ticks = sorted(set(numbers)) if len(set(numbers)) <= _FEW else axis.ticks
-        return Scale(name, positions, [(axis.position(tick), show_compact(tick)) for tick in ticks], _note(axis))
+        few = len(set(numbers)) <= _FEW
+        ticks = [(axis.position(tick), show_compact(tick)) for tick in (sorted(set(numbers)) if few else axis.ticks)]
+        return Scale(name, positions, _legible(ticks) if few else ticks, _note(axis))
     kinds = list(dict.fromkeys(map(_show, values)))
     places = {kind: (number + 0.5) / len(kinds) for number, kind in enumerate(kinds)}
     positions = {repr(value): places[_show(value)] for value in values}
     return Scale(name, positions, [(places[kind], shorten(kind, 12)) for kind in kinds[:_MAX_LABELS]])
+
+
+def _legible(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Return the ends, and of the ticks between them those whose texts lie upon no other."""
+    kept: list[tuple[float, str]] = []
+    for tick in (ticks[0], ticks[-1], *ticks[1:-1]):
+        if all(abs(_y(tick[0]) - _y(other)) >= _LABEL_HEIGHT for other, _ in kept):
+            kept.append(tick)
+    return sorted(kept)
 
 
 def _number_axis(numbers: Sequence[float]) -> Axis:

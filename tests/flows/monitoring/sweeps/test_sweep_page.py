@@ -16,11 +16,12 @@ from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import SweepResult
 from prefect_torch.flows.monitoring.sweeps import view as views
+from prefect_torch.flows.monitoring.sweeps.coordinates import draw_coordinates
 from prefect_torch.flows.monitoring.sweeps.page import SweepContext, write_sweep
 from prefect_torch.flows.monitoring.sweeps.parameters import at_equal_steps, importances, parameters_of, varied
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.monitoring.sweeps.trial_chart import draw_best
-from prefect_torch.flows.monitoring.sweeps.view import SweepView, count_states
+from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.flows.sweeps.journal.events import TrialReported
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, apply, history_of
@@ -159,6 +160,14 @@ def test_a_nan_and_a_failed_trial_have_no_value(view):
     view.record(records)
     assert {trial.number: trial.value for trial in view.trials()} == {0: 1.0, 1: None, 2: None, 3: 0.5, 4: 0.9}
     assert dict(count_states(view.trials()))["stopped"] == 1
+
+
+def test_values_beside_an_axis_are_whole_and_lie_upon_no_other():
+    tried = [(0.40853, 3.1604e-05), (0.011097, 11.777), (0.0013917, 12.424)]
+    trials = [SeenTrial(i, f"{i}", "completed", None, {"lr": lr}, {}, loss) for i, (lr, loss) in enumerate(tried)]
+    texts = [it for it in ET.fromstring(draw_coordinates(trials, "loss", "min", [])).iter() if it.get("text-anchor") == "end"]
+    assert [it.text for it in texts] == ["0.0013917", "0.011097", "0.40853", "3.16e-5", "12.424"]  # 11.777 is where 12.424 is
+    assert all(float(it.get("x")) >= 7 * len(it.text) for it in texts)  # pixels of a bold digit
 
 
 def test_the_state_of_the_flow_run_says_the_best_value_and_its_trial():
