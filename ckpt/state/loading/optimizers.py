@@ -97,7 +97,7 @@ def _stored_names(
         if stored != mine:
             plan.problems.append(f"group {number} of {where!r} has other parameters: {_difference(stored, mine)}")
             return None
-        if unset := _unset_options(optimizer, {*groups[number,].children}):
+        if unset := _unset_options(optimizer, optimizer.param_groups[number], {*groups[number,].children}):
             plan.problems.append(
                 f"group {number} of {where!r} has no {', '.join(unset)} in the checkpoint: another kind of optimizer than "
                 f"{type(optimizer).__name__} stored it"
@@ -110,22 +110,23 @@ def _named(names: Sequence[str | int], group: Mapping[str, Any]) -> list[str | i
     return [names[number] for number in group["params"]]
 
 
-def _unset_options(optimizer: torch.optim.Optimizer, stored: Collection[Any]) -> list[str]:
+def _unset_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], stored: Collection[Any]) -> list[str]:
     """Return the options that a load of a group with the `stored` ones leaves without a value, if it is of another kind.
 
     An option that a later version has added gets a default from `__setstate__`, or its optimizer copes without it; of another
     kind of optimizer, the checkpoint also has options that this one does not know.
     """
-    options: Collection[str] = getattr(optimizer, "defaults", {}).keys()  # a wrapper may have none
-    if {*stored} <= {*options, "params"}:
+    if {*stored} <= group.keys():
         return []
+    # A wrapper may have no defaults; torch's __setstate__ adds one of its own to them, which no group may have.
+    options = getattr(optimizer, "defaults", {}).keys() & group.keys()
     fresh = object.__new__(type(optimizer))
     fresh.__dict__.update(optimizer.__dict__)
     try:
         fresh.__setstate__({"state": defaultdict(dict), "param_groups": [{**dict.fromkeys(stored), "params": []}]})
     except Exception:  # noqa: BLE001 - the user's class may want more than a group of options
         return []
-    return sorted({*options} - fresh.param_groups[0].keys())
+    return sorted(options - fresh.param_groups[0].keys())
 
 
 def _difference(stored: Sequence[Any], mine: Sequence[Any]) -> str:

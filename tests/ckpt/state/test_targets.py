@@ -647,6 +647,27 @@ def test_options_that_a_later_version_of_an_optimizer_adds_are_not_missed(store,
     state["optimizer"].step()
 
 
+class OnlyLr(torch.optim.Optimizer):
+    """An optimizer without the options that all of torch's have, which sets one of its groups when it steps."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=group["lr"])
+
+
+def test_an_optimizer_of_ones_own_gets_options_that_it_did_not_begin_with(store):
+    checkpoint, state = stored(store, trained(OnlyLr)), trained(OnlyLr)
+    for _ in range(2):
+        state["optimizer"].param_groups[0].pop("num_steps")
+        checkpoint.load_state(state)
+        assert state["optimizer"].param_groups[0]["num_steps"] == 1
+
+
 def test_adam_and_adamw_load_each_other(store):
     for kinds in itertools.permutations((torch.optim.Adam, torch.optim.AdamW)):
         state = trained(kinds[1])
