@@ -67,7 +67,8 @@ def why_unwritable(target: torch.Tensor) -> str | None:
             return str(exc)
     if target.is_conj() or target.is_neg():
         return "a view that conjugates or negates"
-    if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
+    is_empty = target.numel() == 0  # NumPy gives such an array strides of 0
+    if not is_empty and any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
         return "expanded, so that its elements share memory"
     return "a view whose elements share memory" if _overlaps(target) else None
 

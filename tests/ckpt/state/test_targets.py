@@ -339,6 +339,13 @@ def test_a_target_whose_elements_share_memory_is_refused_before_anything_changes
     assert not state["a"].any()
 
 
+@pytest.mark.parametrize("target", [torch.zeros(0, 1).expand(0, 3), np.zeros((0, 3), "f4")])
+def test_what_has_no_elements_is_loaded_though_its_strides_are_0(store, target):
+    state = {"t": target}
+    stored(store, {"t": target}).load_state(state)
+    assert state["t"] is target
+
+
 def test_a_conjugated_view_on_one_rank_is_another_tensor_than_what_it_shows_on_another(store):
     tensor = torch.full((30_000,), 1j)
     checkpoint = stored(store, lambda rank: {"t": tensor.conj() if rank else tensor}, ranks=2)
