@@ -19,7 +19,7 @@ from prefect_torch.ckpt.state.tensors import Place, place_of
 
 from .load_plan import Get, LoadPlan, Node, Path, tensors_in
 from .optimizers import restore_optimizer
-from .targets import does_more_than_copy, fill_tensor, filled, why_unwritable
+from .targets import does_more_than_copy, fill_tensor, filled, resizable_buffers, why_unwritable
 
 
 def plan_restore(plan: LoadPlan, state: MutableMapping[str, Any]) -> None:
@@ -163,10 +163,10 @@ class _Restore:
             former[key] if former[key] in node.children and name not in node.children else name: key
             for key, name in clean_names(module, state).items()
         }
-        has_new = False
+        has_new, resizable = False, resizable_buffers(module)
         for name, key in names.items():
-            if f".{key}".endswith("._extra_state") and name in node.children:
-                has_new = self._restore_extra_state(state, key, node.children[name], (*path, name)) or has_new
+            if (f".{key}".endswith("._extra_state") or key in resizable) and name in node.children:
+                has_new = self._restore_any_form(state, key, node.children[name], (*path, name)) or has_new
             elif isinstance(state[key], torch.Tensor) and name in node.children:
                 self._fill(state[key], node.children[name], (*path, name))
             else:
@@ -180,10 +180,11 @@ class _Restore:
         if has_new or does_more_than_copy(module) or not all(_is_in(own, value) for value in state.values()):
             self._plan.finish.append(_calls(module.load_state_dict, state))
 
-    def _restore_extra_state(self, state: MutableMapping[str, Any], key: str, node: Node, path: Path) -> bool:
-        """Plan the load of a module's extra state; return whether `state[key]` becomes another.
+    def _restore_any_form(self, state: MutableMapping[str, Any], key: str, node: Node, path: Path) -> bool:
+        """Plan the load of a module's extra state or resizable buffer; return whether `state[key]` becomes another.
 
-        It may have another form than that of a fresh module, such as the pickled bytes of what the module has counted.
+        It may have another form than that of a fresh module, such as the pickled bytes of what the module has counted, or a
+        scale for each channel, of which FakeQuantize has one alone until its first batch.
         """
         plan = self._plan
 

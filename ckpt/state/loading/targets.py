@@ -91,10 +91,18 @@ def does_more_than_copy(module: torch.nn.Module) -> bool:
     plain = torch.nn.Module.load_state_dict
     hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     return type(module).load_state_dict is not plain or any(
-        any(getattr(part, hook, None) for hook in hooks)
-        or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")  # noqa: SLF001 - intended for overriding
-        for part in module.modules()
+        any(getattr(part, hook, None) for hook in hooks) or _loads_itself(part) for part in module.modules()
     )
+
+
+def resizable_buffers(module: torch.nn.Module) -> set[str]:
+    """Return the names of the buffers that may get another shape by a load: those of parts with code of their own for it."""
+    parts = ((f"{prefix}.".lstrip("."), part) for prefix, part in module.named_modules(remove_duplicate=False))
+    return {f"{prefix}{name}" for prefix, part in parts if _loads_itself(part) for name, _ in part.named_buffers(recurse=False)}
+
+
+def _loads_itself(part: torch.nn.Module) -> bool:
+    return not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")  # noqa: SLF001 - intended for overriding
 
 
 class FilledMemory:

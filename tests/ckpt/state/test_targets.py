@@ -150,6 +150,26 @@ def test_a_module_with_code_of_its_own_for_loading_has_it_called(store, wrap, ki
     assert kind is torch.nn.Linear or torch.equal(module.twice, 2 * module.weight)
 
 
+class Resizing(torch.nn.Module):
+    """A module whose buffer gets the size that is stored, like torch's FakeQuantize."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.scale.resize_(state[f"{prefix}scale"].shape)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: torch.nn.Sequential(torch.nn.Tanh(), part)])
+def test_a_buffer_gets_another_size_where_its_module_gives_it_one(store, wrap):
+    reported, fresh = Resizing(), Resizing()
+    reported.scale = torch.arange(3.0)
+    stored(store, {"m": wrap(reported)}).load_state({"m": wrap(fresh)})
+    assert torch.equal(fresh.scale, reported.scale)
+
+
 def test_tensors_of_a_dict_are_loaded_into_the_parts_of_sharded_ones(store):
     whole = {"small": torch.arange(6.0), "large": torch.arange(40_000.0)}
     checkpoint = stored(store, {"m": whole})
