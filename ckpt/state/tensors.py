@@ -35,7 +35,10 @@ def _check_unusual(name: str, value: torch.Tensor) -> None:
     if (what := why_unstorable(value)) is not None:
         raise ValueError(f"the tensor {name!r} is {what}, which cannot be stored: make it a dense tensor")
     if has_own_operations(value) and not is_dtensor(value):
-        raise ValueError(f"the tensor {name!r} is a {type(value).__name__}, which wraps others: store those, by a state_dict")
+        raise ValueError(
+            f"the tensor {name!r} is a {type(value).__name__}, which wraps others: store those, or report a directory with a "
+            "file of torch.save"
+        )
     if value.dtype not in DTYPE_NAMES:
         raise ValueError(f"the tensor {name!r} is {value.dtype}, which cannot be stored: view it as uint8")
 
