@@ -15,6 +15,7 @@ from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingSt
 from ranks import Attempt, folder, read_files
 
 POLICY = RetentionPolicy(2, "score")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
