@@ -94,8 +94,8 @@ def test_a_fresh_start_is_one_unless_it_must_resume(store, resume, begins):
 
 def test_a_new_run_begins_with_the_initial_checkpoint_where_that_is_whole(store):
     third = store.list()[-1]
-    seeded = planned(store, name="other", resume_from=f"run/{third.id}")
-    assert seeded.resumes_from == store.path_of(third.id)
+    for resume_from in (store.checkpoint(third), store.path_of(third.id), f"run/{third.id}"):
+        assert planned(store, name="other", resume_from=resume_from).resumes_from == store.path_of(third.id)
     store.storage.local_path(store.layout.data(third.id, "model")).write_text("longer than it was")
     assert line(planned(store, name=None, resume_from=f"run/{third.id}"), "start")[0] == "wrong"
 

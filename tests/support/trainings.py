@@ -50,6 +50,20 @@ def train_epochs(config: dict) -> dict:
     return {"begun": begun, "attempt": context.attempt}
 
 
+def end_in_each_way(config: dict) -> dict:
+    """Report two checkpoints in each attempt; then rank 1 comes to its end by what `hows` has for the attempt, if anything."""
+    context = get_context()
+    begun = start_epoch()
+    for epoch in (begun, begun + 1):
+        dist.all_reduce(torch.ones(1))
+        report_epoch(epoch)
+    if context.attempt <= len(config["hows"]):
+        if context.world_rank == 1:
+            come_to_an_end(config["hows"][context.attempt - 1])
+        dist.all_reduce(torch.ones(1))  # rank 0 waits here
+    return {"begun": begun, "attempt": context.attempt}
+
+
 def report_a_name() -> None:
     report({"name": "high"})
 
@@ -112,8 +126,6 @@ def make_a_mistake(config: dict) -> None:
         LocalStorage.put_file = fill_disk
     if how == "gpu memory" and rank == 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    if how == "words" and rank == 1:
-        raise RuntimeError("nccl and gloo are great: no broken pipe in sight")
     if how == "missing folder":
         report({}, Checkpoint.from_directory("/nowhere") if rank == 1 else None)
     if how == "another model":
@@ -196,8 +208,6 @@ def end_oddly(config: dict) -> object:
         sys.stderr = None
         if os.fork() == 0:
             return "the child's"
-    if how == "huge":
-        return ["x" * 1000] * 2000
     if how == "endless":
         endless: list = []
         endless.append(endless)
