@@ -98,6 +98,10 @@ print({it: os.readlink(f"{folder}/{it}") for it in numbers if it > 2 and os.path
         done = run_program([sys.executable, program], capture_output=True, text=True, check=True)
         assert done.stdout.split() == [str(program), str(tmp_path), "7"]
 
+    def test_it_imports_what_the_interpreter_imports_of_its_path_when_it_starts(self, tmp_path):
+        (tmp_path / "sitecustomize.py").write_text("import sys; sys.customized = True")
+        assert output_of("print(sys.customized)", env={**os.environ, "PYTHONPATH": str(tmp_path)}) == "True\n"
+
     def test_prefect_has_the_settings_of_its_variables(self):
         program = "from prefect.settings import PREFECT_API_URL; print(PREFECT_API_URL.value())"
         environment = {**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9/api"}

@@ -106,7 +106,7 @@ def _acknowledge(config, rank, epoch) -> None:
 def _wait_for(config, epoch) -> None:
     """Go on when the leader has pruned after this epoch, if that is wanted: then every run has the same events."""
     while "pruned" in config and not Path(config["pruned"], str(epoch)).exists():
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def _digest(tensors) -> str:

@@ -75,17 +75,17 @@ def run_attempt(training: Training, plan: file_faults.Plan) -> int | None:
         _in_child(training, lambda: _lead(training, plan))
     deadline = time.monotonic() + LONGEST_S
     while (ended := os.waitid(os.P_PID, leader, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None and time.monotonic() < deadline:
-        time.sleep(0.002)
+        time.sleep(0.005)
     with contextlib.suppress(ProcessLookupError):  # before the leader is waited for: until then nobody else has its number
         os.killpg(leader, signal.SIGKILL)
-    _wait_for_all()
+    _wait_for_all(leader)
     return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def _wait_for_all() -> None:
+def _wait_for_all(group: int) -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
-            os.waitpid(-1, 0)
+            os.waitpid(-group, 0)
 
 
 def _in_child(training, work) -> None:
@@ -198,7 +198,7 @@ def _keep_books(training, store, attempt, restored, key_value, ranks) -> None:
                 history.flush()
                 _prune(store, in_use, history.recorded)
                 (training.folder / "pruned" / str(event.record.metrics["epoch"])).touch()
-        time.sleep(0.001)
+        time.sleep(0.005)
     _prune(store, (), history.recorded)
 
 

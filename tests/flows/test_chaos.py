@@ -1,11 +1,11 @@
 """A referee from outside kills trainings where they touch files; tests/benchmarks/results/chaos.txt is its whole table."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_programs import run_program
 from prefect.settings import PREFECT_API_URL
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -30,9 +30,7 @@ pytestmark = pytest.mark.skipif(
 def judge(scratch, *arguments):
     """Run the referee and return its exit code and what it printed."""
     environment = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value(), "TMPDIR": str(scratch)}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=290, check=False
-    )
+    done = run_program([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=290)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -32,7 +32,8 @@ _READ_AT_IMPORT = re.compile(
 FORKED = re.compile(
     r"-m (?:prefect\.|uvicorn |prefect_torch\.tasks\.gang\.machine\.agent )|-c .* uvicorn --app-dir "
     r"|-u -c import sys; .* prefect_torch\.tasks\.rank\.starting\.fork_server "
-    r"|-c import sys; .*import prefect_torch\.tasks\.rank\.resources\.device as |/benchmarks/state/rank\.py ",
+    r"|-c import sys; .*import prefect_torch\.tasks\.rank\.resources\.device as |/benchmarks/state/rank\.py "
+    r"|/benchmarks/chaos\.py --train ",
     re.DOTALL,
 )
 # A node agent in a shell that executes it in its own place, which its guard starts.

@@ -240,6 +240,9 @@ def _be_fresh(request: dict, control: socket.socket | None) -> None:
 
         sys.path.remove(support)
         forked_programs.use(control)
+    if any(Path(folder, "sitecustomize.py").exists() for folder in given):  # which the interpreter imports
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
     if "PRETENDED_GPUS" in os.environ and support in given:  # torch has looked for other backends when it was imported
         importlib.import_module("pretended_gpus").register()
 
