@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from agents import WITHOUT_COMPILER
 from engine_servers import (
     HAS_SLURM,
     LOOPBACK,
@@ -99,7 +100,9 @@ def test_a_training_on_ray_goes_on_without_the_machine_of_a_killed_raylet(short_
         many = ScalingConfig(num_workers=3, cluster=RayCluster(address=address, leader_address=LOOPBACK, wait_s=0))
         with pytest.raises(NotEnoughMachinesError, match=r"3 ranks wanted, the cluster has room for 2: "):
             train("trainings:train_epochs", {"epochs": 1}, many, RunConfig(storage=run.storage), failure=NO_FAILURE)
-        cluster = RayCluster(address=address, leader_address=LOOPBACK, placement_strategy="SPREAD", wait_s=0)
+        cluster = RayCluster(
+            address=address, leader_address=LOOPBACK, placement_strategy="SPREAD", wait_s=0, environment=WITHOUT_COMPILER
+        )
         (raylet,) = [child for child in second.children() if child.name() == "raylet"]
         scaling = ScalingConfig(num_workers=(1, 2), cluster=cluster)
         train_and_lose_machines(train, scaling, run, tmp_path, [lambda: kill(raylet)], [2, 1])
@@ -145,7 +148,7 @@ def worker_of(nanny: psutil.Process) -> psutil.Process:
 def test_a_training_on_slurm(tmp_path, run, monkeypatch):
     with slurm_cluster(tmp_path) as configuration:
         monkeypatch.setenv("SLURM_CONF", configuration)
-        cluster = SlurmCluster(ranks_per_node=2, leader_address=LOOPBACK)
+        cluster = SlurmCluster(ranks_per_node=2, leader_address=LOOPBACK, environment=WITHOUT_COMPILER)
         result = train("trainings:train_epochs", {"epochs": 1}, ScalingConfig(num_workers=2, cluster=cluster), run)
     assert result.return_value == {"begun": 0, "attempt": 1}
 
@@ -170,7 +173,7 @@ def test_a_training_outlives_slurmd_and_fails_clearly_without_its_only_machine(t
         monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
         disturbing = threading.Thread(target=disturb)
         disturbing.start()
-        cluster = SlurmCluster(ranks_per_node=2, leader_address=LOOPBACK, wait_s=0)
+        cluster = SlurmCluster(ranks_per_node=2, leader_address=LOOPBACK, wait_s=0, environment=WITHOUT_COMPILER)
         scaling, config = ScalingConfig(num_workers=2, cluster=cluster), {"epochs": 1000, "pause_s": 0.1}
         reason = r"^2 ranks wanted, the cluster has room for 0: Slurm: its command ended with \d+: .*srun: error: "
         try:
@@ -202,7 +205,9 @@ def test_a_training_in_pods(tmp_path, run, monkeypatch, knows_job_sets):
     server = KubernetesServer(tmp_path, knows_job_sets=knows_job_sets)
     monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(server.configuration))
     try:
-        cluster = KubernetesCluster(image="own/image:1", limits={"cpu": "1"}, leader_address=LOOPBACK)
+        cluster = KubernetesCluster(
+            image="own/image:1", limits={"cpu": "1"}, leader_address=LOOPBACK, environment=WITHOUT_COMPILER
+        )
         result = train("trainings:train_epochs", {"epochs": 1}, ScalingConfig(num_workers=2, cluster=cluster), run)
     finally:
         server.stop()

@@ -16,6 +16,7 @@ from typing import Any
 
 import kubernetes_validate
 import psutil
+from agents import WITHOUT_COMPILER
 from prefect_servers import wait_until
 from servers import free_port
 
@@ -63,12 +64,13 @@ def ray_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
         "--block",
         "--num-cpus=1",
         "--disable-usage-stats",
+        "--include-log-monitor=false",  # nor is the cluster to grow: each is a process that imports Ray
         f"--node-ip-address={LOOPBACK}",
         "--object-store-memory=80000000",
         "--min-worker-port=0",  # else its workers own 10002 to 19999, and the chosen port may be one of them
         "--max-worker-port=0",
     ]
-    head = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
+    head = ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor", f"--temp-dir={folder}"]
     ray = str(BIN / "ray")
     # With a token in the user's home, `ray start --head` wants it from all, and `ray start --address` does not send it.
     no_token = {"RAY_AUTH_MODE": "disabled"}
@@ -95,7 +97,9 @@ def dask_cluster(folder: Path) -> Iterator[tuple[str, Callable[..., list[psutil.
             command = [dask, "worker", address, *options, "--nthreads=1"]
             logs = {name: folder / f"{name}.txt" for name in names}
             nannies = [
-                stack.enter_context(program(log, *command, f"--name={name}", f"--local-directory={folder / name}"))
+                stack.enter_context(
+                    program(log, *command, f"--name={name}", f"--local-directory={folder / name}", **WITHOUT_COMPILER)
+                )
                 for name, log in logs.items()
             ]
             for log in logs.values():
