@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import certifi
+import forked_programs
 import pytest
 from hypothesis import settings
 from prefect_home import prepared_home
@@ -113,6 +114,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Have three workers for two cores: tests wait for processes and servers for a third of their time."""
     return len(os.sched_getaffinity(0)) * 3 // 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Fork the workers: what they and the programs of their tests import is then imported once, not twice in each worker.
+
+    With --quick they start no programs, and import little more than half of it.
+    """
+    if not config.getoption("--quick"):
+        subprocess.Popen = forked_programs.Popen
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let a worker start programs as any other process of tests does."""
+    if hasattr(config, "workerinput"):
+        forked_programs.start_as_usual()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

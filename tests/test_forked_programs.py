@@ -28,6 +28,10 @@ def output_of(program, *arguments, **options):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="programs are started as usual elsewhere")
 class TestForked:
+    @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="this process runs all tests")
+    def test_a_worker_of_the_tests_is_one(self):
+        assert "program_server" in sys.modules
+
     def test_its_command_environment_folder_and_parent_are_those_that_were_given(self, tmp_path):
         program = IS_FORKED + "import os; os.read(0, 1)"
         given = {**os.environ, "MARK": "here"}

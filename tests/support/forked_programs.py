@@ -120,6 +120,11 @@ def use(control: socket.socket) -> None:
     subprocess.Popen = PopenOfProgram
 
 
+def start_as_usual() -> None:
+    """Undo the last step of `use`: what this process starts by `subprocess` is new."""
+    subprocess.Popen = _USUAL
+
+
 class Popen(subprocess.Popen):
     """As `subprocess.Popen`, for a program of Python whose modules may be there already."""
 
