@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_programs import run_program
 from gpu_results import Results
 
 ROOT = Path(__file__).parents[1]
@@ -32,9 +32,8 @@ def test_outcomes_figures_and_what_they_depend_on_are_written(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has GPUs: make gpu")
 def test_without_a_gpu_every_test_is_skipped_with_a_reason_and_nothing_is_written(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", "-p", "no:cacheprovider"]
-    ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTEST_ADDOPTS": ""}, capture_output=True, text=True, check=True
-    )
+    environment = {**os.environ, "PYTEST_ADDOPTS": ""}
+    ended = run_program(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     skipped = [line for line in ended.stdout.splitlines() if line.startswith("SKIPPED")]
     assert skipped
     assert all("torch sees 0" in line for line in skipped), ended.stdout

@@ -63,8 +63,7 @@ def failure_of(test, arguments, mutant=None):
 
 @functools.cache
 def _server(*, has_product):
-    start = Popen if has_product else subprocess.Popen  # mutants are imported in each process
-    server = start(
+    server = Popen(
         [sys.executable, __file__, *["with-product"] * has_product], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     atexit.register(lambda: server.communicate(timeout=10))
@@ -80,6 +79,9 @@ def serve():
     if sys.argv[1:]:
         import prefect_torch.ckpt.state.loading.load  # noqa: F401, PLC0415 - as above
         import ranks  # noqa: F401, PLC0415 - as above
+    else:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "prefect_torch"]:
+            del sys.modules[name]  # mutants are imported in each process
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tests print
     for line in sys.stdin:

@@ -1,12 +1,12 @@
 """One safetensors file of a state that many ranks stored, read back by the safetensors library."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from faulty_storage import FaultyStorage
+from forked_programs import run_program
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RankLocal
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.state.index import Chunk
@@ -168,7 +168,7 @@ def test_a_tensor_of_256_mib_costs_less_than_64_mib_of_memory(store, tmp_path):
     tensor = torch.zeros(2**14, 2**12)
     checkpoint = reported(store, lambda rank: {"model": {"large": tensor}}, ranks=2)
     measure = [sys.executable, "-c", MEASURE, checkpoint.path, str(tmp_path / "model")]
-    told = subprocess.run(measure, check=True, capture_output=True, text=True).stdout
+    told = run_program(measure, check=True, capture_output=True, text=True).stdout
     assert Checkpoint(checkpoint.path).id == checkpoint.id
     assert (tmp_path / "model").stat().st_size > tensor.nbytes
     assert int(told) * 1024 < 64 * 2**20
