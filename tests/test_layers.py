@@ -159,9 +159,10 @@ def loaded_by(statement: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout.split())
 
 
-def test_importing_ckpt_pulls_in_neither_prefect_nor_torch():
-    loaded = loaded_by("import prefect_torch.ckpt")
+def test_importing_ckpt_and_random_state_pulls_in_neither_prefect_nor_torch_nor_a_framework():
+    loaded = loaded_by("from prefect_torch.ckpt import RandomState")
     assert not loaded & {"prefect", "torch", "fsspec", "obstore", "tenacity", "pydantic", "numpy"}
+    assert not loaded & {framework.removeprefix("ckpt.") for framework in FRAMEWORKS}
 
 
 def test_what_a_rank_imports_from_tasks_does_not_import_prefect():
@@ -179,10 +180,6 @@ def test_the_command_line_looks_at_a_folder_without_prefect_and_torch(tmp_path):
     (tmp_path / "run/manifests").mkdir()
     program = "from prefect_torch.deployments.command_line.program import run"
     assert not loaded_by(f"{program}\nassert run(['ls', {str(tmp_path)!r}]) == 0") & {"prefect", "torch", "pydantic", "numpy"}
-
-
-def test_blocks_do_not_import_torch():
-    assert "torch" not in loaded_by("import prefect_torch.ckpt.blocks")
 
 
 def test_a_program_that_trains_does_not_make_the_forms_of_other_flows():

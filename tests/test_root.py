@@ -53,10 +53,12 @@ def test_type_checkers_see_every_name_where_programs_find_it():
     assert sorted(names) == sorted(prefect_torch.__all__)
 
 
-def test_prefect_finds_the_block_without_an_import_of_ours():
+def test_prefect_finds_the_block_without_an_import_of_ours_and_without_torch():
     loaded = {
         entry.name: entry.load() for entry in entry_points(group="prefect.collections") if entry.dist.name == "prefect-torch"
     }
     assert loaded["prefect_torch"] is prefect_torch
     program = "from prefect.blocks.core import Block; print(Block.get_block_class_from_key('checkpoint-storage'))"
-    assert loaded_by(program) >= {"prefect_torch.ckpt.storage.blocks"}
+    found = loaded_by(program)
+    assert found >= {"prefect_torch.ckpt.blocks", "prefect_torch.ckpt.storage.blocks"}
+    assert "torch" not in found
