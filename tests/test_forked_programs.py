@@ -56,6 +56,10 @@ class TestForked:
         )
         assert (done.stdout, done.stderr) == ("['-c', 'word'] given here __main__\n", "bad\n")
 
+    def test_it_is_one_if_it_is_not_to_write_bytecode(self):
+        """As multiprocessing starts its server where this process has that from a variable."""
+        run_program([sys.executable, "-B", "-c", IS_FORKED], check=True)
+
     def test_it_has_no_other_descriptors_than_those_that_were_passed_on(self, tmp_path):
         end, other = os.pipe()
         listed = """import os

@@ -203,7 +203,7 @@ def _program(command: list[str]) -> tuple[str, list[str]] | None:
         script = Path(first)
         is_python = script.parent == _SCRIPTS and script.is_file() and script.read_bytes()[:2] == b"#!"
         return ("file", command) if is_python else None
-    if words[:1] == ["-u"]:
+    while words[:1] in (["-u"], ["-B"]):  # multiprocessing gives -B where a variable says the same to all
         words = words[1:]
     if words[:2] == ["-S", "-E"] and _agent_in_shell(words[6:]):  # its guard, with the numbers of three pipes
         words = words[2:]
