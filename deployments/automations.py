@@ -12,12 +12,12 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ActionTypes
 from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
+from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
 from prefect_torch.flows.monitoring.text import show_duration
 from prefect_torch.flows.prefect_api.deployments import read_deployment
 
-from .concurrency_leases import is_limited, warn_of_lost_lease
 from .job_templates import has_variable
 from .resuming import resume
 

@@ -17,6 +17,7 @@ from prefect.schedules import Cron
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.ckpt.text import show_count
+from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
 from prefect_torch.flows.planning import PlanLine, compare_grace
 from prefect_torch.flows.short_tracebacks import large_parameters_explained
@@ -24,7 +25,6 @@ from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction,
 from pydantic import BaseModel
 
 from .automations import make_resumer, resume_by, resume_crashed
-from .concurrency_leases import warn_of_lost_lease
 from .job_templates import default_of, has_variable
 
 _WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation

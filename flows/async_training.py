@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from prefect_torch.ckpt import Checkpoint
+from prefect_torch.flows.result import Result
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.termination import TerminationSwitch
 
-from .result import Result
 from .training import train
 
 

@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed
+from prefect_torch.flows.result import Result
 from prefect_torch.flows.sweeps.asked_decisions import asked_decisions
 from prefect_torch.tasks import (
     CheckpointConfig,
@@ -40,7 +41,6 @@ from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver
 from .monitoring.pages.runs_page import refresh_runs_page
 from .monitoring.pages.setup import Setup
-from .result import Result
 from .short_tracebacks import short_tracebacks, shorten_logs
 
 

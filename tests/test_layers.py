@@ -104,18 +104,6 @@ def test_wings_import_each_other_by_absolute_names():
     assert [module for module, node in nodes if isinstance(node, ast.ImportFrom) and node.level >= 2] == []
 
 
-def test_modules_of_one_folder_import_each_other_by_relative_names():
-    wrong = []
-    for module, path in MODULES.items():
-        nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom) and node.level == 0]
-        names = {str(node.module).removeprefix("prefect_torch.") for node in nodes}
-        beside = {path.with_suffix("").name for path in path.parent.glob("*.py")}  # no folders
-        folder = module.rpartition(".")[0]
-        found = [name for name in names if name.rpartition(".")[0] == folder and name.rpartition(".")[2] in beside]
-        wrong += [f"{module} imports {name}" for name in found if floor_of(name) == floor_of(module)]
-    assert wrong == []
-
-
 def test_only_some_wings_import_torch_and_prefect():
     tops = {module: {name.partition(".")[0] for name in imports(path)} for module, path in MODULES.items()}
     of_torch, of_prefect = ({module for module, names in tops.items() if library in names} for library in ("torch", "prefect"))

@@ -11,10 +11,9 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.text import utc_now
-
-from .run import Run
 
 STALE_S = 3600.0  # by the storage's clock: an older mark is that of a process that was killed
 _RENEW_S = STALE_S / 6

@@ -12,14 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
+from prefect_torch.ckpt.runs.layout import Layout, stem
+from prefect_torch.ckpt.runs.manifest import Manifest, is_id
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score, to_json
+from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, seal, unseal
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.text import utc_now
-
-from .layout import Layout, stem
-from .manifest import Manifest, is_id
-from .metrics import Metrics, find_score, to_json
-from .records import FORMAT_VERSION, decode, seal, unseal
 
 _WHAT = "an evaluation"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

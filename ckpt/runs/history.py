@@ -9,15 +9,15 @@ from operator import itemgetter
 from typing import Any
 
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.runs.bulk import all_are, are_scalars
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
+from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.records import fields_of
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 
-from .bulk import all_are, are_scalars
-from .evaluations import ListedCheckpoint
-from .manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
 from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records
-from .metrics import Metrics
-from .records import fields_of
-from .run import Run
 
 CHUNK_AGE_S = 2.0
 MOST_PARTS = 32

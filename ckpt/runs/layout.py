@@ -26,7 +26,7 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from .manifest import is_id
+from prefect_torch.ckpt.runs.manifest import is_id
 
 _CHECKPOINTS = "checkpoints"
 _CLAIM = re.compile(r"(?P<number>[0-9]{6})-[0-9a-f]{8}\.json")

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
+from prefect_torch.ckpt.runs.layout import log_name
+from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.text import utc_now
-
-from .layout import log_name
-from .manifest import is_id
-from .run import Run
 
 _PART_BYTES = 1 << 20
 _MOST_UNSTORED_PARTS = 64  # a storage that fails for long must not fill the memory

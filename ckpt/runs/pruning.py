@@ -11,17 +11,17 @@ from datetime import datetime, timezone
 
 from prefect_torch.ckpt.errors import FencedError, StorageError
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
+from prefect_torch.ckpt.runs.bulk import no_collection
+from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of, hides_score
+from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
+from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id, step_of
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 
-from .bulk import no_collection
 from .deletion_marks import DeletionMark, marked, remove_stale_marks
-from .evaluations import committed_id, evaluation_of, hides_score
-from .layout import attempt_number, stem, unreported_attempt
 from .log_files import delete_evaluation_logs
-from .manifest import Manifest, attempt_of, is_id, step_of
 from .retention import Plan, RetentionPolicy, overdue_evaluations, plan
-from .run import Run
 
 GARBAGE_GRACE_S = 3600.0
 _DAY_S = 24 * 3600.0

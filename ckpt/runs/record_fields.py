@@ -14,7 +14,7 @@ from itertools import cycle
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, cast, get_args, get_origin
 
-from .metrics import Metrics, from_json
+from prefect_torch.ckpt.runs.metrics import Metrics, from_json
 
 _SHOWN = 80
 Reader: TypeAlias = Callable[[Any], Any]

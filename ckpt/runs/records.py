@@ -15,8 +15,7 @@ from typing import Any, TypeVar, cast
 
 import xxhash
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
-
-from .record_fields import FieldError, reader_of
+from prefect_torch.ckpt.runs.record_fields import FieldError, reader_of
 
 FORMAT_VERSION = 1
 MAX_DEPTH = 200  # of dicts and lists: a fifth of Python's stack, which recursive functions over them must not exhaust

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.run import Run
 
 from . import verification
-from .evaluations import ListedCheckpoint
-from .manifest import Manifest
 from .quarantine import quarantine, why_quarantined
-from .run import Run
 from .verification import VerifyLevel
 
 Prove: TypeAlias = Callable[[Run, Manifest, VerifyLevel], None]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from .metrics import Metrics, find_score
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score
 
 Order: TypeAlias = Literal["max", "min"]
 

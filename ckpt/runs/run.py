@@ -14,18 +14,17 @@ from prefect_torch.ckpt.errors import (
     MalformedRecordError,
     UnsupportedFormatError,
 )
+from prefect_torch.ckpt.runs.bulk import no_collection
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
 from prefect_torch.ckpt.runs.index.segments import FEW, Entry, read_index
+from prefect_torch.ckpt.runs.layout import Layout, check_run_name, stem
+from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory, attempt_of, is_id
+from prefect_torch.ckpt.runs.records import decode, parse
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.parallel import AT_ONCE, read_all
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
-
-from .bulk import no_collection
-from .evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
-from .layout import Layout, check_run_name, stem
-from .manifest import Manifest, ManifestMemory, attempt_of, is_id
-from .records import decode, parse
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -4,12 +4,11 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, ReportMismatchError
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage, Transfer
-
-from .manifest import FileEntry, Manifest
-from .run import Run
 
 VerifyLevel: TypeAlias = Literal["digest", "size", "none"]
 

@@ -17,13 +17,12 @@ from prefect_torch.ckpt.runs.metrics import find_score, numbers_in
 from prefect_torch.ckpt.runs.retention import score
 from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.ckpt.text import show_count
+from prefect_torch.flows.monitoring.restarted import Restart
+from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.result import Result
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, TrainingEvent
-
-from .restarted import Restart
-from .text import show_number
 
 _TAG = "run:"
 _MEMORY = "memory://"

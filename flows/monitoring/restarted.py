@@ -7,8 +7,7 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
-
-from .text import page_url
+from prefect_torch.flows.monitoring.text import page_url
 
 RESTARTS_LABEL = "prefect-torch.restarts"
 RESUMES_LABEL = "prefect-torch.resumes"

@@ -10,9 +10,8 @@ from prefect_torch.ckpt.runs.record_fields import Count
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import utc_now
-
-from .domains import as_stored
-from .search_config import SearchConfig
+from prefect_torch.flows.sweeps.domains import as_stored
+from prefect_torch.flows.sweeps.search_config import SearchConfig
 
 _LARGEST_SEED = 2**32
 _WHAT = "what a sweep searches"

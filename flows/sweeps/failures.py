@@ -4,8 +4,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from prefect_torch.flows.sweeps.journal.history import History
-
-from .trial_end import NO_METRIC
+from prefect_torch.flows.sweeps.trial_end import NO_METRIC
 
 _MOST_WITHOUT_METRIC = 3
 

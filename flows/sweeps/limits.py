@@ -2,8 +2,7 @@
 
 from prefect_torch.ckpt.reporting.decisions import time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-
-from .search_config import SearchConfig
+from prefect_torch.flows.sweeps.search_config import SearchConfig
 
 
 def limits_of(search: SearchConfig) -> dict[str, float]:

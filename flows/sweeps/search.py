@@ -9,6 +9,7 @@ from dataclasses import replace
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.metrics import Metrics, as_float, find_score
+from prefect_torch.flows.sweeps.failures import Failures
 from prefect_torch.flows.sweeps.journal.events import (
     CheckpointsDeleted,
     Cloned,
@@ -21,17 +22,15 @@ from prefect_torch.flows.sweeps.journal.events import (
 )
 from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
+from prefect_torch.flows.sweeps.limits import limits_of, reached_limit
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
 from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, grid_points
 from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
 from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
-
-from .failures import Failures
-from .limits import limits_of, reached_limit
-from .search_config import SearchConfig
-from .space import Nested
-from .trial_end import TrialEnd, judge
-from .trial_retention import find_excess
+from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.flows.sweeps.space import Nested
+from prefect_torch.flows.sweeps.trial_end import TrialEnd, judge
+from prefect_torch.flows.sweeps.trial_retention import find_excess
 
 _DEFAULT_TRIALS = 10
 _ITERATION = "training_iteration"

@@ -17,9 +17,8 @@ from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.journal.events import Source
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
+from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.tasks.rank.tracebacks import first_line
-
-from .trial_end import TrialEnd
 
 
 def standing_of_start(run: Run, flow_run_id: str | None) -> Standing | None:

@@ -7,8 +7,7 @@ from prefect_torch.ckpt.reporting.decisions import time_of
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
-
-from .search_config import SearchConfig
+from prefect_torch.flows.sweeps.search_config import SearchConfig
 
 
 class UnusedCriteria:
