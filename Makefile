@@ -9,7 +9,7 @@ export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 # tests/conftest.py says how many workers "logical" is.
 SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test check quick gpu lint docs ray-pages screenshots bench chaos soak install s3rver azurite wheel-check floors
+.PHONY: demo test check quick gpu lint ruff mypy pyright docs ray-pages screenshots bench chaos soak install s3rver azurite wheel-check floors
 
 demo: install
 	$(BIN)/python examples/digits.py
@@ -19,7 +19,7 @@ test: install s3rver azurite
 
 # For daily work, in some 90 s on two cores: lint, types, and the tests that start no server and few processes, side by side.
 check: install
-	@$(MAKE) --jobs=2 --old-file=install lint quick
+	@$(MAKE) --jobs=2 --old-file=install quick lint
 
 quick: install
 	$(BIN)/python -m pytest --quick --quiet $(SIDE_BY_SIDE)
@@ -28,11 +28,17 @@ quick: install
 gpu: install
 	$(BIN)/python -m pytest tests/gpu --timeout=900
 
-lint: install
+lint: pyright mypy ruff
+
+ruff: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: install
 	$(BIN)/mypy --package prefect_torch
 	$(BIN)/mypy examples tests/typing docs/extensions
+
+pyright: install
 	$(BIN)/pyright
 
 docs: install

@@ -117,6 +117,7 @@ class Result:
 
         Raises:
             FileNotFoundError: If there is no such run.
+            ValueError: If it is a sweep.
             CheckpointCorruptError: If none of its attempts can be read.
             UnsupportedFormatError: If a newer version made its newest attempt.
 
@@ -130,6 +131,8 @@ class Result:
                 "CheckpointStore.list() returns its checkpoints"
             )
         attempt, outcome = standing.attempt, standing.outcome
+        if attempt.is_sweep:
+            raise ValueError(f"run {run!r} in {store.storage.url} is a sweep: read it by SweepResult.from_storage(...)")
         listed, manifests = store.list_readable()
         history = read_history(store, listed)
         policy = attempt.policy

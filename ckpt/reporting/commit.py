@@ -22,7 +22,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import check_apart
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.parallel import for_each
-from prefect_torch.ckpt.storage.protocol import Transfer
+from prefect_torch.ckpt.storage.protocol import Storage, Transfer
 from prefect_torch.ckpt.text import utc_now
 
 from .background import BackgroundCommits
@@ -162,9 +162,9 @@ class Part:
 def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
     """Store this rank's files and return once the manifest of all ranks is durable; rank 0 returns it.
 
-    Costs a put per file and one for the manifest, one listing for the fence, and two exchanges between the ranks. An error on
-    any rank is raised on all of them, and then there is no checkpoint. When the storage is full, garbage is removed from it
-    and the commit is tried once more.
+    Costs a put per file and one for the manifest, one listing for the fence, in a bucket one of the files, and two exchanges
+    between the ranks. An error on any rank is raised on all of them, and then there is no checkpoint. When the storage is
+    full, garbage is removed from it and the commit is tried once more.
 
     Raises:
         CommitFailedError: If a rank could not store its part, or is lost.
@@ -298,9 +298,38 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
         metadata=staged.agreement.metadata,
         timings=_timings(staged, parts, all_stored_s),
     )
+    _check_stored(run, manifest)
     check_fence(run, manifest.attempt)
     run.storage.put_bytes(run.layout.manifest(manifest.id), manifest.encode())  # last: this is the commit
     return manifest
+
+
+def _check_stored(run: Run, manifest: Manifest) -> None:
+    """Compare what a bucket has with what it acknowledged: no prune may delete an older checkpoint for one without files.
+
+    A local file is compared before it gets its name.
+
+    Raises:
+        CommitFailedError: If a file is missing, or of another size.
+
+    """
+    if run.storage.local_path(run.layout.run) is not None:
+        return
+    listed = {info.key: info.bytes for info in run.storage.list(run.layout.data(manifest.id))}
+    for entry in manifest.files:
+        key = run.layout.data(manifest.id, entry.path)
+        if listed.get(key) != entry.bytes and (found := _size(run.storage.reopened(), key)) != entry.bytes:
+            raise CommitFailedError(
+                f"{run.storage.url} has acknowledged {entry.bytes} bytes of {key}, and has "
+                f"{'no such object' if found is None else found}: it loses writes; the previous checkpoint is still the latest"
+            )
+
+
+def _size(storage: Storage, key: str) -> int | None:
+    try:
+        return storage.size(key)
+    except FileNotFoundError:
+        return None
 
 
 def _store_index(run: Run, checkpoint_id: str, parts: Sequence[Part]) -> list[FileEntry]:

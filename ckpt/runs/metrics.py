@@ -93,13 +93,18 @@ def find_metric(metrics: Metrics, attribute: str) -> MetricValue:
     found = metrics.get(attribute)
     if found is not None and not isinstance(found, dict):
         return found
+    candidates = [*_named(metrics, attribute)]
+    leaves = [value for value in candidates if not isinstance(value, dict)]
+    return next((value for value in leaves if value is not None), None if leaves or not candidates else candidates[0])
+
+
+def _named(metrics: Metrics, attribute: str) -> Iterator[MetricValue]:
+    """Yield every leaf and every dict whose keys, joined with slashes, are `attribute`."""
+    if attribute in metrics:
+        yield metrics[attribute]
     for name, nested in metrics.items():
         if isinstance(nested, dict) and attribute.startswith(f"{name}/"):
-            inner = find_metric(nested, attribute[len(name) + 1 :])
-            if inner is not None and not isinstance(inner, dict):
-                return inner
-            found = inner if found is None else found
-    return found
+            yield from _named(nested, attribute[len(name) + 1 :])
 
 
 def find_score(metrics: Metrics, attribute: str) -> bool | int | float | None:

@@ -3,6 +3,7 @@
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.sweeps.journal.history import History
 from prefect_torch.flows.sweeps.trial_end import NO_METRIC
 
@@ -45,8 +46,8 @@ class Failures:
         if most is not None and len(self.failed) > most:
             first = self.trials[min(self.failed)]
             raise SweepFailedError(
-                f"{len(self.failed)} trials of sweep {self.sweep!r} have failed, and max_failed_trials={most}; the first, "
-                f"trial {first.number}: {first.reason}"
+                f"{show_count(len(self.failed), 'trial')} of sweep {self.sweep!r} failed, and max_failed_trials={most}; "
+                f"the first, trial {first.number}: {first.reason}"
             )
 
     def raise_if_all(self) -> None:
@@ -58,4 +59,4 @@ class Failures:
         """
         if self.failed and len(self.failed) == len(self.trials):
             reason = self.trials[min(self.failed)].reason
-            raise SweepFailedError(f"all {len(self.failed)} trials of sweep {self.sweep!r} have failed; the first: {reason}")
+            raise SweepFailedError(f"all trials of sweep {self.sweep!r} failed; the first: {reason}")

@@ -221,6 +221,11 @@ def test_a_training_is_started_in_the_form_watched_through_a_lost_rank_and_looke
     wait_until(lambda: manifests.exists() and any(manifests.glob("*.json")), "a first checkpoint")
     (rank,) = [it for it in stack.processes(flow_run_id) if is_rank(it, 1)]
     rank.kill()
+    of_run = {"flow_run_id": {"any_": [flow_run_id]}}  # the page of a flow run that has ended meanwhile looks for no more lines
+    wait_until(
+        lambda: any("attempt 2: resuming from" in it["message"] for it in rows(stack.server.api, "logs", logs=of_run)),
+        "the second attempt",
+    )
     page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
     expect(page.get_by_text(re.compile("attempt 2: resuming from"))).to_be_visible()
     page.get_by_role("tab", name="Task Runs").click()

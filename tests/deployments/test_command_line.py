@@ -22,6 +22,7 @@ from prefect.filesystems import LocalFileSystem
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
+    Settings,
     temporary_settings,
 )
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
@@ -32,6 +33,7 @@ from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.flows.prefect_api.settings import using
 from ranks import Attempt, folder
 from servers import ACCESS_KEY, SECRET_KEY, free_port
 
@@ -635,7 +637,7 @@ def test_an_embedded_server_has_a_minute_to_start_and_one_that_does_not_is_one_l
 
     monkeypatch.setattr("prefect_torch.deployments.planning.get_client", timed_out)
     monkeypatch.setattr("prefect.blocks.core.Block.load", timed_out)
-    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+    with using(Settings()), temporary_settings(restore_defaults={PREFECT_API_URL}):  # without the variable
         code, _, plan = command("plan", "train/none")
         assert code == 1
         code, _, ls = command("ls", "s3-bucket/none")

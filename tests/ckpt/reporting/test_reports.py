@@ -11,12 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from crash_points import open_run
+from memory_storage import MemoryStorage
 from prefect_torch.ckpt import (
     Checkpoint,
     CheckpointStore,
     CommitFailedError,
     PeerGoneError,
     ReportMismatchError,
+    RetentionPolicy,
     TrainContext,
     get_checkpoint,
     get_context,
@@ -378,6 +381,32 @@ def test_a_rank_that_cannot_store_its_part_fails_the_commit_on_every_rank(store,
 
     assert Attempt(store, 2).run(train) == [None, None]
     assert [manifest.step for manifest in store.list()] == [3]
+
+
+class LosesWrites(MemoryStorage):
+    """A bucket that acknowledges the second checkpoint's files, and has the first byte of them."""
+
+    def put_buffers(self, key, parts):
+        acknowledged = super().put_buffers(key, parts)
+        if "-00000001-" in key:
+            self.put_bytes(key, b"".join(parts)[:1])
+        return acknowledged
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_a_bucket_that_acknowledges_more_than_it_has_fails_the_report_and_no_prune_counts_it(tmp_path, upload):
+    store = open_run(LosesWrites())
+    session = Attempt(store).session()
+
+    def report_twice():
+        for number in (1, 2):  # where it is stored in the background, the second raises
+            session.report({}, folder(tmp_path / str(number), model="lost"), upload=upload)
+
+    session.report({}, folder(tmp_path / "0", model="good"), upload=upload)
+    with pytest.raises(CommitFailedError, match=r"memory has acknowledged 4 bytes of run/.*/model, and has 1: it loses"):
+        report_twice()
+    store.prune(RetentionPolicy(num_to_keep=1))
+    assert read_files(store.checkpoint(store.latest())) == {"model": b"good"}
 
 
 @pytest.fixture

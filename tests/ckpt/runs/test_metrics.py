@@ -152,6 +152,7 @@ def test_a_name_with_slashes_is_found_at_any_level(metrics):
 def test_a_number_is_found_before_a_dict_of_the_same_name():
     assert find_metric({"": {"a": 1}, "/a": {"": 2}}, "/a") == 1
     assert find_metric({"a": {"b": {"c": 1}}}, "a/b") == {"c": 1}
+    assert find_metric({"": {"/": None}, "//": {"": 1}}, "//") is None
 
 
 def test_nested_metrics_flatten_to_paths():

@@ -11,6 +11,7 @@ from counting_storage import CountingStorage
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError, TrainContext
 from prefect_torch.ckpt.errors import PeerGoneError
+from prefect_torch.ckpt.reporting import agreement
 from prefect_torch.ckpt.reporting.agreement import Intent
 from prefect_torch.ckpt.reporting.commit import Part, _encode_part
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, has_failure, read_exits
@@ -151,13 +152,20 @@ def play_other_ranks(key_value, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 1000])
-def test_a_commit_costs_its_files_and_one_put_and_a_listing_at_any_number_of_ranks_and_checkpoints(many, tmp_path, world_size):
+def test_a_commit_costs_its_files_one_put_and_two_listings_at_any_number_of_ranks_and_checkpoints(
+    many, tmp_path, world_size, monkeypatch
+):
     store, _, counting = many
+    monkeypatch.setattr(agreement, "new_id", lambda *_: "000001-00000000-0123abcd")
+    for rank in range(1, world_size):
+        store.storage.put_bytes(store.layout.data("000001-00000000-0123abcd", f"m{rank}"), b"data")
+    counting.taken()
     key_value = MemoryKeyValue()
     play_other_ranks(key_value, world_size)
     session = RankSession(TrainContext(0, 0, 0, world_size, world_size, "run", 1), store, key_value)
     session.report({"loss": 0.0}, folder(tmp_path / "c", m0="data"), step=None)
-    assert counting.taken() == {"put_file": 1, "put_bytes": 1, "list": 1}
+    pages = 1 + world_size // 1000  # of the files
+    assert counting.taken() == {"put_file": 1, "put_bytes": 1, "list": pages + 1}  # the other one is for the fence
     session.finish()
 
 

@@ -172,7 +172,7 @@ def test_failed_trials_get_another_chance_whatever_ended_the_sweep(changes):
     assert again.next_trial().number == 0
     again.end(0, TrialEnd("failed", "an error"))
     if reason:
-        with pytest.raises(SweepFailedError, match="1 trials of sweep 'sweep' have failed, and max_failed_trials=0"):
+        with pytest.raises(SweepFailedError, match="1 trial of sweep 'sweep' failed, and max_failed_trials=0"):
             again.next_trial()
 
 
@@ -469,7 +469,7 @@ def test_more_failures_than_allowed_end_the_search():
     search = Search(configured(max_failed_trials=1), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
     for _ in range(2):
         search.end(search.next_trial().number, TrialEnd("failed", "boom", {}))
-    with pytest.raises(SweepFailedError, match=r"2 trials .* have failed, and max_failed_trials=1; the first, trial 0: boom"):
+    with pytest.raises(SweepFailedError, match=r"2 trials .* failed, and max_failed_trials=1; the first, trial 0: boom"):
         search.next_trial()
 
 
