@@ -101,16 +101,16 @@ class Players:
 
     def _be(self, peers, got_s):
         for number in range(self.rounds):
-            topic = f"report {number}"
+            topic = f"report {number + 1}"
             peers.exchange(topic, intent(peers.rank, number), merge=merge_intents)
             peers.decision(topic)
             got_s[number].append(time.monotonic())
             if number:
-                peers.forget_message(f"report {number - 1}")
-                peers.forget_decision(f"report {number - 1}")
+                peers.forget_message(f"report {number}")
+                peers.forget_decision(f"report {number}")
 
     def _play(self, machines):
-        key_value, key_of = connect(self.address), "prefect-torch/report {}".format
+        key_value = connect(self.address)
         num_voices = len(self.machines)
         pause_s = max(LONGEST_POLL_S, max(0.2, num_voices / LOOKS_PER_S) / 20)
         looks_per_s = min(LOOKS_PER_S, 5 * self.world_size) / THREADS
@@ -120,7 +120,8 @@ class Players:
                 messages = [intent(rank, number) for rank in ranks]
                 flat = self.plan["per_node"] is None
                 name = f"{ranks[0]}" if flat else f"node {each}"
-                key_value.set(f"report {number}/{name}", messages[0] if flat else merge_intents(messages))
+                key_value.set(f"report {number + 1}/{name}", messages[0] if flat else merge_intents(messages))
+            decided = f"prefect-torch/report {number + 1}"
             begun_s, num_looks = time.monotonic(), 0
             due = [(begun_s + random.random() * pause_s, each) for each in machines]
             heapq.heapify(due)
@@ -133,8 +134,8 @@ class Players:
                         num_looks += 1
                     else:
                         time.sleep(min(at_s - now_s, 0.001))
-                elif key_value.store.check([key_of(number)]):
-                    key_value.store.multi_get([key_of(number)])
+                elif key_value.store.check([decided]):
+                    key_value.store.multi_get([decided])
                     heapq.heappop(due)
                     self.got_s[number].append(time.monotonic())
                     self.late_s[number].append(now_s - at_s)

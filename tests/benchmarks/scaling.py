@@ -26,7 +26,6 @@ Prints a table, and writes it to tests/benchmarks/results/scaling.txt.
 """
 
 import argparse
-import json
 import logging
 import os
 import re
@@ -49,7 +48,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 from counting_storage import CountingStorage  # noqa: E402 - here and below: found by the line above, or as the others are
 from memory_storage import MemoryStorage  # noqa: E402
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext  # noqa: E402
+from prefect_torch.ckpt.reporting import agreement  # noqa: E402
 from prefect_torch.ckpt.reporting.agreement import Intent  # noqa: E402
+from prefect_torch.ckpt.reporting.commit import Part, _encode_part  # noqa: E402
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit  # noqa: E402
 from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt  # noqa: E402
@@ -255,13 +256,12 @@ def most_answers_per_s(address, seconds=1.0):
 
 def play_other_ranks(key_value, world_size, reports):
     """Write what the other ranks tell in `reports` reports of a checkpoint, and that they ended."""
-    for number in range(reports):
+    for step in range(reports):
         for rank in range(1, world_size):
             path = f"model-{rank}.pt"
-            key_value.set(f"report {number}/{rank}", Intent(rank, number, "sync", [path]).encode())
-            files = [{"path": path, "bytes": 4, "digest": DIGEST, "rank": rank}]
-            part = {"files": files, "state": None, "stall_s": None, "stored_s": 0.0}
-            key_value.set(f"report {number}/files/{rank}", json.dumps(part).encode())
+            key_value.set(f"report {step + 1}/{rank}", Intent(rank, step, "sync", [path]).encode())
+            part = Part([FileEntry(path, 4, DIGEST, rank)])
+            key_value.set(f"report {step + 1}/files/{rank}", _encode_part(lambda part=part: part))
     for rank in range(1, world_size):
         announce_exit(key_value, RankExit(rank, reports, "returned"))
 
@@ -338,17 +338,21 @@ def measure_ranks(world_sizes, show):
 
 def measure_world(world_size, address):
     reports = 3
-    counting = CountingStorage(MemoryStorage())
+    inner = MemoryStorage()
+    counting = CountingStorage(inner)
     store = CheckpointStore.open(counting, "run")
     claim_attempt(store, Owner.current(), world_size=world_size)
+    agreement.new_id = lambda attempt, step: f"{attempt:06}-{step:08}-0123abcd"  # of the files of played ranks
     key_value, calls = connect_counted(address)
     rate = polls_per_s(address, world_size) * (world_size - 1) if world_size > 1 else 0.0
     play_other_ranks(key_value, world_size, reports)
     session = RankSession(TrainContext(0, 0, 0, world_size, world_size, "run", 1), store, key_value)
     took = []
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(reports):
+        for step in range(reports):
             Path(folder, "model-0.pt").write_bytes(b"data")
+            for rank in range(1, world_size):
+                inner.put_bytes(store.layout.data(agreement.new_id(1, step), f"model-{rank}.pt"), b"data")
             counting.taken()
             calls.clear()
             started = time.perf_counter()
