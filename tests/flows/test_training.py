@@ -284,7 +284,8 @@ def told(tmp_path_factory):
 def test_a_rank_has_torchruns_environment_a_process_group_and_no_prefect(told):
     returned = told.result().return_value
     assert (returned["backend"], returned["prefect"]) == ("gloo", False)
-    for rank, environment in enumerate(returned["environments"]):
+    for rank, told_by_rank in enumerate(returned["environments"]):
+        environment = dict(told_by_rank)
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         del environment["MASTER_ADDR"], environment["MASTER_PORT"]
         assert environment == {

@@ -41,6 +41,7 @@ _AGENT_IN_SHELL = re.compile(r"(?:exec |env )(\S+ -m prefect_torch\.tasks\.gang\
 _PREPARES_CHILD = "prepare_command"  # of a guard: signals as usual, and dies with the guard
 _SCRIPTS = Path(sys.executable).parent
 _SUBREAPER, _IS_SUBREAPER = 36, 37  # PR_SET_CHILD_SUBREAPER and PR_GET_CHILD_SUBREAPER of prctl(2)
+_LONGEST_IMPORTS_S = 120.0
 _USUAL = subprocess.Popen
 
 
@@ -78,13 +79,22 @@ class ProgramServer:
         if self._process is not None:
             self._process.wait()
 
+    def _says_that_it_is_ready(self) -> bool:
+        self._control.settimeout(_LONGEST_IMPORTS_S)
+        try:
+            return self._control.recv(1) == b"r"
+        except TimeoutError:
+            return False
+        finally:
+            self._control.settimeout(None)
+
     def fork(self, request: dict[str, object], descriptors: list[int]) -> int | None:
         """Return the number of a new child of this process, or None if it has to be started as usual."""
         if _read_at_import(request["environment"]) != self._environment:
             return None
         with self._one_at_a_time:
             if self._is_usable is None:
-                self._is_usable = self._control.recv(1) == b"r"
+                self._is_usable = self._says_that_it_is_ready()
             if not self._is_usable:
                 return None
             message = json.dumps(request).encode()

@@ -23,6 +23,7 @@ import struct
 import sys
 import tempfile
 import threading
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -81,7 +82,10 @@ def main() -> None:
 def _prepare_and_serve(control: socket.socket) -> dict | None:
     sys.path[:] = [entry for entry in sys.path if entry not in {"", str(Path(__file__).parent)}]
     for module in _MODULES:
-        importlib.import_module(module)
+        with warnings.catch_warnings():
+            if module.startswith("prefect_torch"):
+                warnings.simplefilter("error")  # as pytest does where it imports: a forked worker does so no more
+            importlib.import_module(module)
     from prefect_torch.tasks.rank.starting import fork_server  # noqa: PLC0415 - it decides what is safe
 
     # At the end of a flow, Prefect would wait until the thread that sends its heartbeats wakes up, for up to a second.

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from prefect_torch.ckpt.errors import StateMismatchError
 from prefect_torch.ckpt.state.arrays import array_kind, as_array, memory_of_array
 from prefect_torch.ckpt.state.flatten import check_is_dict, is_plain, is_stateful
 from prefect_torch.ckpt.state.index import TensorEntry
@@ -178,7 +179,7 @@ class _Restore:
                 "what it has"
             )
         if has_new or does_more_than_copy(module) or not all(_is_in(own, value) for value in state.values()):
-            self._plan.finish.append(_calls(module.load_state_dict, state))
+            self._plan.finish.append(_loads(module, state, path))
 
     def _restore_any_form(self, state: MutableMapping[str, Any], key: str, node: Node, path: Path) -> bool:
         """Plan the load of a module's extra state or resizable buffer; return whether `state[key]` becomes another.
@@ -235,6 +236,17 @@ def _has_names(target: Any, value: Any) -> bool:
 
 def _assigns(target: MutableMapping[Any, Any], key: Any, get: Get) -> Callable[[], None]:
     return lambda: target.__setitem__(key, get())
+
+
+def _loads(module: torch.nn.Module, state: Mapping[str, Any], path: Path) -> Callable[[], None]:
+    def load() -> None:
+        try:
+            module.load_state_dict(state)
+        except RuntimeError as exc:  # as of a buffer that only the module itself could have given another size
+            what = f"{path_name(path)!r} does not take what is stored, and may be loaded by half"
+            raise StateMismatchError(f"{what}: {exc}") from exc
+
+    return load
 
 
 def _calls(function: Callable[[Any], object], argument: Any) -> Callable[[], None]:

@@ -62,9 +62,13 @@ def test_the_directory_may_be_filled_again_for_the_next_report(store, upload):
     with as_rank(session), checkpoint_directory() as directory:
         for score in (1, 2):
             (directory / "m").write_text(str(score))
-            report({"score": score}, Checkpoint.from_directory(directory), upload=upload)
+            checkpoint = Checkpoint.from_directory(directory)
+            if score == 1:
+                checkpoint.set_metadata({"author": "me"})
+            report({"score": score}, checkpoint, upload=upload)
         session.finish()
     assert [read_files(store.checkpoint(it)) for it in store.list()] == [{"m": b"1"}, {"m": b"2"}]
+    assert [it.metadata for it in store.list()] == [{"author": "me"}, {}]
 
 
 @UPLOADS
@@ -76,8 +80,12 @@ def test_what_a_link_leads_to_stays(store, tmp_path, upload):
         (directory / "folder").symlink_to(tmp_path / "dataset")
         (directory / "file").symlink_to(tmp_path / "dataset" / "tokens")
         os.link(tmp_path / "dataset" / "tokens", directory / "second")
-        report({}, Checkpoint.from_directory(directory), upload=upload)
+        checkpoint = Checkpoint.from_directory(directory)
+        checkpoint.set_metadata({"author": "me"})
+        report({}, checkpoint, upload=upload)
         session.finish()
+        left = {path.name for path in directory.iterdir()} - {".metadata.json"}
+        assert checkpoint.get_metadata() == ({"author": "me"} if left else {})  # as long as there is something to report
     assert (tmp_path / "dataset" / "tokens").read_text() == "mine"
     with (tmp_path / "dataset" / "tokens").open("a") as file:
         file.write(" changed")

@@ -409,6 +409,28 @@ def test_a_bucket_that_acknowledges_more_than_it_has_fails_the_report_and_no_pru
     assert read_files(store.checkpoint(store.latest())) == {"model": b"good"}
 
 
+def test_a_bucket_whose_run_is_deleted_meanwhile_is_not_said_to_lose_writes(tmp_path):
+    class Deleted(MemoryStorage):
+        def put_buffers(self, key, parts):
+            acknowledged = super().put_buffers(key, parts)
+            self.delete([it.key for it in self.list("run/")])
+            return acknowledged
+
+    session = Attempt(open_run(Deleted())).session()
+    with pytest.raises(FencedError, match=r"the claim of attempt 1 .* is gone"):
+        session.report({}, folder(tmp_path / "0", model="x"))
+
+
+def test_what_a_listing_leaves_out_is_requested(tmp_path):
+    class Lagging(MemoryStorage):
+        def list(self, prefix, **options):
+            return [it for it in super().list(prefix, **options) if "/checkpoints/" not in it.key]
+
+    store = open_run(Lagging())
+    Attempt(store).session().report({}, folder(tmp_path / "0", model="x"))
+    assert store.latest() is not None
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A filesystem of 1 MiB."""

@@ -170,6 +170,21 @@ def test_a_buffer_gets_another_size_where_its_module_gives_it_one(store, wrap):
     assert torch.equal(fresh.scale, reported.scale)
 
 
+class Renaming(Resizing):
+    """A module whose code for loading gives its buffer no other size, like torchvision's FrozenBatchNorm2d."""
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        state.pop(f"{prefix}num_batches_tracked", None)
+        torch.nn.Module._load_from_state_dict(self, state, prefix, *rest)
+
+
+def test_a_buffer_of_another_size_that_its_module_does_not_take_is_a_mismatch(store):
+    reported = Renaming()
+    reported.scale = torch.arange(3.0)
+    with pytest.raises(StateMismatchError, match=r"(?s)'m' does not take what is stored.*size mismatch for scale"):
+        stored(store, {"m": reported}).load_state({"m": Renaming()})
+
+
 def test_tensors_of_a_dict_are_loaded_into_the_parts_of_sharded_ones(store):
     whole = {"small": torch.arange(6.0), "large": torch.arange(40_000.0)}
     checkpoint = stored(store, {"m": whole})
