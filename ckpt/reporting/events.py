@@ -121,10 +121,14 @@ class EventReceiver:
         self._read: deque[bytes] = deque()  # events that no `drain` has yielded yet
 
     def drain(self) -> Iterator[Sent]:
-        """Yield the events that arrived since the last call; those of a burst are read together."""
-        count = 1
-        while self._read or self._receive(count):
+        """Yield the events that arrived since the last call; those of a burst are read together.
+
+        Of those that arrive meanwhile it yields some: a rank that sends without a pause would keep the leader here for ever.
+        """
+        count, left = 1, _SLOTS  # as many as may wait, so that it yields all once nobody sends
+        while self._read or (left > 0 and self._receive(count)):
             count = min(2 * max(count, len(self._read)), _MOST_AT_ONCE)
+            left -= len(self._read)
             while self._read:
                 yield _decode(self._read.popleft())
 

@@ -76,3 +76,14 @@ def test_events_beyond_the_slots_wait_for_the_leader_and_use_the_same_slots_agai
     key_value.requests.clear()
     assert [*receiver.drain()] == []
     assert key_value.requests == {"get": 1}
+
+
+def test_a_rank_that_sends_without_a_pause_does_not_keep_the_leader():
+    key_value = MemoryKeyValue()
+    sender, receiver = EventSender(key_value), EventReceiver(key_value)
+    event = ReportEvent(MetricRecord(1, 0, {"loss": 0.5}, None, "2026-01-01T00:00:00+00:00"))
+    sender.send(event)
+    for number, _ in enumerate(receiver.drain()):
+        assert number < 5000
+        sender.send(event)
+    assert [*receiver.drain()] == [event]
