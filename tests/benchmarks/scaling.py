@@ -292,7 +292,7 @@ def polls_per_s(address, world_size):
     rates = []
     for awaited, wait in (
         ("topic", lambda peers: peers.decision("topic")),
-        ("all ended", lambda peers: peers.wait_for_all_exits()),
+        ("all left", lambda peers: peers.wait_for_all_exits()),
     ):
         key_value, calls = connect_counted(address)
         waiting = threading.Thread(target=wait, args=(Peers(key_value, 1, world_size),))
