@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 from forked_programs import PopenOfProgram
 from prefect.blocks.core import Block
-from prefect.client.orchestration import get_client
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,12 +22,10 @@ def trainings_have_a_server(programs_begin_without_imports, prefect_server):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def saved_blocks_are_deleted(trainings_have_a_server):
+def saved_blocks_are_deleted(trainings_have_a_server, prefect_server):
     """Leave no block to the next file: an error that lists all of them would not fit on a screen."""
     yield
-    with get_client(sync_client=True) as client:
-        for document in client.read_block_documents(include_secrets=False):
-            client.delete_block_document(document.id)
+    prefect_server.delete_blocks()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 from forked_programs import Popen
@@ -117,6 +118,12 @@ class PrefectServer:
     def output(self) -> str:
         """Return what the server has said."""
         return (self._home / "output.txt").read_text()
+
+    def delete_blocks(self) -> None:
+        """Delete all saved blocks at once, in its SQLite: a request for each takes a tenth of a second."""
+        with closing(sqlite3.connect(self._home / "prefect.db", timeout=_PATIENCE_S)) as database, database:
+            database.execute("PRAGMA foreign_keys = ON")
+            database.execute("DELETE FROM block_document WHERE NOT is_anonymous")
 
     def lost_events(self) -> int:
         """Return how many events, of which it makes task runs, the server has given up to write.
