@@ -115,13 +115,14 @@ def lineage_of(previous: Attempt | None, run: RunConfig, continued: Collection[s
     """Return the first attempt whose checkpoints the next one may restore; None if that is the next one itself.
 
     Args:
-        previous: The newest attempt of the run.
+        previous: The newest attempt of the run that can be read; None if there is none. Claims that cannot be read, or that are
+            gone, are no reason for a fresh start, which would in time delete the checkpoints.
         run: How the run starts.
         continued: The flow run of the next attempt, and those that it restarts.
 
     """
     if previous is None:
-        return None
+        return None if run.resume == "never" else 1
     is_new_lineage = run.resume == "never" and previous.owner.flow_run_id not in continued
     return None if is_new_lineage else previous.lineage
 

@@ -109,7 +109,7 @@ def _lead(training: Training, plan: file_faults.Plan) -> None:
     file_faults.arm(plan, "leader")
     store = CheckpointStore.open(training.storage, RUN)
     previous = newest_attempt(store)
-    lineage = None if previous is None else previous.lineage
+    lineage = 1 if previous is None else previous.lineage
     attempt = claim_attempt(
         store, Owner.current(), world_size=training.world_size, lineage=lineage, settings=asdict(POLICY)
     )  # fmt: skip

@@ -9,10 +9,11 @@ from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.training.recorder import RunRecorder
-from prefect_torch.tasks.training.start import choose_start
+from prefect_torch.tasks.training.start import choose_start, lineage_of
 from ranks import Attempt, folder
 
 
@@ -34,6 +35,17 @@ def start_from(initial, storage=None, decisions=None, **run_config):
     )
     with disable_run_logger():
         return choose_start(store, job, attempt, SimpleNamespace(notify=lambda event: None))
+
+
+def test_a_run_without_a_readable_claim_goes_on_unless_a_fresh_start_is_asked_for(seed):
+    initial, _ = seed
+    store = CheckpointStore.open(initial.storage, "seed")
+    (claim,) = store.storage.list(store.layout.attempts)
+    store.storage.put_bytes(claim.key, b"")  # as a power cut may leave it
+    assert newest_attempt(store) is None
+    assert lineage_of(None, RunConfig(resume="never"), ()) is None
+    attempt = claim_attempt(store, Owner.current(), world_size=1, lineage=lineage_of(None, RunConfig(), ()))
+    assert choose_checkpoint(store, lineage=attempt.lineage, verify="digest").id == initial.checkpoint_id
 
 
 def test_a_run_without_checkpoints_starts_from_the_initial_one(seed):
