@@ -1,5 +1,6 @@
 """The completed state of a flow, whose result reaches the caller also where Prefect loses it on the way."""
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -14,6 +15,7 @@ from prefect.states import Completed
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_logger = logging.getLogger(__name__)
 # By the flow that is called: for each try, its flow run's id and its result.
 _returned: ContextVar[list[tuple[str, Any]] | None] = ContextVar("returned", default=None)
 
@@ -36,8 +38,9 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
     """Call a flow, and return its result also where Prefect raises though it has completed.
 
     Prefect's client repeats the request for the final state when its answer is lost. The server, which has that state by then,
-    refuses the second one, and answers with a state that has no data: MissingResult. Of a flow that has retries and returns a
-    state, Prefect's engine raises the exception of a try before the one that has completed.
+    refuses the second one, and answers with a state that has no data: MissingResult. One whose database was replaced, or from
+    which the flow run was deleted, answers ObjectNotFound, and no state can be recorded. Of a flow that has retries and returns
+    a state, Prefect's engine raises the exception of a try before the one that has completed.
 
     Args:
         call: Calls the flow.
@@ -50,9 +53,11 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
     try:
         return call(*args, **kwargs)
     except Exception as exc:
-        if not results or not (isinstance(exc, MissingResult) or _has_completed(results[-1][0])):
+        if not results or not (isinstance(exc, (MissingResult, ObjectNotFound)) or _has_completed(results[-1][0])):
             raise
-        result: R = results[-1][1]
+        flow_run_id, result = cast("tuple[str, R]", results[-1])
+        if isinstance(exc, ObjectNotFound):
+            _logger.warning("it has completed, but Prefect's API knows no flow run %s any more to record that", flow_run_id)
         return result
     finally:
         _returned.reset(token)
