@@ -128,7 +128,7 @@ def sweep(
     Raises:
         ValueError: If an argument is invalid; nothing was started.
         ImportError: If Optuna is not installed.
-        SweepFailedError: If too many trials, or all, have failed.
+        SweepFailedError: If too many trials, or all, have failed, or Prefect's API refuses the flow run of a trial.
         RunBusyError: If another flow run that is alive leads this sweep.
         JournalDamagedError: If the sweep's journal is damaged.
 

@@ -8,7 +8,9 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from prefect import flow
+from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt.runs.run import Run
@@ -25,12 +27,14 @@ from prefect_torch.flows.prefect_api.client import SubflowClients
 from prefect_torch.flows.prefect_api.final_state import call_for_result, completed
 from prefect_torch.flows.prefect_api.outage import is_outage
 from prefect_torch.flows.prefect_api.settings import settings_with, using
+from prefect_torch.flows.sweeps.failures import SweepFailedError
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import end_of, end_of_error, end_of_returned, standing_of_start
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
@@ -183,6 +187,12 @@ class LocalTrials:
     def _end_of(self, running: _Running) -> TrialEnd | None:
         if running.termination.cause is not None or isinstance(running.error, TERMINATIONS):
             return None
+        if running.flow_run_id is None and isinstance(running.error, (httpx.HTTPError, PrefectException)):
+            # No fault of the trial, and all that follow would fail in the same second.
+            raise SweepFailedError(
+                f"trial {running.trial.number} has no flow run, since Prefect's API refuses it: {first_line(running.error)}; "
+                "the sweep goes on when it is started again with its name"
+            ) from running.error
         run = Run.open(self._training.storage, running.trial.run)
         standing = standing_of_start(run, running.flow_run_id)
         if standing is not None and standing.outcome is not None:

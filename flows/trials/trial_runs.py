@@ -123,6 +123,9 @@ class TrialRuns(Protocol):
         Args:
             timeout_s: How long to wait while none has.
 
+        Raises:
+            Exception: If Prefect's API refuses the flow run of a trial.
+
         """
         ...
 

@@ -3,7 +3,9 @@
 import threading
 from types import SimpleNamespace
 
+import httpx
 import pytest
+from prefect.exceptions import ObjectNotFound
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import Verdict
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
@@ -11,6 +13,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import FailureConfig
+from prefect_torch.flows.sweeps.failures import SweepFailedError
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.trials import local_trials
@@ -32,6 +35,16 @@ def test_a_start_that_has_not_trained_ends_with_its_own_error_and_not_as_the_one
     error = ValueError("working_dir='code': there is no directory code")
     start = _Running(TrialRecord(0, run.name, {}, 0), Termination(0.0), flow_run_id="now", error=error)
     assert trials._end_of(start) == TrialEnd("failed", "ValueError: working_dir='code': there is no directory code")
+
+
+@pytest.mark.parametrize("error", [ObjectNotFound(None), httpx.ConnectError("refused by a server that has given up")])
+def test_a_trial_that_prefect_refuses_ends_the_sweep_and_goes_on_with_it(tmp_path, error):
+    trials = LocalTrials(SimpleNamespace(storage=StorageSpec(str(tmp_path))), None)
+    start = _Running(TrialRecord(3, "sweep/trial-0003-0123abcd", {}, 0), Termination(0.0), error=error)
+    with pytest.raises(SweepFailedError, match=r"trial 3 has no flow run.*goes on when it is started again"):
+        trials._end_of(start)
+    start.termination.request(error)  # as of the others, when the sweep ends
+    assert trials._end_of(start) is None
 
 
 def test_a_start_that_was_stopped_or_overtaken_ends_as_the_newest_attempt_does(tmp_path):
