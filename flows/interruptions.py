@@ -19,7 +19,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkQueue
 from prefect.context import FlowRunContext
-from prefect.exceptions import Pause, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound, Pause
 from prefect.states import Scheduled
 from prefect_torch.tasks.gang.termination import Interruption, Termination
 
@@ -89,7 +89,7 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
 
 def _watch(find: Callable[[], Interruption | None], termination: Termination, has_ended: threading.Event) -> None:
     while not has_ended.wait(_POLL_S) and not termination.is_requested:
-        with suppress(httpx.HTTPError, PrefectHTTPStatusError):  # looked for again
+        with suppress(httpx.HTTPError, ObjectNotFound):  # looked for again
             if (found := find()) is not None:
                 termination.request(found)
 

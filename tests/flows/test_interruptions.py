@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 
+import httpx
 import pytest
 from forked_programs import Popen
 from prefect import flow, task
@@ -13,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.context import FlowRunContext
-from prefect.exceptions import Pause
+from prefect.exceptions import ObjectNotFound, Pause
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Pending, Running, Scheduled, Suspended
@@ -22,7 +24,7 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.flows import interruptions, train
 from prefect_torch.flows.interruptions import find_interruption, interruptible, spared_from_suspension
-from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.gang.termination import Interruption, Termination
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -150,6 +152,21 @@ def test_a_training_in_a_flow_that_is_suspended_leaves_in_its_grace(monkeypatch)
     with pytest.raises(Pause) as raised:
         suspended()
     assert (raised.value.state.name, termination.cause.reason, pruned) == ("Suspended", "suspended", ["pruned"])
+
+
+@pytest.mark.parametrize("error", [ObjectNotFound(None), httpx.ReadTimeout("no answer")])
+def test_what_prefect_cannot_say_now_is_asked_again(monkeypatch, error):
+    monkeypatch.setattr(interruptions, "_POLL_S", 0.0)
+    answers, termination = iter([error, Interruption("suspended")]), Termination(1.0)
+
+    def find():
+        answer = next(answers)
+        if answer is error:
+            raise error
+        return answer
+
+    interruptions._watch(find, termination, threading.Event())
+    assert termination.cause.reason == "suspended"
 
 
 def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
