@@ -39,8 +39,9 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
 
     Prefect's client repeats the request for the final state when its answer is lost. The server, which has that state by then,
     refuses the second one, and answers with a state that has no data: MissingResult. One whose database was replaced, or from
-    which the flow run was deleted, answers ObjectNotFound, and no state can be recorded. Of a flow that has retries and returns
-    a state, Prefect's engine raises the exception of a try before the one that has completed.
+    which the flow run was deleted, answers ObjectNotFound, and no state can be recorded; that would hide what the flow raised,
+    too. Of a flow that has retries and returns a state, Prefect's engine raises the exception of a try before the one that has
+    completed.
 
     Args:
         call: Calls the flow.
@@ -53,6 +54,8 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
     try:
         return call(*args, **kwargs)
     except Exception as exc:
+        if not results and isinstance(exc, ObjectNotFound) and (raised := _raised_before(exc)) is not None:
+            raise raised from raised.__cause__
         if not results or not (isinstance(exc, (MissingResult, ObjectNotFound)) or _has_completed(results[-1][0])):
             raise
         flow_run_id, result = cast("tuple[str, R]", results[-1])
@@ -61,6 +64,14 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
         return result
     finally:
         _returned.reset(token)
+
+
+def _raised_before(lost: ObjectNotFound) -> Exception | None:
+    """Return the exception for whose state Prefect's API found no flow run; None if `lost` is the flow's own."""
+    error = lost.__context__
+    while isinstance(error, (ObjectNotFound, httpx.HTTPError)):
+        error = error.__context__
+    return error if isinstance(error, Exception) else None
 
 
 def _has_completed(flow_run_id: str) -> bool:

@@ -36,11 +36,11 @@ def test_a_result_arrives_though_the_answer_to_the_final_state_was_lost(answers_
     assert answers_lost == [201] * 4
 
 
-def test_a_result_arrives_though_the_api_has_lost_the_flow_run(monkeypatch, caplog):
+def test_a_result_and_an_error_arrive_though_the_api_has_lost_the_flow_run(monkeypatch, caplog):
     send = httpx.Client.send
 
     def lose(self, request, **options):
-        if request.url.path.endswith("/set_state") and b'"COMPLETED"' in request.content:
+        if request.url.path.endswith("/set_state") and (b'"COMPLETED"' in request.content or b'"FAILED"' in request.content):
             return httpx.Response(404, request=request)
         return send(self, request, **options)
 
@@ -48,11 +48,15 @@ def test_a_result_arrives_though_the_api_has_lost_the_flow_run(monkeypatch, capl
 
     @short_tracebacks
     @flow(name="train", persist_result=False)
-    def inner():
+    def inner(fails):
+        if fails:
+            raise ValueError("boom")
         return completed("1 step", "done")
 
-    assert inner() == "done"
+    assert inner(False) == "done"
     assert "it has completed, but Prefect's API knows no flow run" in caplog.text
+    with pytest.raises(ValueError, match="boom"):
+        inner(True)
 
 
 def test_a_try_that_completes_returns_though_one_before_it_has_raised():
