@@ -10,7 +10,7 @@ from typing import Any
 
 from prefect_torch.ckpt.errors import CheckpointError, FencedError, StorageError
 from prefect_torch.ckpt.runs.layout import attempt_number
-from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT
+from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, attempt_of
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import utc_now
@@ -61,6 +61,8 @@ def claim_attempt(
     if number == 1:
         run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": utc_now(), "created_by": owner.host}
         run.put_json(run.layout.run_info, run_info)
+        # Somebody may have deleted the claims: ids of a lower attempt would never be the latest, and pruned in its place.
+        number += max(map(attempt_of, run.ids()), default=0)
     while True:
         if number > MAX_ATTEMPT:
             raise CheckpointError(f"run {run.name!r} in {run.storage.url} has attempt {number - 1}, and {MAX_ATTEMPT} at most")

@@ -49,6 +49,12 @@ def test_an_attempt_passes_the_fence_until_a_newer_one_is_claimed(store):
     check_fence(store, second.number)
 
 
+def test_a_run_whose_claims_were_deleted_counts_on_from_its_checkpoints(store):
+    store.storage.put_bytes(store.layout.manifest("000003-00000007-0123abcd"), b"")
+    assert claim_attempt(store, Owner.current(), world_size=1).number == 4
+    assert claim_attempt(store, Owner.current(), world_size=1).number == 5
+
+
 def test_a_new_lineage_begins_only_where_it_is_not_given(store):
     assert claim_attempt(store, Owner.current(), world_size=1).lineage == 1
     assert claim_attempt(store, Owner.current(), world_size=1, lineage=1).lineage == 1
