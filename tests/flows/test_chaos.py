@@ -13,11 +13,11 @@ NEVER_SYNCED = f"""
 import os, sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import chaos
-from prefect_torch.ckpt.storage.local_files import storage as local
+from prefect_torch.ckpt.storage.local_files import root_folder, storage, syncing
 class NeverSyncs:
     def __getattr__(self, name):
         return getattr(os, name) if name != "fsync" else lambda descriptor: None
-local.os = NeverSyncs()
+root_folder.os = storage.os = syncing.os = NeverSyncs()
 sys.exit(chaos.main())
 """
 
