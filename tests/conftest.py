@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import certifi
 import forked_programs
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import settings
 from prefect_home import prepared_home
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
@@ -124,6 +126,27 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """
     if not config.getoption("--quick"):
         subprocess.Popen = forked_programs.Popen
+        forked_programs.program_server()  # its imports go on meanwhile
+    _compile_tests(config)
+
+
+def _compile_tests(config: pytest.Config) -> None:
+    """Store what pytest makes of tests and of its plugins: else each worker makes it, for half of the time before a first test.
+
+    Also where no bytecode is to be written, as in many containers: there each would make it every time.
+    """
+    state = config.stash.get(rewrite.assertstate_key, None)
+    if state is None:  # --assert=plain
+        return
+    own = (file for file in Path(__file__).parent.rglob("*.py") if file.name == "conftest.py" or file.name.startswith("test_"))
+    for file in {*own, *state.hook._rewritten_names.values()}:
+        compiled = rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL)
+        # What is warned of, or cannot be compiled, is left to a worker, in which a warning is an error of that file.
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if rewrite._read_pyc(file, compiled) is None and rewrite.try_makedirs(compiled.parent):
+                source, code = rewrite._rewrite_test(file, config)
+                rewrite._write_pyc(state, code, source, compiled)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from _pytest.assertion import rewrite
 from forked_programs import FORKED, Popen, PopenOfProgram, run_program
 from prefect.server.api.server import SubprocessASGIServer
 from prefect_torch.flows.prefect_api import embedded_server
@@ -31,6 +32,12 @@ class TestForked:
     @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="this process runs all tests")
     def test_a_worker_of_the_tests_is_one(self):
         assert "program_server" in sys.modules
+
+    @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="this process runs all tests")
+    def test_a_worker_of_the_tests_finds_all_of_them_compiled(self, request):
+        files = request.config.stash[rewrite.assertstate_key].hook._rewritten_names.values()
+        assert Path(__file__) in files
+        assert [file for file in files if not (rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL)).exists()] == []
 
     def test_its_command_environment_folder_and_parent_are_those_that_were_given(self, tmp_path):
         program = IS_FORKED + "import os; os.read(0, 1)"
