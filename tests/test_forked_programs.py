@@ -39,6 +39,18 @@ class TestForked:
         assert Path(__file__) in files
         assert [file for file in files if not (rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL)).exists()] == []
 
+    def test_a_server_that_is_one_waits_for_messages_without_threads(self):
+        pytest.importorskip("burner_redis.pubsub", reason="Prefect's older versions have none")
+        program = """
+import asyncio, program_server
+from burner_redis.pubsub import PubSub
+program_server._look_less_often()
+asyncio.to_thread, messages = None, PubSub(None)
+messages._queue.put("one")
+assert [asyncio.run(messages._queue_get(timeout)) for timeout in (None, 0.0, 0.05)] == ["one", None, None]
+"""
+        output_of(program)
+
     def test_its_command_environment_folder_and_parent_are_those_that_were_given(self, tmp_path):
         program = IS_FORKED + "import os; os.read(0, 1)"
         given = {**os.environ, "MARK": "here"}
