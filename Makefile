@@ -98,12 +98,12 @@ floors: install
 
 # An S3-speaking server that tests need for its odd listings; without npm, they are skipped.
 s3rver: .venv/s3rver/node_modules
-.venv/s3rver/node_modules: | .venv/dependencies
+.venv/s3rver/node_modules:
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv/s3rver s3rver@3.7.1; fi
 
 # An Azure-speaking server for the blocks of prefect-azure; without npm, its tests are skipped.
 azurite: .venv/azurite/node_modules
-.venv/azurite/node_modules: | .venv/dependencies
+.venv/azurite/node_modules:
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv/azurite azurite@3.37.0; fi
 
 # Links every file of the package into .venv; again each time, since a new file needs a link of its own. Compiles them, as pip
