@@ -4,7 +4,6 @@ import asyncio
 
 from prefect import flow
 from prefect_docker.decorators import docker
-from prefect_kubernetes.decorators import kubernetes
 from prefect_torch.deployments.job_templates import job_template
 from prefect_torch.flows import RunConfig, ScalingConfig, train
 
@@ -28,6 +27,8 @@ def test_a_container_of_the_docker_decorator_has_its_gpus_and_shared_memory(pref
 
 
 def test_a_pod_of_the_kubernetes_decorator_has_its_gpus_shared_memory_and_grace(prefect_server):
+    from prefect_kubernetes.decorators import kubernetes  # noqa: PLC0415 - it imports two clients: in one worker, not in each
+
     bound = kubernetes("pool", num_gpus=2, shared_memory="4Gi", termination_grace_s=120)(research)
     pod = job(bound, "kubernetes").job_manifest["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 2
