@@ -31,6 +31,7 @@ _NOT_READ_AT_IMPORT = re.compile(
 _INHERITED = re.compile(
     r"^(?:Umask|Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp|SigBlk|SigIgn|Cpus_allowed|Mems_allowed):.*$", re.MULTILINE
 )
+_ANSWERS_WITHIN_S = 120.0  # imports from a slow disk are the longest wait; a rank started by its command has the same ones
 _MOST_SERVERS = 2  # a training's and that of an evaluation beside it, which may have other numbers of threads
 
 
@@ -112,6 +113,8 @@ class ForkServer:
     def fork(self, ends: Descriptors, folder: int, held: Sequence[int]) -> bool:
         """Fork a rank, once the imports are done, and return whether that succeeded; else nothing was started.
 
+        A server that stands still, as one that was stopped by SIGSTOP, is killed after two minutes.
+
         Args:
             ends: The ends of its pipes.
             folder: A descriptor of its working directory.
@@ -119,18 +122,28 @@ class ForkServer:
 
         """
         with self._one_at_a_time, contextlib.suppress(OSError):
-            self._is_ready = self._is_ready or self._control.recv(1) == READY
+            self._is_ready = self._is_ready or self._receive() == READY
             if self._is_ready:
                 socket.send_fds(self._control, [b"."], [*ends, folder, *held])
                 answer = READY
                 while answer == READY:  # again, if it had to start again without torch's compiler
-                    answer = self._control.recv(1)
+                    answer = self._receive()
                 if answer == FORKED:
                     return True
                 self._is_ready = self._process.poll() is None
         if not self._is_ready:
             self.has_refused = self._process.wait() > 0
         return False
+
+    def _receive(self) -> bytes:
+        """Return the next message of the server, or b"" when it is gone; kill it if none comes in time."""
+        self._control.settimeout(_ANSWERS_WITHIN_S)
+        try:
+            return self._control.recv(1)
+        except TimeoutError:
+            self._process.kill()
+            self._process.wait()
+            return self._control.recv(1)  # it may have answered at the last moment
 
     def close(self) -> None:
         """End its process; ranks that it has forked go on."""

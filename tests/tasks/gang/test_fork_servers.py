@@ -265,6 +265,18 @@ def test_a_server_that_was_killed_spares_its_ranks_and_is_started_again(rank, se
     assert successor.is_alive
 
 
+def test_a_server_that_stands_still_is_killed_and_started_again(rank, servers, monkeypatch):
+    server = servers.find(variables())
+    survivor = rank(f"def fn(): ...\n{WAIT}", server)
+    _, pid, *_ = first_line(survivor).split()
+    server._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(fork_servers, "_ANSWERS_WITHIN_S", 0.2)
+    lines, ended = output_of(rank("def fn(): ...", server, command=BY_COMMAND))
+    assert (lines[-1], ended.returncode) == ("by its command", 0)
+    assert psutil.Process(int(pid)).is_running()
+    assert (server.is_alive, server.has_refused) == (False, False)
+
+
 @pytest.mark.parametrize("danger", ["threading.Thread(target=time.sleep, args=(600,), daemon=True).start()", "sys.exit('no')"])
 def test_where_a_fork_is_not_safe_ranks_are_spawned(rank, servers, tmp_path, danger, capfd):
     """A library has a thread, or cannot be imported there."""
