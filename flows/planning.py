@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from prefect_torch.ckpt import Checkpoint, CheckpointError, CheckpointStore, StorageSpec
-from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import claim_keys, newest_attempt
+from prefect_torch.ckpt.runs.attempts.claims import next_number
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 from prefect_torch.ckpt.storage.opening import open_storage
@@ -203,7 +204,7 @@ def _look_at_named(
     if previous is not None and not run.takeover:
         refuse_if_alive(store, previous, None)
     refuse_other_kind(store, previous, is_sweep=False)
-    number = 1 if previous is None else previous.number + 1
+    number = next_number(store, claim_keys(store))
     damaged: dict[str, str] = {}
     chosen = choose_checkpoint(
         store,

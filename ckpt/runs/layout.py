@@ -30,6 +30,7 @@ from prefect_torch.ckpt.runs.manifest import is_id
 
 _CHECKPOINTS = "checkpoints"
 _CLAIM = re.compile(r"(?P<number>[0-9]{6})-[0-9a-f]{8}\.json")
+_OUTCOME = re.compile(r"(?P<number>[0-9]{6})\.json")
 TRIAL_NAME = r"trial-[0-9]{4,9}-[0-9a-f]{8}"
 # A run, or a trial in the directory of its sweep; in forms, too.
 RUN_NAME = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}(/{TRIAL_NAME})?"
@@ -201,6 +202,12 @@ def attempt_number(key: str) -> int:
     """Return the attempt number of the claim at `key`; 0 if `key` is no claim's."""
     claim = _CLAIM.fullmatch(key.rpartition("/")[2])
     return 0 if claim is None else int(claim["number"])
+
+
+def outcome_number(key: str) -> int:
+    """Return the number of the attempt whose outcome is at `key`; 0 if `key` is no outcome's."""
+    outcome = _OUTCOME.fullmatch(key.rpartition("/")[2])
+    return 0 if outcome is None else int(outcome["number"])
 
 
 def log_name(rank: int, part: int) -> str:

@@ -68,7 +68,9 @@ MUTANTS = [
     *mutants_of(
         "ckpt/runs/attempts/claims.py",
         "tests/ckpt/runs/attempts/test_claims.py tests/ckpt/runs/attempts/test_standing.py",
-        ("number = _next_number(claims)\n    if number == 1:", "number = 1\n    if number == 1:"),
+        ("number = next_number(run, claim_keys(run) if known is None else known)", "number = 1"),
+        ("max([newest, *committed, *ended])", "max([newest, *committed])"),
+        ("max([newest, *committed, *ended])", "max([newest, *ended])"),
         ("if is_newest and is_next:", "if is_next:"),
         ("if is_newest and is_next:", "if is_newest:"),
         ("if known is not None and not known.issuperset(claims):", "if False:"),

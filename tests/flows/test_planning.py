@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_keys, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import CheckpointConfig, FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, plan
@@ -56,6 +56,12 @@ def test_a_plan_says_what_is_resumed_kept_and_pruned_and_changes_nothing(store):
     assert line(found, "storage")[1].startswith(f"{store.storage.url}: wrote, listed, read and deleted in ")
     assert line(found, "gpus") == ("ok", "1 rank without a GPU")
     assert stored(store) == before
+
+
+def test_a_plan_counts_on_from_the_checkpoints_of_a_run_without_claims(store):
+    store.storage.delete(claim_keys(store))
+    (newest,) = (manifest.id for manifest in store.list()[-1:])
+    assert line(planned(store), "start") == ("ok", f"attempt 2 of run 'run', from {store.path_of(newest)}")
 
 
 def test_a_damaged_checkpoint_is_named_and_stays_and_the_one_before_is_resumed(store):

@@ -3,13 +3,13 @@
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from prefect_torch.ckpt.errors import CheckpointError, FencedError, StorageError
-from prefect_torch.ckpt.runs.layout import attempt_number
+from prefect_torch.ckpt.runs.layout import attempt_number, outcome_number
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, attempt_of
 from prefect_torch.ckpt.runs.records import FORMAT_VERSION
 from prefect_torch.ckpt.runs.run import Run
@@ -54,15 +54,13 @@ def claim_attempt(
 
     """
     run.get_record(_RunInfo, run.layout.run_info, "what a run begins with")
+    number = next_number(run, claim_keys(run) if known is None else known)  # before the last look at the claims
     claims = claim_keys(run)
     if known is not None and not known.issuperset(claims):
         raise _ClaimedMeanwhileError
-    number = _next_number(claims)
-    if number == 1:
+    if not claims:
         run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": utc_now(), "created_by": owner.host}
         run.put_json(run.layout.run_info, run_info)
-        # Somebody may have deleted the claims: ids of a lower attempt would never be the latest, and pruned in its place.
-        number += max(map(attempt_of, run.ids()), default=0)
     while True:
         if number > MAX_ATTEMPT:
             raise CheckpointError(f"run {run.name!r} in {run.storage.url} has attempt {number - 1}, and {MAX_ATTEMPT} at most")
@@ -90,7 +88,7 @@ def claim_attempt(
             )
         if known is not None:
             raise _ClaimedMeanwhileError
-        number = _next_number(claims)
+        number = _newest_number(claims) + 1
 
 
 class _ClaimedMeanwhileError(Exception):
@@ -165,5 +163,22 @@ def check_fence(run: Run, attempt: int) -> None:
         )
 
 
-def _next_number(claims: Sequence[str]) -> int:
-    return max(map(attempt_number, claims), default=0) + 1
+def next_number(run: Run, claims: Collection[str]) -> int:
+    """Return the number of the next attempt; two listings of what is newer than the claims.
+
+    Somebody may have deleted claims. Checkpoints of a lower attempt would never be the latest, and pruned in the place of it,
+    and the outcome of an earlier attempt with the same number would be that of a live one.
+
+    Args:
+        run: The run.
+        claims: The keys of all claims.
+
+    """
+    newest = _newest_number(claims)
+    committed = (attempt_of(listed.id) for listed in run.listed(since=f"{newest + 1:06d}-"))
+    ended = (outcome_number(info.key) for info in run.storage.list(run.layout.outcomes, after=run.layout.outcome(newest)))
+    return max([newest, *committed, *ended]) + 1
+
+
+def _newest_number(claims: Collection[str]) -> int:
+    return max(map(attempt_number, claims), default=0)

@@ -55,6 +55,14 @@ def test_a_run_whose_claims_were_deleted_counts_on_from_its_checkpoints(store):
     assert claim_attempt(store, Owner.current(), world_size=1).number == 5
 
 
+@pytest.mark.parametrize("left", ["manifests/000003-00000007-0123abcd.json", "outcomes/000003.json"])
+def test_the_number_of_a_claim_that_was_deleted_is_not_used_again(store, left):
+    claim_attempt(store, Owner.current(), world_size=1)
+    store.storage.put_bytes(f"run/{left}", b"{}")
+    store.storage.put_bytes("run/outcomes/notes.json", b"{}")
+    assert claim_attempt(store, Owner.current(), world_size=1).number == 4
+
+
 def test_a_new_lineage_begins_only_where_it_is_not_given(store):
     assert claim_attempt(store, Owner.current(), world_size=1).lineage == 1
     assert claim_attempt(store, Owner.current(), world_size=1, lineage=1).lineage == 1
@@ -214,8 +222,8 @@ def test_a_start_that_fails_at_any_operation_leaves_no_claim(store, after):
             check_fence(store, leader.number)
         else:
             break
-    assert number == 7
-    assert faulty.counts() == {"list": 3, "get_bytes": 2, "put_bytes": 1}
+    assert number == 9
+    assert faulty.counts() == {"list": 5, "get_bytes": 2, "put_bytes": 1}
 
 
 def test_all_claims_of_one_number_are_asked_about(store):
