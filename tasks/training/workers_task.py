@@ -8,6 +8,7 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
+from prefect_torch.ckpt import FencedError
 from prefect_torch.ckpt.reporting.decisions import Verdict, answer
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
@@ -134,7 +135,9 @@ class _Leader:
             self._record(_failure(claimed, exc))
             if not isinstance(exc, RankFailedError):
                 raise
-            get_run_logger().error("%s%s", _with_traceback(exc), self._safe_work())
+            is_fenced = isinstance(exc.original, FencedError)  # then the run may be further, or gone
+            safe_work = "" if is_fenced else self._safe_work()
+            get_run_logger().error("%s", f"{_with_traceback(exc)}{safe_work}".rstrip("; \n"))
             if exc.original is not None:
                 raise shorten_message(exc.original) from exc
             raise

@@ -149,6 +149,7 @@ def test_a_second_living_leader_is_refused_and_one_that_takes_over_fences_the_fi
     output = first.finish()
     assert first.process.returncode != 0
     assert "overtaken by attempt 2" in output
+    assert "work is safe up to" not in output  # the second one is further
     newest = committed(storage)[-1]
     assert (newest.attempt, newest.step) == (2, beyond_the_first - 1)
 
