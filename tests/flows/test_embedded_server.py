@@ -7,9 +7,15 @@ import pytest
 from prefect import flow
 from prefect.logging import disable_run_logger
 from prefect.server.api.server import SubprocessASGIServer
-from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings, temporary_settings
+from prefect.settings import (
+    PREFECT_API_DATABASE_CONNECTION_URL,
+    PREFECT_HOME,
+    PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
+    get_current_settings,
+    temporary_settings,
+)
 from prefect_torch.flows.prefect_api import embedded_server
-from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper, _start_tied
+from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper, _start_tied, unusable_home
 from prefect_torch.flows.prefect_api.settings import using
 from prefect_torch.flows.short_tracebacks import short_tracebacks
 
@@ -26,6 +32,18 @@ def test_the_server_runs_as_a_module_does_but_looks_in_the_working_folder_last(t
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-m", "program", "--port", "1"]
     assert _start_tied(command, {**os.environ, "PYTHONPATH": str(tmp_path / "lib")}).wait(60) == 0
+
+
+def test_no_server_is_started_that_could_not_keep_its_database(tmp_path):
+    (tmp_path / "file").touch()
+    for home, is_usable in ((tmp_path, True), (tmp_path / "new", True), (tmp_path / "file/home", False)):
+        with temporary_settings({PREFECT_HOME: home}):
+            assert (unusable_home() is None) == is_usable, home
+            if not is_usable:
+                with pytest.raises(PermissionError, match=r"/file/home, where this user cannot write: set PREFECT_HOME"):
+                    _start_tied([sys.executable, "-m", "nothing"], {})
+            with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: "postgresql+asyncpg://host/prefect"}):
+                assert unusable_home() is None
 
 
 def test_a_service_of_the_server_that_fails_and_is_tried_again_is_one_line(tmp_path, capfd):

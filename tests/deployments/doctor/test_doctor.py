@@ -13,6 +13,7 @@ from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
     PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_HOME,
     PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
     temporary_settings,
 )
@@ -140,6 +141,16 @@ def test_no_api_and_none_allowed_is_wrong():
     with temporary_settings({PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
         (finding,) = software_checks.check_api()
     assert (finding.status, finding.advice) == ("wrong", "set PREFECT_API_URL")
+
+
+def test_a_home_in_which_no_server_can_keep_its_database_is_wrong(tmp_path):
+    (tmp_path / "file").touch()
+    no_api = {PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}
+    with temporary_settings({**no_api, PREFECT_HOME: tmp_path / "file/home"}):
+        (finding,) = software_checks.check_api()
+    assert finding.status == "wrong"
+    assert str(tmp_path / "file/home") in finding.found
+    assert finding.advice.startswith("set PREFECT_HOME")
 
 
 def test_a_torch_with_gpus_and_without_nccl_is_wrong(monkeypatch):
