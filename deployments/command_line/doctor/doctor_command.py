@@ -14,7 +14,15 @@ from rich.text import Text
 from .cluster_checks import check_cluster
 from .findings import Finding
 from .gpu_checks import check_collective, check_copies, check_gpus, check_locked_memory
-from .machine_checks import SHARED_MEMORY, check_backends, check_loopback, check_open_files, check_shared_memory, check_torch
+from .machine_checks import (
+    SHARED_MEMORY,
+    check_backends,
+    check_loopback,
+    check_open_files,
+    check_shared_memory,
+    check_temporary_files,
+    check_torch,
+)
 from .software_checks import FASTAPI, SQLALCHEMY, check_api, check_prefect, check_python, check_server_library
 
 _ORDERS: dict[ListingOrder, str] = {
@@ -68,6 +76,7 @@ def _checks(storage: str | None, cluster: str | None, ranks: int | None) -> Iter
     yield "locked memory", check_locked_memory
     yield "loopback", check_loopback
     yield SHARED_MEMORY, check_shared_memory
+    yield "temporary files", check_temporary_files
     yield "open files", check_open_files
     if storage is not None:
         yield "storage", partial(_check_storage, storage)

@@ -1,7 +1,8 @@
-"""Checks of the machine: backends as torch has them, connections over loopback, shared memory, open files."""
+"""Checks of the machine: backends as torch has them, connections over loopback, shared memory, temporary files, open files."""
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,15 @@ def check_shared_memory(directory: Path = Path(SHARED_MEMORY)) -> Iterator[Findi
         yield Finding(SHARED_MEMORY, "warning", found, advice)
     else:
         yield Finding(SHARED_MEMORY, "ok", found)
+
+
+def check_temporary_files() -> Iterator[Finding]:
+    """Check whether there is a directory for them, without which torch makes no optimizer."""
+    try:
+        yield Finding("temporary files", "ok", tempfile.gettempdir())
+    except FileNotFoundError as exc:
+        advice = "set TMPDIR to a directory that can be written to, or mount one at /tmp (an emptyDir in Kubernetes)"
+        yield Finding("temporary files", "wrong", str(exc.strerror), advice)
 
 
 def check_open_files() -> Iterator[Finding]:

@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import shutil
+import tempfile
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -158,6 +159,16 @@ def test_a_torch_with_gpus_and_without_nccl_is_wrong(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     (finding,) = machine_checks.check_backends()
     assert (finding.status, finding.found) == ("wrong", "gloo; nccl is missing")
+
+
+def test_no_directory_for_temporary_files_is_wrong(monkeypatch):
+    (found,) = machine_checks.check_temporary_files()
+    assert (found.status, found.found) == ("ok", tempfile.gettempdir())
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/missing"])
+    (found,) = machine_checks.check_temporary_files()
+    assert (found.status, found.found) == ("wrong", "No usable temporary directory found in ['/missing']")
+    assert "TMPDIR" in found.advice
 
 
 def test_little_shared_memory_and_few_files_are_warnings(monkeypatch, tmp_path):
