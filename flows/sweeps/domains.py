@@ -2,11 +2,15 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from decimal import Decimal
 from typing import Any, TypeAlias
 
-from .space import Choice, Constant, Integer, Nested, Node, Real, has_domains
+from prefect_torch.ckpt.runs.metrics import as_float, with_numbers
+
+from .space import Choice, Constant, Integer, Nested, Node, Real, has_domains, parameter_names
 
 Domain: TypeAlias = dict[str, Any]
 _PRIMITIVE = (str, int, float, bool)
@@ -14,12 +18,12 @@ _PRIMITIVE = (str, int, float, bool)
 
 def uniform(low: float, high: float, step: float | None = None) -> Domain:
     """Return the domain of the floats from `low` to `high`; with a `step`, only of `low`, `low + step` and so on."""
-    return {"kind": "uniform", "low": low, "high": high, **({} if step is None else {"step": step})}
+    return _domain("uniform", low=low, high=high, **({} if step is None else {"step": step}))
 
 
 def loguniform(low: float, high: float) -> Domain:
     """Return the domain of the floats from `low`, which is positive, to `high`, whose logarithms are equally probable."""
-    return {"kind": "loguniform", "low": low, "high": high}
+    return _domain("loguniform", low=low, high=high)
 
 
 def randint(low: int, high: int, step: int = 1, *, log: bool = False) -> Domain:
@@ -32,32 +36,50 @@ def randint(low: int, high: int, step: int = 1, *, log: bool = False) -> Domain:
         log: Whether their logarithms are equally probable; then `low` is positive and `step` is 1.
 
     """
-    return {"kind": "randint", "low": low, "high": high, "step": step, "log": log}
+    return _domain("randint", low=low, high=high, step=step, log=log)
 
 
 def choice(values: Sequence[Any]) -> Domain:
     """Return the domain of `values`, JSON of any kind; a dict among them may hold domains, which exist only if it is chosen."""
-    return {"kind": "choice", "values": list(values)}
+    return _domain("choice", values=_listed(values))
 
 
 def grid(values: Sequence[Any]) -> Domain:
     """Return the domain of `values`, each of which is tried with all combinations of the others (`sampler="grid"`)."""
-    return {"kind": "grid", "values": list(values)}
+    return _domain("grid", values=_listed(values))
+
+
+def _domain(kind: str, **fields: Any) -> Domain:
+    """Return a domain, with numpy's numbers as Python's, which JSON holds."""
+    return {"kind": kind, **{name: with_numbers(value) for name, value in fields.items()}}
+
+
+def _listed(values: Any) -> Any:
+    """Return the values in a sequence, an array or a range; a text, a dict or a set stays, and is refused."""
+    return values if isinstance(values, str | bytes | Mapping | AbstractSet) else list(values)
 
 
 def parse_space(space: Mapping[str, Any]) -> Nested:
     """Return the space that `space` describes.
 
     Raises:
-        ValueError: If nothing in it is to be chosen, or a domain is invalid; the error names its place.
+        ValueError: If nothing in it is to be chosen, two parameters have one name, or a domain is invalid; the error names its
+            place.
 
     """
     if not isinstance(space, Mapping) or not space:
         raise ValueError(f"space={space!r} is empty: give what is to be searched, such as {{'lr': loguniform(1e-4, 1e-1)}}")
     parsed = _parse(space, "")
-    assert isinstance(parsed, Nested)
+    if not isinstance(parsed, Nested):
+        raise ValueError(f"space is a {space['kind']} itself: give it a name, such as {{'lr': {space!r}}}")  # noqa: TRY004 - one error
     if not has_domains(parsed):
         raise ValueError("space holds constants only: give at least one domain, such as loguniform(1e-4, 1e-1)")
+    twice = [name for name, count in Counter(parameter_names(parsed)).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"space has two parameters called {twice[0]!r}: give other keys, of which a '/' looks like a dict in a dict, and "
+            "a '[0]' like the first option of a choice"
+        )
     return parsed
 
 
@@ -70,6 +92,8 @@ def _parse(value: Any, place: str) -> Node:
     if isinstance(value, Mapping) and isinstance(value.get("kind"), str):
         return _parse_domain(value, place)
     if isinstance(value, Mapping):
+        if value.keys() == {"grid_search"}:
+            raise ValueError(f"space{place} is a grid as Ray Tune has it: give grid({value['grid_search']!r})")
         for key in value:
             if not isinstance(key, str) or not key:
                 raise ValueError(f"space{place} has the key {key!r}: keys are texts")
@@ -101,7 +125,10 @@ def _refuse_domains(value: Any, place: str) -> None:
 def _parse_domain(domain: Mapping[str, Any], place: str) -> Node:
     kind = domain["kind"]
     if kind not in _FIELDS:
-        raise ValueError(f"space{place} has the unknown kind {kind!r}: give one of {', '.join(_FIELDS)}")
+        raise ValueError(
+            f"space{place} has the unknown kind {kind!r}: give one of {', '.join(_FIELDS)}; a dict that is no domain needs "
+            "another key than 'kind'"
+        )
     needed, optional = _FIELDS[kind]
     given = domain.keys() - {"kind"}
     if missing := needed - given:
@@ -131,6 +158,8 @@ def _parse_real(domain: Mapping[str, Any], place: str) -> Real:
         raise ValueError(f"space{place}: low={low:g} is above high={high:g}")
     if log and low <= 0:
         raise ValueError(f"space{place}: low={low:g} has no logarithm: loguniform begins above 0")
+    if not math.isfinite(high - low):
+        raise ValueError(f"space{place}: from low={low:g} to high={high:g} is more than a float holds")
     if step is not None and step <= 0:
         raise ValueError(f"space{place}: step={step:g} of {kind} is not positive")
     return Real(low, high if step is None else _last(low, high, step), step, log)
@@ -160,7 +189,7 @@ def _parse_integer(domain: Mapping[str, Any], place: str) -> Integer:
 
 
 def _parse_choice(values: Any, place: str, *, is_grid: bool) -> Choice:
-    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
         raise ValueError(f"space{place}: values={values!r} is no list with a value to choose")
     options = tuple(_parse(value, f"{place}[{number}]") for number, value in enumerate(values))
     plain = all(value is None or isinstance(value, _PRIMITIVE) for value in values)
@@ -172,6 +201,6 @@ def _parse_choice(values: Any, place: str, *, is_grid: bool) -> Choice:
 def _number(value: Any, what: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(number := as_float(value)):
         raise ValueError(f"{what}={value!r} is no number")
-    return float(value)
+    return number

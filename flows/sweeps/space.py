@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any, Protocol, TypeAlias
 
 Parameters: TypeAlias = dict[str, Any]  # what was chosen, by the parameter's name: "optimizer/lr"
@@ -65,11 +66,13 @@ class Real:
         return {name: float(value)}
 
     def points(self, name: str) -> Iterator[Parameters]:
-        """Yield the parameters of every value."""
-        raise ValueError(
-            f"sampler='grid' tries every combination, and {name} is continuous: give grid([...]) or choice([...]) there, or "
-            "another sampler"
-        )
+        """Yield the parameters of every value; ValueError if it has no steps."""
+        if self.step is None:
+            raise ValueError(
+                f"sampler='grid' tries every combination, and {name} is continuous: give grid([...]) or choice([...]) there, "
+                "or another sampler"
+            )
+        yield from ({name: min(self.high, self.low + number * self.step)} for number in range(num_points(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +117,13 @@ class Choice:
     def suggest(self, name: str, draw: Draw) -> Any:
         """Return a value, as `draw` chooses."""
         chosen = self.labels.index(draw.category(name, self.labels))
-        return self.options[chosen].suggest(self._within(name, chosen), draw)
+        return self.options[chosen].suggest(_within(name, chosen), draw)
 
     def parameters(self, name: str, value: Any) -> Parameters:
         """Return the parameters with which `suggest` returns `value`; ValueError if there are none."""
         for number, option in enumerate(self.options):
             try:
-                inner = option.parameters(self._within(name, number), value)
+                inner = option.parameters(_within(name, number), value)
             except ValueError:
                 continue
             return {name: self.labels[number], **inner}
@@ -129,12 +132,8 @@ class Choice:
     def points(self, name: str) -> Iterator[Parameters]:
         """Yield the parameters of every value."""
         for number, option in enumerate(self.options):
-            for inner in option.points(self._within(name, number)):
+            for inner in option.points(_within(name, number)):
                 yield {name: self.labels[number], **inner}
-
-    @staticmethod
-    def _within(name: str, number: int) -> str:
-        return f"{name}[{number}]"  # two options may hold domains of one name that differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +182,33 @@ def _walk(node: Node) -> Iterator[Node]:
 def has_domains(node: Node) -> bool:
     """Return whether anything of the space is to be chosen."""
     return any(isinstance(it, Real | Integer | Choice) for it in _walk(node))
+
+
+def parameter_names(node: Node, name: str = "") -> Iterator[str]:
+    """Yield the name of each parameter, of every option of a choice."""
+    if isinstance(node, Nested):
+        for key, inner in node.items:
+            yield from parameter_names(inner, _join(name, key))
+    elif not isinstance(node, Constant):
+        yield name
+    if isinstance(node, Choice):
+        for number, option in enumerate(node.options):
+            yield from parameter_names(option, _within(name, number))
+
+
+def num_points(node: Node) -> int:
+    """Return how many values there are, without making them; a continuous one counts as one."""
+    if isinstance(node, Nested):
+        return prod(num_points(inner) for _, inner in node.items)
+    if isinstance(node, Choice):
+        return sum(num_points(option) for option in node.options)
+    if isinstance(node, Real) and node.step is not None:
+        return round((node.high - node.low) / node.step) + 1
+    return (node.high - node.low) // node.step + 1 if isinstance(node, Integer) else 1
+
+
+def _within(name: str, number: int) -> str:
+    return f"{name}[{number}]"  # two options may hold domains of one name that differ
 
 
 def _join(name: str, key: str) -> str:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.flows.sweeps.search_config import SearchConfig
-from prefect_torch.flows.sweeps.space import Nested, has_grid
+from prefect_torch.flows.sweeps.space import Nested, has_grid, num_points
 
 if TYPE_CHECKING:
     import optuna
+
+_MOST_COMBINATIONS = 1_000_000  # which are held in memory
 
 
 def require_optuna() -> None:
@@ -38,6 +40,11 @@ def check_sampler(search: SearchConfig, space: Nested) -> str:
     is_grid = has_grid(space)
     name = search.sampler or ("grid" if is_grid else "tpe")
     if name == "grid":
+        if (combinations := num_points(space)) > _MOST_COMBINATIONS:
+            raise ValueError(
+                f"sampler='grid' tries every combination, and the space has {combinations}: give fewer values, or another "
+                "sampler and choice([...]) in place of grid([...])"
+            )
         next(iter(space.points("")))  # raises for a continuous domain
     elif is_grid:
         raise ValueError(f"the space has a grid, which sampler={name!r} does not enumerate: give choice([...]), or 'grid'")

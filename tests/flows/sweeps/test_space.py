@@ -4,11 +4,14 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prefect_torch.flows import SearchConfig, choice, grid, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.definition import define
 from prefect_torch.flows.sweeps.domains import parse_space
+from prefect_torch.flows.sweeps.optuna_study.study import check_search, grid_points
 from prefect_torch.flows.sweeps.schedulers.pbt import RandomDraw
+from prefect_torch.flows.sweeps.space import num_points
 
 WRONG = [
     ({}, "is empty"),
@@ -26,6 +29,16 @@ WRONG = [
     ({"a": {"b": choice([{"c": loguniform(-1, 1)}])}}, r"space\['a'\]\['b'\]\[0\]\['c'\]: low=-1 has no logarithm"),
     ({"lr": uniform(0, 1), "layers": [8, choice([16, 32])]}, r"space\['layers'\]\[1\] is a domain in a list"),
     ({"net": choice([([{"width": randint(1, 9)}], "relu")])}, r"space\['net'\]\[0\]\[0\]\[0\]\['width'\] is a domain in a"),
+    ({"a/b": uniform(0, 1), "a": {"b": uniform(0, 1)}}, "space has two parameters called 'a/b'"),
+    ({"a[0]": {"b": uniform(0, 1)}, "a": choice([{"b": randint(0, 9)}])}, r"space has two parameters called 'a\[0\]/b'"),
+    (uniform(0, 1), "space is a uniform itself: give it a name"),
+    ({"optimizer": {"kind": "adam"}, "lr": uniform(0, 1)}, "a dict that is no domain needs another key than 'kind'"),
+    ({"lr": {"grid_search": [1, 2]}, "b": uniform(0, 1)}, r"space\['lr'\] is a grid as Ray Tune has it: give grid\(\[1, 2\]\)"),
+    ({"optimizer": choice("adam")}, r"space\['optimizer'\]: values='adam' is no list"),
+    ({"optimizer": grid({"adam": 1})}, r"values=\{'adam': 1\} is no list"),
+    ({"optimizer": choice({"adam"})}, r"values=\{'adam'\} is no list"),
+    ({"lr": uniform(0, 10**400)}, "high=1000.* is no number"),
+    ({"lr": uniform(-1.7e308, 1.7e308)}, r"space\['lr'\]: from low=-1.7e\+308 to high=1.7e\+308 is more than a float holds"),
     ({"net": choice([1, 2]), "layer": object()}, r"space\['layer'\]=.* is neither JSON nor a domain"),
 ]
 
@@ -82,6 +95,20 @@ def test_a_grid_has_every_combination():
     assert len(points) == 6
     with pytest.raises(ValueError, match="sampler='grid' tries every combination, and lr is continuous"):
         list(parse_space({"lr": uniform(0, 1), "a": grid([1])}).points(""))
+
+
+def test_the_combinations_of_a_grid_are_counted_before_they_are_made():
+    search = SearchConfig(metric="loss")
+    space = {"lr": grid([1, 2]), "momentum": uniform(0.1, 0.7, 0.2), "net": choice([{"width": randint(0, 9, 2)}, "none"])}
+    assert len(grid_points(search, parse_space(space))) == num_points(parse_space(space)) == 2 * 4 * 6
+    with pytest.raises(ValueError, match="tries every combination, and the space has 20000000000: give fewer values"):
+        check_search(search, parse_space({"lr": grid([1, 2]), "seed": randint(0, 10**10)}))
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    space = {"a": choice(np.arange(3)), "b": uniform(np.float32(0), np.int64(1)), "c": randint(np.int64(0), np.int64(9))}
+    assert json.loads(json.dumps(space)) == {"a": choice([0, 1, 2]), "b": uniform(0.0, 1), "c": randint(0, 9)}
+    assert parse_space(space) == parse_space({"a": choice([0, 1, 2]), "b": uniform(0, 1), "c": randint(0, 9)})
 
 
 @pytest.mark.parametrize(
