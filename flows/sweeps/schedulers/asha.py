@@ -5,11 +5,15 @@ and the best 1/eta of those that have reached it are resumed, the highest rung f
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
+from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord
 
-from .scheduling import Decision, Promotion, best_first
+from .scheduling import Decision, Promotion, sort_key
+
+_Reached: TypeAlias = list[tuple[TrialRecord, list[RungReport]]]  # trials, each with its report at each rung
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,10 @@ class Asha:
     def decide(self, history: History, number: int) -> Decision:
         """Return that the trial goes on if it is promoted at once, is complete at the last rung, and else pauses."""
         trial = history[number]
-        rungs, rung = self.rungs(self.bracket_of(number)), len(trial.reports) - 1
+        rungs = self.rungs(self.bracket_of(number))
+        rung = len(_at_rungs(trial, rungs)) - 1
+        if rung < 0:
+            return Decision("running", rungs[0])
         if rung >= len(rungs) - 1:
             return Decision("completed", reason=f"max_t={self.max_t:g}")
         promoted = self.promote({**history, number: replace(trial, state="paused")})
@@ -67,16 +74,22 @@ class Asha:
         return Decision("paused", reason=f"waits at rung {rung + 1} (at {rungs[rung]:g})")
 
     def promote(self, history: History) -> Promotion | None:
-        """Return a paused trial that is among the best 1/eta of those that have reached its rung; the highest rung first."""
-        longest = max(len(self.rungs(bracket)) for bracket in range(len(self.brackets)))
-        for to_go in range(1, longest):  # from the rung before the last one down
-            for bracket in range(len(self.brackets)):
-                rungs = self.rungs(bracket)
+        """Return a paused trial that is among the best 1/eta of those that have reached its rung; the highest rung first.
+
+        After these, one that another scheduler, or other rungs, paused before its first rung.
+        """
+        rungs_of = [self.rungs(bracket) for bracket in range(len(self.brackets))]
+        for to_go in range(1, max(map(len, rungs_of))):  # from the rung before the last one down
+            for bracket, rungs in enumerate(rungs_of):
                 if (rung := len(rungs) - 1 - to_go) < 0:
                     continue
                 number = self._promotable(history, bracket, rung)
                 if number is not None:
                     return Promotion(number, rungs[rung + 1])
+        for trial in history.values():
+            rungs = rungs_of[self.bracket_of(trial.number)] if trial.state == "paused" else []
+            if rungs and not _at_rungs(trial, rungs):
+                return Promotion(trial.number, rungs[0])
         return None
 
     def lost(self, history: History) -> frozenset[int]:
@@ -90,36 +103,57 @@ class Asha:
         lost = set()
         for bracket, trials in members.items():
             size = sum(self.bracket_of(number) == bracket for number in range(max(self.population, len(history))))
-            for rung in range(len(self.rungs(bracket)) - 1):
-                lost |= self._lost_at(trials, rung, size)
+            rungs = self.rungs(bracket)
+            for rung in range(len(rungs) - 1):
+                lost |= self._lost_at(trials, rungs, rung, size)
         return frozenset(lost)
 
-    def _lost_at(self, trials: list[TrialRecord], rung: int, size: int) -> set[int]:
-        never = sum(it.state in ("completed", "stopped", "failed") and len(it.reports) <= rung for it in trials)
+    def _lost_at(self, trials: list[TrialRecord], rungs: Sequence[float], rung: int, size: int) -> set[int]:
+        reached = _reached(trials, rungs, rung)
+        ended = ("completed", "stopped", "failed")
+        never = sum(it.state in ended for it in trials) - sum(it.state in ended for it, _ in reached)
         most = max(1, math.floor((size - never) / self.reduction_factor))
-        reached = best_first([it for it in trials if len(it.reports) > rung and it.state != "failed"], rung)
         return {
             it.number
-            for place, it in enumerate(reached)
-            if it.state == "paused" and len(it.reports) == rung + 1 and (place >= most or math.isnan(it.reports[rung].value))
+            for place, (it, reports) in enumerate(_best_first(reached, rung))
+            if it.state == "paused" and len(reports) == rung + 1 and (place >= most or math.isnan(reports[rung].value))
         }
 
     def _promotable(self, history: History, bracket: int, rung: int) -> int | None:
-        reached = [
-            it
-            for it in history.values()
-            if len(it.reports) > rung and it.state != "failed" and self.bracket_of(it.number) == bracket
-        ]
-        count = math.floor(len(reached) / self.reduction_factor)
+        members = (it for it in history.values() if len(it.reports) > rung and self.bracket_of(it.number) == bracket)
+        best = _best_first(_reached(members, self.rungs(bracket), rung), rung)
+        count = math.floor(len(best) / self.reduction_factor)
         is_last_call = len(history) >= self.population and not any(it.state == "running" for it in history.values())
-        if is_last_call and not any(len(it.reports) > rung + 1 for it in reached):
+        if is_last_call and not any(len(reports) > rung + 1 for _, reports in best):
             count = max(1, count)
-        best = best_first(reached, rung)[:count]
-        for trial in best:
-            is_number = not math.isnan(trial.reports[rung].value)
-            if trial.state == "paused" and len(trial.reports) == rung + 1 and is_number:
+        for trial, reports in best[:count]:
+            if trial.state == "paused" and len(reports) == rung + 1 and not math.isnan(reports[rung].value):
                 return trial.number
         return None
+
+
+def _reached(trials: Iterable[TrialRecord], rungs: Sequence[float], rung: int) -> _Reached:
+    """Return the trials that have reached a rung."""
+    might = (it for it in trials if len(it.reports) > rung)
+    return [(it, reports) for it in might if len(reports := _at_rungs(it, rungs)) > rung]
+
+
+def _at_rungs(trial: TrialRecord, rungs: Sequence[float]) -> list[RungReport]:
+    """Return a trial's report at each rung that it has reached: the first that is not before it, and after the rung below's.
+
+    Without other rungs, or another scheduler, in an earlier start of the sweep these are all its reports.
+    """
+    found: list[RungReport] = []
+    for report in trial.reports:
+        if len(found) < len(rungs) and report.time >= rungs[len(found)]:
+            found.append(report)
+    return found
+
+
+def _best_first(reached: _Reached, rung: int) -> _Reached:
+    """Return the trials that have reached a rung and not failed by their value there, of equal ones the older first."""
+    alive = [(it, reports) for it, reports in reached if it.state != "failed"]
+    return sorted(alive, key=lambda one: (*sort_key(one[1][rung].value), one[0].number))
 
 
 def hyperband(grace_period: float, reduction_factor: float, max_t: float, population: int) -> Asha:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
+from prefect_torch.flows.sweeps.journal.history import History
 
 WITH_RUNGS = ("asha", "hyperband", "pbt")  # the schedulers that decide at rungs
 
@@ -119,8 +119,3 @@ class RunToTheEnd(ResumesAll):
 def sort_key(value: float) -> tuple[bool, float]:
     """Return a key that sorts values, the best first and NaN last."""
     return (math.isnan(value), 0.0 if math.isnan(value) else value)
-
-
-def best_first(trials: list[TrialRecord], rung: int) -> list[TrialRecord]:
-    """Return trials by the value of their report at a rung, of equal ones the older first."""
-    return sorted(trials, key=lambda trial: (*sort_key(trial.reports[rung].value), trial.number))

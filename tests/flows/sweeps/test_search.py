@@ -290,6 +290,20 @@ def test_halving_gives_up_a_trial_as_soon_as_it_cannot_be_resumed():
     assert states == {"stopped", "completed"}
 
 
+@pytest.mark.parametrize("before", [{"scheduler": "median"}, {"scheduler": "asha", "grace_period": 1}], ids=str)
+def test_halving_after_another_scheduler_or_with_other_rungs_compares_trials_at_its_own(before):
+    simulation = Simulation(configured(**before, max_t=9), SPACE, fall_to_distance, epochs=100)
+    simulation.lead(stop_after=60)
+    simulation.config = configured(scheduler="asha", grace_period=3, max_t=9)
+    search = simulation.lead()
+    steps = {trial.state: set() for trial in search.trials.values()}
+    for trial in search.trials.values():
+        steps[trial.state].add(simulation.steps[trial.run])
+    assert steps["completed"] == {9}
+    assert min(steps["paused"]) >= 3
+    assert "running" not in steps
+
+
 def test_a_trial_whose_score_is_nan_is_never_promoted():
     def sometimes_nan(state, config, step):
         return None, float("nan") if config["lr"] > 1e-3 else config["lr"]
