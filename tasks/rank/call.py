@@ -138,9 +138,22 @@ def _one_line(exc: BaseException) -> str:
 
 
 def _dump_value(value: Any) -> bytes | None:
+    """Return a return value, pickled; of a dict, without the items that cannot be, beside which there are metrics."""
     try:
         return dump_on_cpu(value)
     except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
+        held = {name: item for name, item in value.items() if _pickles((name, item))} if isinstance(value, dict) else {}
+        lost = (
+            f"{', '.join(str(name) for name in value if name not in held)} of the return value" if held else "the return value"
+        )
         with suppress(Exception):  # as for `flush_output`
-            print(f"the return value is dropped, since it cannot be pickled: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
-        return None
+            print(f"{lost} is dropped, since it cannot be pickled: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
+        return dump_on_cpu(held) if held else None
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        dump_on_cpu(value)
+    except Exception:  # noqa: BLE001 - of which kind, the value decides
+        return False
+    return True

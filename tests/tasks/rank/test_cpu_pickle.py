@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -73,3 +74,10 @@ def test_what_a_rank_returns_and_raises_goes_this_way(monkeypatch):
     assert asked == [[1.0, 1.0], [0.0, 0.0]]
     assert pickle.loads(returned)["weight"].tolist() == [1.0, 1.0]
     assert pickle.loads(raised).args[1].tolist() == [0.0, 0.0]
+
+
+def test_of_a_returned_dict_what_cannot_be_pickled_is_dropped_alone(capsys):
+    assert pickle.loads(call._dump_value({"loss": 0.5, "lock": threading.Lock()})) == {"loss": 0.5}
+    assert capsys.readouterr().err.startswith("lock of the return value is dropped, since it cannot be pickled")
+    assert call._dump_value({"lock": threading.Lock()}) is None
+    assert capsys.readouterr().err.startswith("the return value is dropped, since it cannot be pickled")
