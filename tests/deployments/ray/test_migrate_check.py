@@ -213,6 +213,8 @@ def test_the_items_of_a_result_grid_are_results_of_trials():
         ("tune.experiment.experiment.Experiment", "tune.Experiment"),
         ("tune.logger.csv.CSVLoggerCallback", "tune.logger.CSVLoggerCallback"),
         ("tune.schedulers.create_scheduler", "tune.create_scheduler"),
+        ("tune.schedulers.PB2", "tune.schedulers.PB2"),
+        ("tune.schedulers.pb2.PB2", "tune.schedulers.PB2"),
         ("tune.search.sample.qrandint", "tune.qrandint"),
         ("tune.search.variant_generator.grid_search", "tune.grid_search"),
         ("tune.stopper.maximum_iteration.MaximumIterationStopper", "tune.stopper.MaximumIterationStopper"),
@@ -244,6 +246,12 @@ def test_the_arguments_of_tunes_classes_and_of_a_results_methods_are_told_one_by
         ("restore", "restart_errored", "different"),
         ("get_dataframe", "filter_metric", "missing"),
     ]
+
+
+def test_the_schedulers_and_domains_of_tune_are_known_wherever_they_are_defined():
+    known = Equivalents()
+    assert known.has("ray.tune.schedulers.PB2")
+    assert known.of("ray.tune.search.sample.Float").note.startswith("leave it out: a domain is a dict")
 
 
 def test_an_import_that_nothing_uses_is_listed_for_itself():
