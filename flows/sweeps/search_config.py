@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from prefect_torch.tasks.options.run_form import FormModel
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 Mode = Literal["min", "max"]
 
@@ -68,7 +68,7 @@ class SearchConfig(FormModel):
     perturbation_interval: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, title="Interval", description="The time between two decisions of pbt."
     )
-    stop: dict[str, float] | None = Field(
+    stop: dict[str, FiniteFloat] | None = Field(
         default=None,
         title="Stop",
         description="A trial is complete once one of these metrics, or step or training_iteration, is at or above its number.",

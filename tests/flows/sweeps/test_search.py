@@ -83,11 +83,12 @@ WRONG_NAMES = [
     ({"sampler": "builtins:str"}, "returned a str: return an Optuna sampler"),
     ({"scheduler": "pruner", "pruner": "optuna.pruners:NoPruner"}, "pruner='optuna.pruners:NoPruner' cannot be imported"),
     ({"scheduler": "pruner", "pruner": "builtins:dict"}, "returned a dict: return an Optuna pruner"),
+    ({"stop": {"loss": math.nan}}, r"stop\.loss\s+Input should be a finite number"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "problem"), WRONG_NAMES, ids=range(len(WRONG_NAMES)))
-def test_what_is_no_sampler_or_pruner_is_said_by_its_name(changes, problem):
+def test_what_is_no_sampler_pruner_or_limit_is_said_by_its_name(changes, problem):
     with pytest.raises((ValueError, TypeError), match=problem):
         Search(configured(**changes), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
 
