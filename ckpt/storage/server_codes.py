@@ -41,5 +41,7 @@ FULL_STATUS = 507
 # Another policy; also of one object of many.
 REFUSED = frozenset({"AccessDenied"})
 REFUSED_STATUSES = frozenset({401, 403})
+# Another request, or another policy: a malformed one is what a server calls a request that it does not know.
+REQUEST_REFUSED_STATUSES = REFUSED_STATUSES | {400, 405, 501}
 # This machine's clock.
 SKEWED = frozenset({"RequestTimeTooSkewed"})

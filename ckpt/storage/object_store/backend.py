@@ -11,7 +11,7 @@ from typing import TypeVar
 import obstore
 import obstore.exceptions
 import xxhash
-from obstore.store import S3Store
+from obstore.store import ObjectStore, S3Store
 from prefect_torch.ckpt.errors import MalformedRecordError, StorageError
 from prefect_torch.ckpt.storage.digest import RunningDigest, split, write_all
 from prefect_torch.ckpt.storage.keys import check_key
@@ -19,7 +19,7 @@ from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
 
 from .config import open_object_stores, promises_key_order
-from .errors import first_reason, has_no_upload, is_unexplained, translate
+from .errors import first_reason, has_no_upload, is_unexplained, refuses_request, translate
 from .listing import LISTED_AT_ONCE, BucketListing
 from .ranged_reads import read_in_order, read_unsaid_range
 
@@ -51,6 +51,7 @@ class ObstoreStorage:
         self._options = dict(options)
         self._deadline_s = deadline_s
         self._store, self._uploading = open_object_stores(self._url, self._options, deadline_s)
+        self._deleting = self._store
         self._has_answered = False
         self._leaves_ranges_unsaid = False
         is_documented = promises_key_order(self._store)
@@ -195,16 +196,31 @@ class ObstoreStorage:
         return self._call(key, lambda: obstore.get(self._store, key).meta["size"])
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, a thousand per request."""
+        """Remove objects, a thousand per request; each by one of its own where a server refuses such requests.
+
+        Some S3 servers have none of them (Alibaba's OSS), and Ceph 16 wants a right to the bucket for them, which a
+        policy for its objects does not give.
+        """
         paths = [check_key(key) for key in keys]
         for start in range(0, len(paths), _DELETE_AT_ONCE):
             batch = paths[start : start + _DELETE_AT_ONCE]
             try:
-                self._call(batch[0], partial(obstore.delete, self._store, batch))
-            except FileNotFoundError:  # S3 ignores a missing object; other services stop there and leave the rest
-                for path in batch:
-                    with contextlib.suppress(FileNotFoundError):
-                        self._call(path, partial(obstore.delete, self._store, path))
+                self._delete(self._deleting, batch)
+                continue
+            except OSError as exc:
+                if not isinstance(self._store, S3Store) or not refuses_request(exc):
+                    raise
+            singly, _ = open_object_stores(self._url, {**self._options, "aws_disable_bulk_delete": "true"}, self._deadline_s)
+            self._delete(singly, batch)
+            self._deleting = singly
+
+    def _delete(self, store: ObjectStore, batch: Sequence[str]) -> None:
+        try:
+            self._call(batch[0], partial(obstore.delete, store, batch))
+        except FileNotFoundError:  # S3 ignores a missing object; other services stop there and leave the rest
+            for path in batch:
+                with contextlib.suppress(FileNotFoundError):
+                    self._call(path, partial(obstore.delete, store, path))
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
         """Abort unfinished multipart uploads to S3; other services discard them themselves."""

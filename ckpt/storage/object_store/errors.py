@@ -13,6 +13,7 @@ from prefect_torch.ckpt.storage.server_codes import (
     PASSING_STATUSES,
     REFUSED,
     REFUSED_STATUSES,
+    REQUEST_REFUSED_STATUSES,
     SKEWED,
 )
 from prefect_torch.ckpt.text import show_age
@@ -93,6 +94,11 @@ def is_unexplained(error: Exception) -> bool:
     The response to a HEAD has none. In others, a gateway or a proxy has answered in the object store's place.
     """
     return 400 <= _status(error) < 500 and _ANSWER.search(str(error)) is None  # noqa: PLR2004 - HTTP's client errors
+
+
+def refuses_request(error: Exception) -> bool:
+    """Return whether a server refused a whole request for good, and not one object of many."""
+    return classify(error) == "final" and _status(error) in REQUEST_REFUSED_STATUSES
 
 
 def has_no_upload(error: Exception) -> bool:

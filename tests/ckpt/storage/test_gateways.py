@@ -191,6 +191,27 @@ def test_a_right_to_delete_that_is_missing_for_one_object_is_told_at_once(storag
         storage.delete(["run/x"])
 
 
+@pytest.mark.parametrize(
+    "refusal", [REFUSED, Response(501, b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>")]
+)
+def test_objects_go_one_by_one_where_a_request_to_delete_many_is_refused(storage, proxy, once, refusal):
+    keys = [f"run/{number}" for number in range(3)]
+    for key in (*keys, "run/x"):
+        storage.put_bytes(key, b"1")
+    proxy.change = lambda method, _path, response: refusal if method == "POST" else response
+    storage.delete([*keys, "run/missing"])
+    storage.delete(["run/x"])
+    assert [it.partition(" ")[0] for it in proxy.requests if "run" in it or "delete" in it][-6:] == ["POST", *["DELETE"] * 5]
+    assert list(storage.list("")) == []
+
+
+def test_one_refused_deletion_is_an_error_where_deletions_of_many_are_refused_too(storage, proxy):
+    storage.put_bytes("run/x", b"1")
+    proxy.change = lambda *_: REFUSED
+    with pytest.raises(PermissionError, match=r"run/x is refused.*AccessDenied"):
+        storage.delete(["run/x"])
+
+
 def test_an_upload_may_take_as_long_as_the_line_needs_and_other_requests_may_not(moto):
     storage = open_storage(StorageSpec(f"s3://{moto.new_bucket()}", moto.options()))._storage
     waits = [store.client_options["read_timeout"] for store in (storage._store, storage._uploading)]
