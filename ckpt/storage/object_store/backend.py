@@ -124,7 +124,7 @@ class ObstoreStorage:
             MalformedRecordError: If it has more than 1 GiB: nothing that is small, and it would fill the memory.
 
         """
-        found = self._call(key, lambda: obstore.get(self._store, check_key(key)))
+        found = self._call_for(key, lambda: obstore.get(self._store, check_key(key)))
         if (size := found.meta["size"]) > MOST_RECORD_BYTES:
             raise MalformedRecordError(f"{self._url}/{key} has {size} bytes, and a record {MOST_RECORD_BYTES} at most")
         return self._call(key, lambda: bytes(found.bytes()))
@@ -136,7 +136,7 @@ class ObstoreStorage:
         if self._leaves_ranges_unsaid:
             return self._get_unsaid_range(key, start, into)
         try:
-            data = self._call(key, lambda: obstore.get_range(self._store, check_key(key), start=start, length=len(into)))
+            data = self._call_for(key, lambda: obstore.get_range(self._store, check_key(key), start=start, length=len(into)))
         except PermissionError:
             raise
         except (OSError, StorageError) as exc:
@@ -193,7 +193,7 @@ class ObstoreStorage:
         except (obstore.exceptions.BaseError, OSError) as exc:
             if not is_unexplained(exc):
                 raise self._translated(key, exc) from None
-        return self._call(key, lambda: obstore.get(self._store, key).meta["size"])
+        return self._call_for(key, lambda: obstore.get(self._store, key).meta["size"])
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, a thousand per request; each by one of its own where a server refuses such requests.
@@ -276,6 +276,27 @@ class ObstoreStorage:
             raise self._translated(key, exc) from None  # its text has the reason
         self._has_answered = True
         return result
+
+    def _call_for(self, key: str, request: Callable[[], T]) -> T:
+        """Request an object; a refused one that is not listed is missing.
+
+        S3 answers that nothing is there only if this user may list the whole bucket, not if a policy allows a prefix alone
+        (https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html).
+        """
+        try:
+            return self._call(key, request)
+        except PermissionError as exc:
+            if not refuses_request(exc) or not self._is_unlisted(key):
+                raise
+        raise FileNotFoundError(f"{self._url}/{key} does not exist")
+
+    def _is_unlisted(self, key: str) -> bool:
+        """Return whether the listing of the key's folder can be had, and leaves the key out; twice, as of `list`."""
+        folder = _below(key.rpartition("/")[0])
+        with contextlib.suppress(obstore.exceptions.BaseError, OSError):
+            found = [obstore.list_with_delimiter(self._store, folder)["objects"] for _ in range(2)]
+            return all(info["path"] != key for objects in found for info in objects)
+        return False
 
     def _translated(self, key: str, error: Exception) -> Exception:
         if isinstance(error, OSError) and error.errno is not None:

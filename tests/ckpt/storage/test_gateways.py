@@ -30,6 +30,10 @@ BAD_LISTINGS = [b"<Error><Code>InternalError</Code></Error>", b"<html><body>main
 LARGE = bytes(20 * 2**20)
 
 
+def read_range(storage, key):
+    return storage.get_range(key, 0, memoryview(bytearray(1)))
+
+
 @pytest.fixture
 def proxy(moto):
     with proxied(moto.endpoint) as started:
@@ -210,6 +214,29 @@ def test_one_refused_deletion_is_an_error_where_deletions_of_many_are_refused_to
     proxy.change = lambda *_: REFUSED
     with pytest.raises(PermissionError, match=r"run/x is refused.*AccessDenied"):
         storage.delete(["run/x"])
+
+
+@pytest.mark.parametrize("call", [ObstoreStorage.get_bytes, ObstoreStorage.size, ObstoreStorage.digest, read_range])
+def test_a_missing_object_is_told_from_a_refused_one_by_the_listing(storage, proxy, call):
+    """As under a policy that allows s3:ListBucket for a prefix alone."""
+    storage.put_bytes("run/x", b"1")
+    proxy.change = lambda _method, path, response: response if "list-type" in path else REFUSED
+    with pytest.raises(FileNotFoundError, match=r"/some/run/y does not exist"):
+        call(storage, "run/y")
+    with pytest.raises(PermissionError, match=r"/some/run/x is refused"):
+        call(storage, "run/x")
+    proxy.change = lambda *_: REFUSED
+    with pytest.raises(PermissionError, match=r"/some/run/y is refused"):
+        call(storage, "run/y")
+
+
+@pytest.mark.parametrize("body", BAD_LISTINGS)
+def test_a_refused_object_is_not_missing_for_a_200_that_is_no_listing(storage, proxy, body):
+    storage.put_bytes("run/x", b"1")
+    bad = iter([Response(200, body)])
+    proxy.change = lambda _method, path, response: next(bad, response) if "list-type" in path else REFUSED
+    with pytest.raises(PermissionError, match=r"/some/run/x is refused"):
+        storage.get_bytes("run/x")
 
 
 def test_an_upload_may_take_as_long_as_the_line_needs_and_other_requests_may_not(moto):
