@@ -23,6 +23,7 @@ _CLIENT_OPTIONS = {"timeout": "1d", "connect_timeout": "10s"}
 _LONGEST_WAIT_S = 120.0
 # The wait for the response to an upload begins before its first byte is sent, and the line may be shared by hundreds of others.
 _UPLOAD_WAIT_S = 600.0
+_ENDPOINT = re.compile(r"https?://[^\s/]\S*", re.IGNORECASE)  # at any other, object_store panics, with a BaseException
 # object_store knows several names for one setting and rejects two of them together.
 _ALIASES = {
     "access_key_id": "aws_access_key_id",
@@ -83,6 +84,10 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
             config[_ALIASES.get(name, name)] = value
     is_s3 = url.startswith(("s3://", "s3a://"))
     provider = _complete_s3(config) if is_s3 else None
+    if is_s3 and not _ENDPOINT.fullmatch(endpoint := config.get("aws_endpoint_url") or "https://s3"):
+        raise ValueError(
+            f"{url} cannot be opened: {endpoint.rpartition('@')[2]!r} is no address of a server: write http://HOST:PORT or https://HOST"
+        )
     if is_s3 and "root_certificate" not in client and (bundle := os.environ.get("AWS_CA_BUNDLE")):
         client["root_certificate"] = _read_certificates(bundle)
     if any(str(value).startswith("http://") for value in config.values()):

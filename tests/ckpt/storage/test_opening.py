@@ -166,6 +166,16 @@ def test_what_is_no_storage_is_refused(storage):
         parse_storage(storage)
 
 
+@pytest.mark.parametrize(
+    "endpoint", ["127.0.0.1:9000", "minio:9000", "//minio:9000", "http://", "http://minio 1:9000", "ftp://minio"]
+)
+def test_an_endpoint_that_is_no_address_is_refused_without_its_login(endpoint):
+    for given in (endpoint, f"me:secret@{endpoint}"):
+        with pytest.raises(ValueError, match="is no address of a server: write http://HOST:PORT or https://HOST") as caught:
+            open_storage(StorageSpec("s3://bucket", {"aws_endpoint_url": given}))
+        assert repr(endpoint) in str(caught.value)
+
+
 def test_an_unknown_scheme_is_refused():
     with pytest.raises(ValueError, match="nosuch:// cannot be a storage"):
         open_storage("nosuch://x")
