@@ -113,6 +113,7 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
     parameters = credentials.aws_client_parameters
     options.update(_tls_options(parameters.verify_cert_path or parameters.verify))
     options["aws_virtual_hosted_style_request"] = _virtual_hosts(parameters.config)
+    options["proxy_url"] = _proxy(parameters.config, parameters.endpoint_url)
     return StorageSpec(url, {name: value for name, value in options.items() if value})
 
 
@@ -126,6 +127,11 @@ def _tls_options(verify: Any) -> dict[str, str | None]:
 
 def _virtual_hosts(config: Mapping[str, Any] | None) -> str | None:
     return "true" if ((config or {}).get("s3") or {}).get("addressing_style") == "virtual" else None
+
+
+def _proxy(config: Mapping[str, Any] | None, endpoint: str | None) -> str | None:
+    proxies: Mapping[str, str] = (config or {}).get("proxies") or {}
+    return proxies.get((endpoint or "https").partition(":")[0].lower())
 
 
 def _aws_keys(credentials: AwsCredentials) -> dict[str, str | None]:
@@ -169,6 +175,7 @@ def _remote_spec(block: RemoteFileSystem) -> StorageSpec:
         "aws_region": client.get("region_name"),
         "aws_skip_signature": "true" if client.get("anon") else None,
         "aws_virtual_hosted_style_request": _virtual_hosts(settings.get("config_kwargs")),
+        "proxy_url": _proxy(settings.get("config_kwargs"), client.get("endpoint_url")),
         **_tls_options(client.get("verify")),
     }
     return StorageSpec(block.basepath.rstrip("/"), {name: str(value) for name, value in options.items() if value})

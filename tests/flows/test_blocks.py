@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import cloudpickle
 import httpx
 import pytest
+from http_proxy import Response, proxied
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.client_parameters import AwsClientParameters
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
@@ -382,6 +383,25 @@ def test_a_variable_that_names_no_certificates_is_named(monkeypatch):
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere/ca.pem")
     with pytest.raises(ValueError, match=r"AWS_CA_BUNDLE.*'/nowhere/ca.pem'"):
         open_storage("s3://bucket/x")
+
+
+@pytest.mark.parametrize("way", ["block", "remote"])
+def test_the_proxy_of_a_block_is_used(moto, way):
+    server = "http://s3.example.invalid"
+    with proxied(moto.endpoint) as proxy:
+        proxy.change = lambda *_: Response(200, b"<ListMultipartUploadsResult/>", {"ETag": '"1"'})
+        proxies = {"proxies": {"http": proxy.endpoint, "https": "http://other.invalid"}}
+        if way == "block":
+            parameters = AwsClientParameters(endpoint_url=server, config=proxies)
+            credentials = AwsCredentials(aws_access_key_id="key", aws_secret_access_key="x", aws_client_parameters=parameters)
+            spec = parse_storage(S3Bucket(bucket_name="bucket", credentials=credentials))
+        else:
+            settings = {"key": "key", "secret": "x", "endpoint_url": server, "config_kwargs": proxies}
+            spec = parse_storage(RemoteFileSystem(basepath="s3://bucket", settings=settings))
+        storage = open_storage(replace(spec, retry=RetryPolicy(0.0)))
+        storage.put_bytes("run/x", b"1")
+        storage.remove_interrupted("run/", 3600)
+        assert [it.partition("?")[0] for it in proxy.requests] == [f"PUT {server}/bucket/run/x", f"GET {server}/bucket"]
 
 
 @pytest.mark.parametrize("name", ["profile", "requester_pays", "s3_additional_kwargs"])

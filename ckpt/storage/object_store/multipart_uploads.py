@@ -24,8 +24,9 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int
 
     below = "/".join(part for part in (store.prefix, prefix) if part)
     try:
-        with _verify(dict(store.client_options or {})) as verify:
-            return _abort_below(_client(store, verify), store, below, timedelta(seconds=older_than_s))
+        http: dict[str, Any] = dict(store.client_options or {})
+        with _verify(http) as verify:
+            return _abort_below(_client(store, verify, http.get("proxy_url")), store, below, timedelta(seconds=older_than_s))
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as exc:
         _logger.info("unfinished uploads to %s cannot be aborted, and are left to the bucket's lifecycle rule: %s", below, exc)
         return 0
@@ -68,7 +69,7 @@ def _verify(http: Mapping[str, Any]) -> Iterator[bool | str]:
         yield file.name
 
 
-def _client(store: S3Store, verify: bool | str) -> Any:
+def _client(store: S3Store, verify: bool | str, proxy: str | None) -> Any:
     import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
     from botocore.config import Config  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
 
@@ -82,5 +83,9 @@ def _client(store: S3Store, verify: bool | str) -> Any:
         aws_secret_access_key=config.get("secret_access_key"),
         aws_session_token=config.get("session_token"),
         verify=verify,
-        config=Config(s3={"addressing_style": "virtual" if is_virtual else "path"}, retries={"total_max_attempts": 3}),
+        config=Config(
+            s3={"addressing_style": "virtual" if is_virtual else "path"},
+            retries={"total_max_attempts": 3},
+            proxies=None if proxy is None else {"http": proxy, "https": proxy},
+        ),
     )
