@@ -24,6 +24,7 @@ _ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(OBJECT_STORES))}|file|memory|sftp
 # A host's port, or an address in brackets, is no user with a password. A form's JSON schema uses this pattern, too.
 URL_WITH_LOGIN = r"[A-Za-z][A-Za-z0-9+.-]*://[^/:@\[]*:(?!\d+(/|$))[^@]*@"
 _PASSWORD = re.compile(URL_WITH_LOGIN)
+_PORT = re.compile(r"[^/:]+:\d+(/|$)")
 _PARAMETERS = re.compile(r"\?([\w.%/:-]+=[^&]*&)*(endpoint_override|scheme|region)=")
 
 
@@ -79,6 +80,8 @@ _LETTERS = {_letters(slug) for slug in BLOCK_SLUGS}
 
 
 def _absolute(path: str) -> str:
+    if path.lower().startswith("dbfs:/"):
+        raise ValueError(f"{path} is a path of Databricks' own tools: write /dbfs/…, where its machines have it mounted")
     if _ONE_SLASH.match(path):
         raise ValueError(
             f"{path.partition(':')[0]}:/… is a URL that lost a slash, as in pathlib.Path('s3://…'): give the URL as a string"
@@ -107,6 +110,11 @@ def normalized(spec: StorageSpec) -> StorageSpec:
         )
     if scheme in OBJECT_STORES and not rest.partition("/")[0]:
         raise ValueError(f"{spec.url} names no bucket: write {scheme}://bucket/prefix")
+    if scheme in _BUCKETS and _PORT.match(rest):
+        raise ValueError(
+            f"{scheme}://{rest.partition('/')[0]} names a server's port, and the first part of the URL is the bucket: write "
+            f"{scheme}://bucket/prefix, and give the server's address in AWS_ENDPOINT_URL or as an S3 block's endpoint_url"
+        )
     if scheme in _BUCKETS and _PARAMETERS.search(rest):
         raise ValueError(
             f"{scheme}://{rest.partition('?')[0]} goes on with parameters, as pyarrow has them: give the server's address in "

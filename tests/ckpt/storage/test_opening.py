@@ -45,6 +45,8 @@ def test_a_file_url_loses_nothing_of_its_path(url, path):
         (" s3://bucket/x", "neither a path nor a URL"),
         ("simplecache::s3://bucket/x", "neither a path nor a URL"),
         (Path("s3://bucket/x"), "lost a slash"),
+        ("s3://minio:9000/bucket/x", "names a server's port"),
+        ("dbfs:/x", "write /dbfs/"),
         ("s3://bucket/x?versionId=1", "write %3F"),
         ("s3://bucket/x#y", "write %3F or %23"),
         ("s3://bucket/x?scheme=http&endpoint_override=localhost:9000", "AWS_ENDPOINT_URL and the region in AWS_REGION"),
