@@ -50,12 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slots", type=_at_least_one, help="for how many ranks there is room at most")
     parser.add_argument("--gpus", action="store_true", help="take a free GPU for each rank, and have room for no more ranks")
     options = parser.parse_args(arguments)
-    key = os.environ.pop(KEY_VARIABLE, None) or sys.stdin.readline().strip()
-    if not key:
-        print(f"give the key in {KEY_VARIABLE}, or as a line on stdin", file=sys.stderr)  # noqa: T201 - a program
-        return 1
     try:
-        connection, link = _connect(options.leader, key)
+        leader = _address_of(options.leader)
+        key = os.environ.pop(KEY_VARIABLE, None) or sys.stdin.readline().strip()
+        if not key:
+            print(f"give the key in {KEY_VARIABLE}, or as a line on stdin", file=sys.stderr)  # noqa: T201 - a program
+            return 1
+        connection, link = _connect(leader, key)
     except ValueError as exc:
         print(exc, file=sys.stderr)  # noqa: T201 - a program
         return 2
@@ -81,11 +82,15 @@ def _take_gpus(most: int | None, leader: str) -> "GpuSeat":
     return take_free(most, f"a training led from {leader}")
 
 
-def _connect(leader: str, key: str) -> tuple[socket.socket, Link]:
+def _address_of(leader: str) -> tuple[str, int]:
     host, _, port = leader.rpartition(":")
     if not (host and port.isdecimal() and int(port) in _PORTS):
         raise ValueError(f"{leader!r} is no address of a leader: give HOST:PORT, with a port of 1 to {_PORTS[-1]}")
-    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S)
+    return host.strip("[]"), int(port)
+
+
+def _connect(leader: tuple[str, int], key: str) -> tuple[socket.socket, Link]:
+    connection = socket.create_connection(leader, timeout=_CONNECT_S)
     return connection, greet_leader(connection, key, _CONNECT_S, _SILENT_S)
 
 

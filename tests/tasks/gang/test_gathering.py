@@ -1,6 +1,8 @@
 """What the leader says of machines that do not come."""
 
+import io
 import socket
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -51,8 +53,9 @@ def test_an_agent_has_room_for_a_rank_at_least(capsys, slots):
 
 
 @pytest.mark.parametrize("leader", ["nohost", "host:abc", "host:0", "host:99999", ":1"])
-def test_an_address_that_leads_nowhere_is_one_line(capsys, monkeypatch, leader):
-    monkeypatch.setenv(agent.KEY_VARIABLE, "key")
+def test_an_address_that_leads_nowhere_is_one_line_before_the_key_is_asked_for(capsys, monkeypatch, leader):
+    monkeypatch.delenv(agent.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert agent.main([leader]) == 2
     assert capsys.readouterr().err == f"'{leader}' is no address of a leader: give HOST:PORT, with a port of 1 to 65535\n"
 
