@@ -576,6 +576,7 @@ def test_a_shell_variable_without_a_value_names_nothing(local, command, argument
         (("ls", "{local}", "../run"), 1, "run name '../run': use"),
         (("ls", "{local}", "none"), 1, "there is no run 'none' in"),
         (("ls",), 2, "Missing argument 'STORAGE'; see prefect-torch ls --help"),
+        (("execute",), 2, "no flow run: give its id, or set PREFECT__FLOW_RUN_ID; see prefect-torch execute --help"),
         (("nosuch",), 2, "No such command 'nosuch'"),
         (("show", "{local}", "run", "--jsn"), 2, "No such option"),
         (("pull", "{local}", "run"), 2, "give DIRECTORY, or ID and DIRECTORY"),
