@@ -300,7 +300,7 @@ def test_a_report_starts_no_validation():
 )
 def test_tensors_of_one_number_are_numbers(store, tmp_path):
     assert commit(store, tmp_path, {"loss": torch.tensor(0.5)}).metrics == {"loss": 0.5}
-    with pytest.raises(ValueError, match="metric 'loss' is a Tensor"):
+    with pytest.raises(ValueError, match="metric 'loss' is of type Tensor"):
         Attempt(store).session().report({"loss": torch.zeros(2)})
 
 
@@ -312,7 +312,7 @@ def test_tensors_of_one_number_are_numbers(store, tmp_path):
 )
 def test_numpys_numbers_are_numbers(store, tmp_path):
     assert commit(store, tmp_path, {"loss": np.float32(0.5)}).metrics == {"loss": 0.5}
-    with pytest.raises(ValueError, match="metric 'when' is a object"):
+    with pytest.raises(ValueError, match="metric 'when' is of type object"):
         Attempt(store).session().report({"when": object()})
 
 
@@ -336,7 +336,7 @@ def test_metrics_without_a_checkpoint_are_recorded(store):
     reason="numbers, texts and dicts of them; a list is a ValueError in the caller's line",
 )
 def test_a_list_is_no_metric(store):
-    with pytest.raises(ValueError, match="metric 'losses' is a list"):
+    with pytest.raises(ValueError, match="metric 'losses' is of type list"):
         Attempt(store).session().report({"losses": [1.0]})
 
 

@@ -64,7 +64,7 @@ def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
         try:
             item = value.item()  # type: ignore[attr-defined]  # as `_has_item` says
         except Exception as exc:  # for example a tensor on the meta device
-            raise ValueError(f"metric {name!r} is a {type(value).__name__} without a value: {exc}") from exc
+            raise ValueError(f"metric {name!r} is of type {type(value).__name__}, without a value: {exc}") from exc
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
     if isinstance(value, str):  # subclasses, numpy.str_ and enums among them
@@ -74,7 +74,7 @@ def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
     if isinstance(value, float):
         return float(value)
     raise ValueError(
-        f"metric {name!r} is a {type(value).__name__}; "
+        f"metric {name!r} is of type {type(value).__name__}; "
         "report numbers, bools, strings, None or dicts of them (a tensor's .item(), a list's mean), "
         "and put everything else into the checkpoint"
     )

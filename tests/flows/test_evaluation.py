@@ -121,7 +121,7 @@ def fill(tmp_path, epochs) -> CheckpointStore:
     [
         (None, "m:f returned a NoneType on rank 0: return a dict"),
         ([1], "returned a list"),
-        ({"a": [1]}, "metric 'a' is a list"),
+        ({"a": [1]}, "metric 'a' is of type list"),
     ],
 )
 def test_what_cannot_be_attached_is_refused_in_the_rank_that_returned_it(returned, told):

@@ -618,7 +618,7 @@ def test_a_report_that_one_rank_got_wrong_is_its_failure_not_its_peers(run):
     def wrong_on_rank_1():
         report({"loss": 1 if get_context().world_rank == 0 else [1]})
 
-    with pytest.raises(ValueError, match="metric 'loss' is a list"):
+    with pytest.raises(ValueError, match="metric 'loss' is of type list"):
         train(wrong_on_rank_1, None, TWO, run)
     assert Result.from_storage(run.storage, "run").attempts == 1
 
