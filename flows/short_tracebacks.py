@@ -3,6 +3,7 @@
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.one_line_messages import restore_message
 from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
 
+from .awaited_call import check_not_awaited
 from .cluster_runner import use_threads
 from .leading import set_terminated_state
 from .monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals, show_short
@@ -106,6 +108,7 @@ class ShortTracebackFlow(Flow[P, R]):
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Call the flow; see `prefect.Flow`."""
+            check_not_awaited(sys._getframe(1), self.fn.__name__)  # noqa: SLF001 - inspect reads the source of each frame
             shorten_logs()
             token = _is_called.set(not kwargs.get("return_state", False))
             try:

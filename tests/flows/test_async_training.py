@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import re
+import sys
 from pathlib import Path
 from uuid import UUID
 
@@ -12,7 +13,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore, get_checkpoint, get_context, report
-from prefect_torch.flows import Result, RunConfig, ScalingConfig, atrain, train
+from prefect_torch.flows import Result, RunConfig, ScalingConfig, atrain, prune, train
+from prefect_torch.flows.awaited_call import check_not_awaited
 
 # Prefect's client of an async flow leaves its socket to the garbage collector when the loop ends (tried with 3.8.8).
 pytestmark = pytest.mark.filterwarnings(
@@ -95,6 +97,37 @@ def test_what_a_training_raises_reaches_the_await(tmp_path):
                 run=RunConfig(name="run", storage=str(tmp_path)),
             )
         )
+
+
+def test_an_await_of_a_blocking_flow_is_refused_before_it_begins(tmp_path):
+    run = RunConfig(name="run", storage=str(tmp_path))
+
+    async def by_position():
+        await train("trainings:train_epochs", {"epochs": 1}, None, run)
+
+    async def by_name():
+        arguments = {"config": {"epochs": 1}, "run": run}
+        return [await train(train_fn="trainings:train_epochs", **arguments)]
+
+    async def a_prune():
+        await prune(str(tmp_path))
+
+    refused = "blocks until it has ended and returns nothing to await: call it without `await`"
+    for call in (by_position, by_name):
+        with pytest.raises(TypeError, match=rf"^train\(\) {refused}; `await atrain\(...\)` takes the same arguments"):
+            asyncio.run(call())
+    with pytest.raises(TypeError, match=rf"^prune\(\) {refused}$"):
+        asyncio.run(a_prune())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_blocking_call_of_a_coroutine_is_let_through():
+    async def calls():
+        check_not_awaited(sys._getframe(), "train")
+        check_not_awaited(sys._getframe(), name="train")
+        await asyncio.sleep(0)
+
+    asyncio.run(calls())
 
 
 def test_the_async_flow_of_the_page_about_own_flows_trains_both(tmp_path, monkeypatch, capsys):
