@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from prefect_torch.flows.monitoring.pages.attempt_log import Position
 from prefect_torch.flows.monitoring.text import shorten, show_duration, show_number
@@ -19,7 +20,8 @@ _TIME_COLOURS = {"training": "#16a34a", "checkpointing": "#3b82f6", "restarting"
 _PANEL_HEIGHT = 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 40, 26
 _BAR_HEIGHT, _LINE_HEIGHT = 16, 18
-_LETTER_WIDTH, _ENTRY_MARGIN = 6.6, 34.0  # a letter's mean width; the swatch of a legend's entry and the gap after it
+_LETTER_WIDTH, _LETTER_HEIGHT = 6.6, 8.0  # a letter's mean width, a capital's height
+_ENTRY_MARGIN = 34.0  # the swatch of a legend's entry and the gap after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def _draw(panel: Panel, index: int, left: float, top: float, width: float, steps
         *(draw_line(inner, line, colour, opacity="0.35") for line in panel.lost),
         draw_line(inner, panel.kept, colour),
         draw_dot(inner, panel.kept[-1], colour),
-        *_best(inner, panel.best, colour),
+        *_best(inner, panel.kept, panel.best, colour),
     ))  # fmt: skip
 
 
@@ -125,15 +127,36 @@ def _boundaries(frame: Frame, first_steps: Mapping[int, int]) -> Iterable[str]:
             yield text(x, frame.top - 7, f"#{number}", text_anchor="middle", font_size="9")
 
 
-def _best(frame: Frame, best: Point | None, colour: str) -> Iterable[str]:
-    """Draw a ring around the best point, and its step on the side where the picture has room."""
+def _best(frame: Frame, line: Sequence[Point], best: Point | None, colour: str) -> Iterable[str]:
+    """Draw a ring around the best point, and its step on the side where the picture has room, clear of the line."""
     if best is None:
         return
-    x, y = frame.x(best[0]), frame.y(best[1])
+    x, y, words = frame.x(best[0]), frame.y(best[1]), f"best at {best[0]}"
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" fill="none" stroke="{colour}" stroke-width="1.6"/>'
-    is_left, is_high = x < frame.left + frame.width / 2, y < frame.top + frame.height / 2
+    is_left = x < frame.left + frame.width / 2
+    start = x + 8 if is_left else x - 8
+    ends = sorted((start, start + _LETTER_WIDTH * len(words) * (1 if is_left else -1)))
     place = {"text_anchor": "start" if is_left else "end", "font_weight": "600", "fill": colour}
-    yield text(x + (8 if is_left else -8), y + (16 if is_high else -9), f"best at {best[0]}", **place)
+    yield text(start, _baseline(frame, line, ends[0], ends[1], y), words, **place)
+
+
+def _baseline(frame: Frame, line: Sequence[Point], left: float, right: float, y: float) -> float:
+    """Return the baseline nearest to `y` on which a label from `left` to `right` is within the frame and not on the line."""
+    heights = list(_heights(frame, line, left, right))
+    middle = y + _LETTER_HEIGHT / 2
+    baselines = sorted(range(int(frame.top) + 10, int(frame.bottom) - 4, 2), key=lambda it: abs(it - middle))
+    clear = (it for it in baselines if all(low < it - _LETTER_HEIGHT - 4 or high > it + 4 for high, low in heights))
+    return next(clear, baselines[0])
+
+
+def _heights(frame: Frame, line: Sequence[Point], left: float, right: float) -> Iterator[tuple[float, float]]:
+    """Yield the top and the bottom of each segment of the line between `left` and `right`."""
+    places = [(frame.x(step), frame.y(value)) for step, value in line]
+    for (x1, y1), (x2, y2) in pairwise(places):
+        first, last = max(left, min(x1, x2)), min(right, max(x1, x2))
+        if first <= last:
+            ends = [y1 + (y2 - y1) * ((x - x1) / (x2 - x1)) if x2 != x1 else y for x, y in ((first, y1), (last, y2))]
+            yield min(ends), max(ends)
 
 
 def _bar(spent: Mapping[str, float]) -> Iterator[str]:

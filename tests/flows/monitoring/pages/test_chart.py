@@ -93,6 +93,19 @@ def test_the_best_of_the_score_is_marked_with_its_step_where_it_was_kept():
     assert [circle.get("fill") for circle in picture.iter(f"{SVG}circle")].count("none") == 1
 
 
+@pytest.mark.parametrize("value", [lambda x: 1 - x, lambda x: x, lambda x: math.exp(-5 * x), lambda x: (x - 0.3) ** 2])
+def test_the_label_of_the_best_is_clear_of_the_line(value):
+    (curve,) = curves_of(loss=[value(step / 100) for step in range(100)])
+    picture = ET.fromstring(draw_curves([curve], {1: END}, {1: 0}, {"loss": curve.best({1: END}, "min")}))
+    (label,) = (it for it in picture.iter(f"{SVG}text") if (it.text or "").startswith("best at"))
+    start, baseline, width = float(label.get("x")), float(label.get("y")), 5.5 * len(label.text)
+    left, right = (start - width, start) if label.get("text-anchor") == "end" else (start, start + width)
+    (points,) = lines(picture)
+    beside = [y for x, y in (map(float, point.split(",")) for point in points) if left <= x <= right]
+    assert beside
+    assert not [y for y in beside if baseline - 9 <= y <= baseline]
+
+
 def test_more_metrics_than_fit_are_neither_drawn_nor_held():
     curves = Curves()
     curves.add(record(1, 0, **{f"m{number}": number for number in range(MAX_CURVES + 5)}))
