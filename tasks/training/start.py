@@ -1,6 +1,7 @@
 """The start of an attempt: the claim on the run, and the checkpoint that the ranks resume from."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore
@@ -9,6 +10,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, record_resumed_fro
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -148,7 +150,8 @@ def _choose(
             pin.remove()
         return store.checkpoint(manifest), True
     if job.initial_checkpoint is not None:
-        return _open_initial(job.initial_checkpoint, job.run_config, node_copy, pin), False
+        with _missing_run_named(job.initial_checkpoint):
+            return _open_initial(job.initial_checkpoint, job.run_config, node_copy, pin), False
     if job.run_config.resume == "must":
         raise CheckpointNotFoundError(
             f"run {store.run!r} in {store.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
@@ -170,3 +173,16 @@ def _open_initial(initial: CheckpointRef, run: RunConfig, node_copy: NodeCopy, p
             pin.remove()
         raise
     return checkpoint
+
+
+@contextmanager
+def _missing_run_named(initial: CheckpointRef) -> Iterator[None]:
+    """Say that the run does not exist where that is why its checkpoint was not found: its name, or the storage, is wrong."""
+    try:
+        yield
+    except CheckpointNotFoundError as exc:
+        run = Run.open(initial.storage, initial.run)
+        if run.has_begun():
+            raise
+        what = f"there is no run {run.name!r} in {run.storage.url}, so it has no checkpoint {initial.checkpoint_id}"
+        raise CheckpointNotFoundError(what) from exc
