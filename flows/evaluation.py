@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.metrics import Metrics
@@ -21,7 +21,7 @@ from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, sho
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.user_code.function import PackedFunction, pack_function
-from prefect_torch.tasks.run_logs import library_logs_in_run
+from prefect_torch.tasks.run_logs import get_run_logger, library_logs_in_run
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
@@ -17,6 +16,7 @@ from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.processes.local_rank import prepare_ranks
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination
 from prefect_torch.tasks.rank.failures import counts_against
+from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import Observer, Observers
 from prefect_torch.tasks.training.restarts import Restarts

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
+from prefect_torch.tasks.run_logs import get_run_logger
 from pydantic import Field
 
 from .monitoring.pages.runs_page import refresh_runs_page

@@ -5,7 +5,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Annotated, Any
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointNotFoundError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
@@ -41,6 +41,7 @@ from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.rank.user_code.function_reference import reference_to
+from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.leadership import claim_leadership, record_outcome
 from prefect_torch.tasks.training.start import lineage_of
 from prefect_torch.tasks.training.unusable_storage import unusable_storage_explained

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.run import Run
@@ -25,6 +25,7 @@ from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.user_code.function import pack_function
+from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.job import TrainJob
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema

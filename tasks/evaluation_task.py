@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
@@ -27,7 +27,7 @@ from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
-from .run_logs import library_logs_in_run
+from .run_logs import get_run_logger, library_logs_in_run
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import replace
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
@@ -12,7 +12,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.runs.pruning import collect_garbage, prune
 from prefect_torch.tasks.options.storage import configured_storage
 
-from .run_logs import library_logs_in_run
+from .run_logs import get_run_logger, library_logs_in_run
 
 _SHOWN = 20  # in a log line
 

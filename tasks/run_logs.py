@@ -1,13 +1,32 @@
-"""The log of `prefect_torch.ckpt` as part of the current run's log: the UI shows no other loggers."""
+"""The log of the current run, also that of `prefect_torch.ckpt` as part of it: the UI shows no other loggers."""
 
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
-from prefect import get_run_logger
+import prefect
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.logging.loggers import flow_run_logger
+
+Logger: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 
 _LIBRARY = logging.getLogger("prefect_torch.ckpt")
+
+
+def get_run_logger() -> Logger:
+    """Return the logger of the innermost task run or flow run.
+
+    Prefect's function of this name gives the lines of a flow that a task has called to that task, and the page of the flow's
+    own run lacks them.
+    """
+    flow_run, task_run = FlowRunContext.get(), TaskRunContext.get()
+    if flow_run is None or flow_run.flow_run is None or task_run is None:
+        return prefect.get_run_logger()
+    if task_run.task_run.flow_run_id == flow_run.flow_run.id:
+        return prefect.get_run_logger()
+    return flow_run_logger(flow_run.flow_run, flow_run.flow)
 
 
 @contextmanager
@@ -25,7 +44,7 @@ def library_logs_in_run() -> Iterator[None]:
 
 
 class _ToRun(logging.Handler):
-    def __init__(self, run_logger: "logging.Logger | logging.LoggerAdapter[logging.Logger]") -> None:
+    def __init__(self, run_logger: Logger) -> None:
         super().__init__(logging.INFO)
         self._run_logger = run_logger
         self._thread = threading.get_ident()

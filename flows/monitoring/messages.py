@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Iterator
 from itertools import islice
 
-from prefect import get_run_logger
 from prefect.blocks.core import Block
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
@@ -21,6 +20,7 @@ from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.result import Result
 from prefect_torch.tasks import RunConfig
+from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, TrainingEvent
 

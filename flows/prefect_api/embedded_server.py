@@ -19,8 +19,8 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
-from prefect import get_run_logger
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .settings import settings_with, using
 

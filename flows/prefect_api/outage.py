@@ -9,7 +9,6 @@ from typing import Any
 from uuid import UUID
 
 import httpx
-from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.logging.handlers import APILogWorker
@@ -21,6 +20,7 @@ from prefect.settings import (
     PREFECT_SERVER_CSRF_PROTECTION_ENABLED,
     temporary_settings,
 )
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .embedded_server import ServerKeeper, embedded_server_kept_running
 from .settings import without_retries

@@ -8,7 +8,6 @@ from typing import Any
 from uuid import UUID
 
 import httpx
-from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun
@@ -30,6 +29,7 @@ from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import end_of, standing_of_start
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.options.config import UNLIMITED
+from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .trial_runs import Training, TrialDecisions, warn_of_outage

@@ -1,6 +1,5 @@
 """The trials of a sweep, led to the end of its search: started, recorded, and deleted where better ones keep theirs."""
 
-from prefect import get_run_logger
 from prefect_torch.ckpt import StorageError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.run import Run
@@ -11,6 +10,7 @@ from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import delete_all, end_of, undecided, unpin_source
 from prefect_torch.flows.sweeps.unused_criteria import UnusedCriteria
 from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .trial_runs import TrialRuns
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prefect import get_run_logger
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
@@ -19,6 +18,7 @@ from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
+from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.job import TrainJob
 
 

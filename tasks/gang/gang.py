@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from prefect import get_run_logger
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt.reporting.events import EventReceiver, ReportEvent, Sent
@@ -28,6 +27,7 @@ from prefect_torch.tasks.rank.rendezvous import (
     heartbeat_key,
 )
 from prefect_torch.tasks.rank.spec import RankSpec
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .node_task import train_node
 from .rank_groups import RankGroup, group_ranks

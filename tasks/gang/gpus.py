@@ -231,7 +231,7 @@ def take_free(most: int | None, owner: str) -> GpuSeat:
 
 def get_run_logger() -> Any:
     """Return the log of the current run; an agent, which never waits for GPUs, does not import prefect."""
-    from prefect import get_run_logger as of_prefect  # noqa: PLC0415
+    from prefect_torch.tasks.run_logs import get_run_logger as of_prefect  # noqa: PLC0415
 
     return of_prefect()
 

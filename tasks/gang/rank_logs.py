@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 
-from prefect import get_run_logger
 from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.rank.spec import RankSpec
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .log_levels import LEVELS, LineLevels
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, Protocol
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Failed
@@ -18,6 +18,7 @@ from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import CONSEQUENCES
 from prefect_torch.tasks.rank.rendezvous import connect, heartbeat_key
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .lost_peers import describe_lost_connection
 from .rank_logs import RankLog

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from prefect import get_run_logger
 from prefect_torch.ckpt import RunBusyError, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_unless_led
@@ -10,6 +9,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.standing import standing_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.tasks.liveness import may_be_led
+from prefect_torch.tasks.run_logs import get_run_logger
 
 
 def claim_leadership(

@@ -4,7 +4,6 @@ import re
 from uuid import UUID
 
 import httpx
-from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -20,6 +19,7 @@ from prefect.states import Crashed
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.tasks.liveness import impatient_client
+from prefect_torch.tasks.run_logs import get_run_logger
 
 _PAGE = 200
 _OF_RANKS = re.compile(r"rank-\d+|node-\d+: ranks .*")  # a run's name may have "rank" in it, and is in its task run's

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 from uuid import UUID
 
-from prefect import get_run_logger
 from prefect_torch.ckpt import Plan
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
 from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.tasks.run_logs import get_run_logger
 
 REFRESH_S = 1.0
 _LONGEST_CLOSE_S = 20.0

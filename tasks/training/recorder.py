@@ -6,7 +6,6 @@ from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 
-from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, Sent
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
@@ -14,6 +13,7 @@ from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_re
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.text import utc_now
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .job import TrainJob
 from .observers import Observers

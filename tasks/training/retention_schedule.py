@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from prefect import get_run_logger
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
@@ -12,6 +11,7 @@ from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.metrics import find_score
 from prefect_torch.ckpt.runs.retention import Committed, plan
 from prefect_torch.tasks.prune_task import prune_checkpoints
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .job import TrainJob
 from .observers import CheckpointsPruned, Observers

@@ -3,9 +3,9 @@
 import shlex
 
 import xxhash
-from prefect import get_run_logger
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageError
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.run_logs import get_run_logger
 
 
 class SourcePin:

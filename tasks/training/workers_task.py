@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import FencedError
@@ -31,7 +31,7 @@ from prefect_torch.tasks.rank.one_line_messages import shorten_message
 from prefect_torch.tasks.rank.plain_result import encode_value
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
-from prefect_torch.tasks.run_logs import library_logs_in_run
+from prefect_torch.tasks.run_logs import get_run_logger, library_logs_in_run
 
 from .job import TrainJob
 from .leadership import record_outcome

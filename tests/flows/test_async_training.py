@@ -35,7 +35,7 @@ async def ticks_during(work):
     return await pending, number
 
 
-def test_two_trainings_of_an_async_flow_run_at_once_as_its_subflows_one_of_them_in_a_task(tmp_path):
+def test_two_trainings_of_an_async_flow_run_at_once_as_its_subflows_one_of_them_in_a_task(tmp_path, caplog):
     @task
     async def in_a_task():
         return await atrain("trainings:train_epochs", {"epochs": 2}, TWO, RunConfig(name="b", storage=str(tmp_path)))
@@ -54,6 +54,8 @@ def test_two_trainings_of_an_async_flow_run_at_once_as_its_subflows_one_of_them_
     with get_client(sync_client=True) as client:
         subflows = client.read_flow_runs(flow_run_filter=of_parent)
     assert [run.state_name for run in subflows] == ["Completed"] * 2
+    begun = {(record.name, record.flow_run_id) for record in caplog.records if record.getMessage().startswith("attempt 1: ")}
+    assert begun == {("prefect.flow_runs", str(run.id)) for run in subflows}, "each has its own log, also the one in a task"
 
 
 def test_a_cancelled_await_ends_after_a_last_checkpoint_and_the_next_one_continues(tmp_path):

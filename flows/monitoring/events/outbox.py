@@ -10,12 +10,12 @@ from http import HTTPStatus
 from itertools import islice
 
 import httpx
-from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.events import Event, RelatedResource
 from prefect.events.related import related_resources_from_run_context
 from prefect_torch.flows.prefect_api.client import own_connections
 from prefect_torch.flows.prefect_api.settings import without_retries
+from prefect_torch.tasks.run_logs import get_run_logger
 
 PERIOD_S = 5.0
 _MOST_PER_REQUEST = 200

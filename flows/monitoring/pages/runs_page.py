@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from uuid import UUID
 
-from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.runtime import flow_run
@@ -25,6 +24,7 @@ from prefect_torch.flows.monitoring.text import link_text, page_url, plain_text,
 from prefect_torch.flows.sweeps.definition import read_definition
 from prefect_torch.flows.sweeps.journal.history import score_of
 from prefect_torch.flows.sweeps.journal.stored_trials import read_trials
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .live_artifact import artifact_key
 

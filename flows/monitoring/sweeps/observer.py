@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, artifact_key
 from prefect_torch.flows.monitoring.text import plain_text
 from prefect_torch.flows.prefect_api.client import own_connections
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.journal.history import History
+from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .page import SweepContext, write_sweep

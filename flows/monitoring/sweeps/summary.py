@@ -2,7 +2,6 @@
 
 from uuid import UUID
 
-from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import StorageSpec
@@ -16,6 +15,7 @@ from prefect_torch.flows.sweeps.schedulers.scheduling import WITH_RUNGS
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.tasks import RunConfig
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .observer import SweepObserver
 from .page import SweepContext

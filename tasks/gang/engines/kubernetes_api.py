@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .client_process import check_client
 from .kubernetes_job import JOB_SET_GROUP, JOB_SET_VERSION, AgentPods, job, job_set, secret

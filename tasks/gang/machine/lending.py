@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from prefect import get_run_logger
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .gathering import gather
 from .machine import RemoteMachine

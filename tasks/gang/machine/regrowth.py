@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable
 from contextvars import copy_context
 
-from prefect import get_run_logger
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .gathering import gather
 

@@ -4,10 +4,10 @@ import queue
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prefect import get_run_logger
 from prefect_torch.tasks.gang.processes.rank_exit import result_left, result_of_exit
 from prefect_torch.tasks.rank.plain_result import decode_result
 from prefect_torch.tasks.rank.spec import RankResult
+from prefect_torch.tasks.run_logs import get_run_logger
 
 _IDLE_S = 5.0
 _WAKE: tuple[Mapping[str, Any], bytes] = ({"type": "wake"}, b"")

@@ -5,11 +5,11 @@ import pickle
 from collections.abc import Iterator
 
 import cloudpickle
-from prefect import get_run_logger
 from prefect_torch.tasks.options.settings import TorchSettings
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.oom_kills import OomKills
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
+from prefect_torch.tasks.run_logs import get_run_logger
 
 from .flight_recorder import FlightRecorder
 from .fork_servers import FORK_SERVERS, RANK_PROGRAM, python_command
