@@ -197,7 +197,8 @@ def _is_repetition(record: logging.LogRecord) -> bool:
     if _is_called.get() and record.getMessage().startswith(_INVALID):
         return True  # the record of the state, and the exception
     if text.startswith(_RAISED) and _is_of_flow(record):
-        return not record.exc_text  # the record of the state
+        # The record of the state has it. An error that has not passed this package is of a user's flow of the same name.
+        return not record.exc_text and not record.exc_info
     # It counts retries up to a million; the training logs its own budget.
     return text.startswith(_RETRY) and bool(record.args) and getattr(record, "task_name", "") == "train_workers"
 

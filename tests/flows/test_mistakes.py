@@ -184,6 +184,17 @@ def test_a_restart_names_its_budget(seen):
     assert "Retry 1/" not in text
 
 
+def test_a_flow_of_the_user_s_own_that_has_the_name_of_one_here_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError) as caught:
+        1 / 0  # noqa: B018 - it raises
+    raised = (caught.type, caught.value, caught.tb)
+    record = logging.makeLogRecord(
+        {"msg": "Encountered exception during execution: %r", "flow_name": "train", "exc_info": raised}
+    )
+    assert ShortTracebacks().filter(record)
+    assert record.exc_info is raised
+
+
 def test_the_flow_run_s_record_has_the_first_line_of_a_long_message():
     state = Failed(message="it broke\n  in 'this' line\nand that")
     record = logging.makeLogRecord({"msg": f"Finished in state {state}", "flow_name": "train"})
