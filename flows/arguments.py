@@ -162,8 +162,12 @@ def restarted_by_this(run: RunConfig) -> tuple[str, ...]:
 
 
 def default_run_name(flow_run_name: str | None, flow_run_id: str) -> str:
-    """Return the run name of a flow run without a parent."""
-    return _name(flow_run_name, flow_run_id[:8])
+    """Return the run name of a flow run without a parent: its name, and random digits of its id.
+
+    Those of a schedule are written many at once, a hundred at first, with ids (UUID version 7) that begin with the time.
+    """
+    begins_with_time = UUID(flow_run_id).version == 7  # noqa: PLR2004 - the version's number
+    return _name(flow_run_name, flow_run_id[-8:] if begins_with_time else flow_run_id[:8])
 
 
 def _name(flow_run_name: str | None, digits: str) -> str:

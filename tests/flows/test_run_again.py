@@ -67,6 +67,14 @@ def test_a_flow_run_without_a_parent_is_named_after_itself(client):
     assert state.result() == default_run_name(flow_run.name, str(flow_run.id))
 
 
+def test_flow_runs_of_a_schedule_that_are_named_alike_train_runs_of_their_own():
+    """Prefect gives two of a hundred scheduled flow runs the same name every now and then, and ids of the same millisecond."""
+    one, another = "01a21e03-4482-76bc-aae6-c05f869d7200", "01a21e03-4482-78af-871d-f24fb1ce0220"
+    assert default_run_name("neat-kittiwake", one) == "neat-kittiwake-869d7200"
+    assert default_run_name("neat-kittiwake", another) == "neat-kittiwake-b1ce0220"
+    assert default_run_name("neat-kittiwake", "61f8be40-d880-49ab-9462-8bf316eaee74") == "neat-kittiwake-61f8be40"
+
+
 def test_a_parents_retry_goes_on_with_its_nameless_trainings(tmp_path):
     tries = []
 
