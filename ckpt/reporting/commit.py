@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import check_apart
 from prefect_torch.ckpt.storage.digest import digest_file
-from prefect_torch.ckpt.storage.parallel import for_each, read_all
-from prefect_torch.ckpt.storage.protocol import Storage, Transfer
+from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.protocol import Transfer
+from prefect_torch.ckpt.storage.sizes import find_other_size
 from prefect_torch.ckpt.text import utc_now
 
 from .background import BackgroundCommits
@@ -308,7 +308,7 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
 def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
     """Compare what a bucket has with what it acknowledged: no prune may delete an older checkpoint for one without files.
 
-    A local file is compared before it gets its name. A listing that lags is no reason: what it leaves out is requested.
+    A local file is compared before it gets its name.
 
     Raises:
         CommitFailedError: If a file is missing, or of another size.
@@ -317,25 +317,15 @@ def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> N
     """
     if not files or run.storage.local_path(run.layout.run) is not None:
         return
-    listed = {info.key: info.bytes for info in run.storage.list(run.layout.data(checkpoint_id))}
     expected = {run.layout.data(checkpoint_id, entry.path): entry.bytes for entry in files}
-    unlisted = [key for key, count in expected.items() if listed.get(key) != count]
-    if not unlisted:
-        return
-    for key, found in zip(unlisted, read_all(unlisted, partial(_size, run.storage.reopened())), strict=True):
-        if found != expected[key]:
-            check_fence(run, attempt_of(checkpoint_id))
-            raise CommitFailedError(
-                f"{run.storage.url} has acknowledged {expected[key]} bytes of {key}, and has "
-                f"{'no such object' if found is None else found}: it loses writes; the previous checkpoint is still the latest"
-            )
-
-
-def _size(storage: Storage, key: str) -> int | None:
-    try:
-        return storage.size(key)
-    except FileNotFoundError:
-        return None
+    other = find_other_size(run.storage, run.layout.data(checkpoint_id), expected)
+    if other is not None:
+        key, found = other
+        check_fence(run, attempt_of(checkpoint_id))
+        raise CommitFailedError(
+            f"{run.storage.url} has acknowledged {expected[key]} bytes of {key}, and has "
+            f"{'no such object' if found is None else found}: it loses writes; the previous checkpoint is still the latest"
+        )
 
 
 def _store_index(run: Run, checkpoint_id: str, parts: Sequence[Part]) -> list[FileEntry]:

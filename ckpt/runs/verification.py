@@ -9,6 +9,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage, Transfer
+from prefect_torch.ckpt.storage.sizes import find_other_size
 
 VerifyLevel: TypeAlias = Literal["digest", "size", "none"]
 
@@ -85,25 +86,18 @@ def _missing(run: Run, manifest: Manifest, entry: FileEntry) -> CheckpointCorrup
 
 
 def _verify_sizes(run: Run, manifest: Manifest, storage: Storage) -> None:
-    prefix = run.layout.data(manifest.id)
-    sizes = {info.key.removeprefix(prefix): info.bytes for info in storage.list(prefix)}
-    for entry in manifest.files:
-        size = sizes.get(entry.path)
-        if size is None:  # a listing leaves out what a link in the checkpoint leads to, which a read follows
-            size = _size(run, manifest, entry, storage)
-        _check_size(run, manifest, entry, size)
+    entries = {run.layout.data(manifest.id, entry.path): entry for entry in manifest.files}
+    other = find_other_size(storage, run.layout.data(manifest.id), {key: entry.bytes for key, entry in entries.items()})
+    if other is not None:
+        key, found = other
+        if found is None:
+            raise _missing(run, manifest, entries[key])
+        _check_size(run, manifest, entries[key], found)
 
 
 def _check_size(run: Run, manifest: Manifest, entry: FileEntry, size: int) -> None:
     if size != entry.bytes:
         raise CheckpointCorruptError(f"{run.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}")
-
-
-def _size(run: Run, manifest: Manifest, entry: FileEntry, storage: Storage) -> int:
-    try:
-        return storage.size(run.layout.data(manifest.id, entry.path))
-    except FileNotFoundError as exc:
-        raise _missing(run, manifest, entry) from exc
 
 
 def _verify_digest(run: Run, manifest: Manifest, entry: FileEntry, storage: Storage) -> None:

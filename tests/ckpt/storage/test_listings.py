@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from commits import commit
+from counting_storage import CountingStorage
 from memory_storage import MemoryStorage
 from odd_listings import FailingListings, Server, Shuffled, Stale, info_of
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
@@ -20,6 +21,7 @@ from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store.listing import BucketListing
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
+from prefect_torch.ckpt.storage.sizes import find_other_size
 from prefect_torch.deployments.command_line.runs.run_summaries import summarize_runs
 
 BY_ACCURACY = RetentionPolicy(2, "eval/accuracy")
@@ -43,6 +45,24 @@ def fill(storage):
         store.attach_metrics(manifest.id, {"accuracy": accuracy})
     store.hint_latest(manifests[6].id)
     return manifests
+
+
+def test_a_listing_that_shows_an_old_size_is_no_damage():
+    """As on an eventually consistent server, after a put that was tried again."""
+    inner = MemoryStorage()
+    manifest = commit(CheckpointStore.open(inner, "run"), 1)
+    key = CheckpointStore.open(inner, "run").layout.data(manifest.id, "m")
+    inner.put_bytes(key, b"half of it")
+    stale = Stale(inner)
+    inner.put_bytes(key, b"x")
+    CheckpointStore.open(stale, "run").verify(manifest, "size")
+
+
+def test_where_all_objects_are_missing_not_all_are_asked_for():
+    counting = CountingStorage(MemoryStorage())
+    sizes = {f"run/checkpoints/id/{number:03}": 1 for number in range(1000)}
+    assert find_other_size(counting, "run/checkpoints/id/", sizes) == ("run/checkpoints/id/000", None)
+    assert counting.taken()["size"] == 32
 
 
 @pytest.mark.parametrize("seed", range(40))

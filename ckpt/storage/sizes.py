@@ -1,0 +1,39 @@
+"""The sizes of stored objects, compared with those that they should have."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from .parallel import AT_ONCE, read_all
+from .protocol import Storage
+
+
+def find_other_size(storage: Storage, prefix: str, sizes: Mapping[str, int]) -> tuple[str, int | None] | None:
+    """Return the first object that has another size, with that size, or None where it is missing; None if all are right.
+
+    Costs one listing, and a request for each object that it does not show as expected: a listing may lag behind, and leaves out
+    what a link leads to. Those requests go over a new connection, and end with the first 32 among which one differs.
+
+    Args:
+        storage: The storage.
+        prefix: The prefix of all objects, which ends with "/".
+        sizes: The size of each object in bytes, by its key.
+
+    """
+    listed = {info.key: info.bytes for info in storage.list(prefix)}
+    unproven = [key for key, expected in sizes.items() if listed.get(key) != expected]
+    if not unproven:
+        return None
+    size_of = partial(_size, storage.reopened())
+    for start in range(0, len(unproven), AT_ONCE):
+        keys = unproven[start : start + AT_ONCE]
+        for key, found in zip(keys, read_all(keys, size_of), strict=True):
+            if found != sizes[key]:
+                return key, found
+    return None
+
+
+def _size(storage: Storage, key: str) -> int | None:
+    try:
+        return storage.size(key)
+    except FileNotFoundError:
+        return None
