@@ -173,7 +173,7 @@ def _storable(path: str) -> str:
     return path
 
 
-def check_apart(directory: Path, run: Path | None) -> None:
+def check_holds_no_run(directory: Path, run: Path | None) -> None:
     """Raise ValueError if the run lies in `directory`: it would be stored in itself, or moved.
 
     Args:

@@ -12,7 +12,7 @@ from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.state.planner import StateDecision, StateDescription
 
 Upload: TypeAlias = Literal["sync", "async"]
-_OF_EACH_RANK = {"rank", "files", "metadata", "state", "place", "following"}
+_OF_EACH_RANK = {"rank", "files", "metadata", "state", "directory", "following"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Intent:
         files: The paths of its files.
         metadata: The user's metadata of its part; that of several ranks is merged, and a lower rank's value wins.
         state: The description of its state, or None.
-        place: Which directory of which machine has its files, the same for ranks that share it; "" if they are not adopted.
+        directory: The identity of the directory of its files, equal on ranks that share it; "" if they are not adopted.
         error: The reason why it cannot take part in this report, or None.
         num_requests: How often it has called should_checkpoint() so far.
         asks_leader: Whether the leader decides after this report if the training goes on; rank 0's counts.
         awaits_commits: Whether it returns only once the background commits so far are durable, though it stores nothing.
-        following: The files, the state and the place of each of the ranks that follow it.
+        following: The files, the state and the directory of each of the ranks that follow it.
 
     """
 
@@ -41,7 +41,7 @@ class Intent:
     files: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     state: StateDescription | None = None
-    place: str = ""
+    directory: str = ""
     error: str | None = None
     num_requests: int = 0
     asks_leader: bool = False
@@ -59,9 +59,9 @@ class Intent:
         return [self.state, *(state for _, state, _ in self.following)]
 
     @property
-    def places(self) -> list[str]:
-        """The place of each rank's files."""
-        return [self.place, *(place for _, _, place in self.following)]
+    def directories(self) -> list[str]:
+        """The identity of the directory of each rank's files."""
+        return [self.directory, *(directory for _, _, directory in self.following)]
 
     def encode(self) -> bytes:
         """Return JSON, without the fields that have their default: rank 0 decodes those of all ranks."""
@@ -176,7 +176,7 @@ def merge_intents(encoded: Sequence[bytes]) -> bytes:
             merged.append(fields)
             continue
         first = merged[-1]
-        first.setdefault("following", []).append([fields.get("files", []), fields.get("state"), fields.get("place", "")])
+        first.setdefault("following", []).append([fields.get("files", []), fields.get("state"), fields.get("directory", "")])
         if "metadata" in fields:
             first["metadata"] = fields["metadata"] | first.get("metadata", {})
     return json.dumps(merged).encode()
@@ -198,8 +198,8 @@ def _intent(fields: dict[str, Any]) -> Intent:
         fields["state"] = StateDescription.of_fields(fields["state"])
     if "following" in fields:
         fields["following"] = [
-            (files, None if state is None else StateDescription.of_fields(state), place)
-            for files, state, place in fields["following"]
+            (files, None if state is None else StateDescription.of_fields(state), directory)
+            for files, state, directory in fields["following"]
         ]
     return Intent(**fields)
 
@@ -236,7 +236,7 @@ def _ranks_by_path(intents: Sequence[Intent]) -> dict[str, list[int]]:
 
 
 def _sharing(intents: Sequence[Intent]) -> list[int]:
-    """Return the ranks whose place a lower rank has, too."""
+    """Return the ranks whose directory a lower rank has, too."""
     first: dict[str, int] = {}
-    ranks = ((rank, place) for intent in intents for rank, place in enumerate(intent.places, intent.rank) if place)
-    return [rank for rank, place in ranks if first.setdefault(place, rank) != rank]
+    by_rank = (pair for intent in intents for pair in enumerate(intent.directories, intent.rank))
+    return [rank for rank, directory in by_rank if directory and first.setdefault(directory, rank) != rank]

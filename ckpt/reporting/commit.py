@@ -19,7 +19,7 @@ from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, alike, attempt_of, merge_files
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.verification import check_apart
+from prefect_torch.ckpt.runs.verification import check_distinct
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
@@ -286,7 +286,7 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
     all_stored_s = staged.elapsed_s()
     files = merge_files([*(part.files for part in parts), _store_index(run, staged.checkpoint_id, parts)])
     for first, second in alike(entry.path for entry in files):
-        check_apart(run, staged.checkpoint_id, first, second)
+        check_distinct(run, staged.checkpoint_id, first, second)
     _check_stored(run, staged.checkpoint_id, files)
     manifest = Manifest(
         id=staged.checkpoint_id,

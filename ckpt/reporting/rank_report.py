@@ -15,7 +15,7 @@ from prefect_torch.ckpt.files.folder import (
     USER_METADATA_FILE,
     LentDirectories,
     adopt_files,
-    check_apart,
+    check_holds_no_run,
     existing_directory,
     lies_in_downloads,
     read_metadata,
@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReportArguments:
-    """The arguments of `reporting.report`, as the user gave them."""
+    """The arguments of `api.report`, as the user gave them."""
 
     metrics: Mapping[str, object]
     checkpoint: Checkpoint | None
@@ -85,7 +85,7 @@ class Report:
     def intent(self, rank: int, num_requests: int, *, asks_leader: bool = False) -> Intent:
         """Return the description of the report for rank 0; it must be sent."""
         state = None if self.snapshot is None else self.snapshot.describe()
-        place = "" if self.directory is None or self.upload != "async" else _place_of(self.directory)
+        directory = "" if self.directory is None or self.upload != "async" else _identity_of(self.directory)
         return Intent(
             rank,
             self.step,
@@ -93,7 +93,7 @@ class Report:
             list(self.files),
             dict(self.metadata),
             state,
-            place,
+            directory,
             num_requests=num_requests,
             asks_leader=asks_leader,
             awaits_commits=self.awaits_commits,
@@ -149,8 +149,8 @@ class Report:
             raise
 
 
-def _place_of(directory: Path) -> str:
-    """Return which directory it is, under any name, and of which machine."""
+def _identity_of(directory: Path) -> str:
+    """Return the identity of a directory: its machine, filesystem and inode, whatever its path is."""
     status = directory.stat()
     return f"{kernel_id()} {status.st_dev} {status.st_ino}"
 
@@ -282,7 +282,7 @@ class ReportPreparation:
             )
         directory = None if checkpoint.store is not None else existing_directory(checkpoint.path)
         if directory is not None:
-            check_apart(directory, self._run.storage.local_path(self._run.layout.run))
+            check_holds_no_run(directory, self._run.storage.local_path(self._run.layout.run))
         if directory is None or lies_in_checkpoint(directory.resolve()) or lies_in_downloads(directory):
             # A committed checkpoint is never changed: only a copy of it is moved or stored again.
             directory = cleanup.enter_context(scratch_folder())

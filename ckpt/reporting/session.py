@@ -112,7 +112,7 @@ class RankSession:
         progress: float | None = None,
         upload: Upload | None = None,
     ) -> None:
-        """Report from this rank; see `reporting.report`.
+        """Report from this rank; see `api.report`.
 
         Raises:
             SystemExit: If termination is requested and a checkpoint was agreed on since, on every rank; the function's
@@ -170,7 +170,7 @@ class RankSession:
             self._node_copy.release()
 
     def log_metrics(self, metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
-        """Record metrics without a report; see `reporting.log_metrics`."""
+        """Record metrics without a report; see `api.log_metrics`."""
         is_recorded = self.context.world_rank == 0
         cleaned = clean_metrics(metrics, read=is_recorded)
         step = check_step(step, following=self._last_step + 1, newest=None)

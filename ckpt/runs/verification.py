@@ -108,7 +108,7 @@ def _verify_digest(run: Run, manifest: Manifest, entry: FileEntry, storage: Stor
     check_entry(run, manifest, entry, found)
 
 
-def check_apart(run: Run, checkpoint_id: str, first: str, second: str) -> None:
+def check_distinct(run: Run, checkpoint_id: str, first: str, second: str) -> None:
     """Look whether a local storage keeps two stored files as one, as a filesystem does that ignores case or forms of Unicode.
 
     Raises:

@@ -311,7 +311,7 @@ MUTANTS = [
     *mutants_of(
         "ckpt/reporting/agreement.py",
         "tests/ckpt/reporting/test_reports.py -k may_report_one_directory",
-        ("first.setdefault(place, rank) != rank", "False"),
+        ("first.setdefault(directory, rank) != rank", "False"),
     ),
     *mutants_of(
         "ckpt/reporting/commit.py",

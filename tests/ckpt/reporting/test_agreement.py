@@ -58,7 +58,7 @@ ALIKE = st.builds(
     error=st.sampled_from([None, None, None, "OSError: full"]),
     num_requests=st.sampled_from([0, 0, 1]),
     asks_leader=st.booleans(),
-    place=st.sampled_from(["", "", "x", "y"]),
+    directory=st.sampled_from(["", "", "x", "y"]),
 )
 
 
@@ -82,7 +82,7 @@ def test_ranks_that_contribute_alike_are_one_intent():
 
 
 def test_of_ranks_that_share_a_directory_the_lowest_adopts_its_files():
-    intents = [Intent(rank, 1, "async", ["a"], place=place) for rank, place in enumerate(["x", "y", "x", "", "", "y", "x"])]
+    intents = [Intent(rank, 1, "async", ["a"], directory=it) for rank, it in enumerate(["x", "y", "x", "", "", "y", "x"])]
     assert decide(intents, attempt=1).sharing == [2, 5, 6]
 
 
