@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from prefect import flow
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
@@ -17,6 +17,7 @@ from prefect_torch.tasks.gang.gpus import GpusBusyError, GpuSeat
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.liveness import is_being_trained
+from prefect_torch.tasks.options.config import LogLevel, LogRanks
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -102,7 +103,7 @@ def evaluate(
         ),
     ] = None,
     log_ranks: Annotated[
-        Literal["all", "rank0", "local0"],
+        LogRanks,
         shown_as(
             "Log ranks",
             "Whose lines go to Prefect's log: those of all ranks, of rank 0, or of each machine's first rank. The last lines "
@@ -110,8 +111,7 @@ def evaluate(
         ),
     ] = "all",
     log_level: Annotated[
-        Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Field(title="From this level on")]
-        | Annotated[None, Field(title="All lines")],
+        Annotated[LogLevel, Field(title="From this level on")] | Annotated[None, Field(title="All lines")],
         shown_as(
             "Log level",
             "Only lines of at least this level go to Prefect's log: lines that begin with one, as loggers write them; others "
@@ -154,10 +154,10 @@ def evaluate(
     tie_embedded_server()
     scaling = scaling or ScalingConfig()
     seat, machines = seat_for(scaling), machines_for(scaling)
-    place = configured_storage(storage)
-    code = None if working_dir is None else pack_directory(working_dir, place.url, check_evaluation_name(name))
-    job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling, code, log_ranks, log_level)
-    chosen = _choose(place, run, checkpoints, name, poll_s if watch else None)
+    spec = configured_storage(storage)
+    packed = None if working_dir is None else pack_directory(working_dir, spec.url, check_evaluation_name(name))
+    job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling, packed, log_ranks, log_level)
+    chosen = _choose(spec, run, checkpoints, name, poll_s if watch else None)
     with outlast_api_outages():
         return _evaluate_all(job, seat, machines, chosen)
 

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -19,12 +19,12 @@ from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.gang.rank_logs import RankLogs, rank_logs
 from prefect_torch.tasks.gang.termination import Termination
-from prefect_torch.tasks.options.config import RunConfig, ScalingConfig
+from prefect_torch.tasks.options.config import LogLevel, LogRanks, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.one_line_messages import shorten_message
 from prefect_torch.tasks.rank.rendezvous import Address
-from prefect_torch.tasks.rank.spec import RankSpec, on_machines
+from prefect_torch.tasks.rank.spec import RankSpec
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 from .run_logs import get_run_logger, library_logs_in_run
@@ -48,9 +48,9 @@ class EvaluationJob:
     function: PackedFunction
     name: str
     scaling: ScalingConfig
-    working_dir: WorkingDirectory | None = None
-    log_ranks: Literal["all", "rank0", "local0"] = "all"
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None = None
+    working_dir: WorkingDirectory | None
+    log_ranks: LogRanks
+    log_level: LogLevel | None
 
 
 @task(
@@ -129,7 +129,7 @@ def _run(
 def _logs(job: EvaluationJob, store: CheckpointStore, checkpoint: CheckpointRef) -> AbstractContextManager[RankLogs]:
     files = LogFiles(store, store.layout.evaluation_logs(job.name, checkpoint.checkpoint_id))
     files.remove_former()
-    return rank_logs(RunConfig(log_ranks=job.log_ranks, log_level=job.log_level), files)
+    return rank_logs(job.log_ranks, job.log_level, files)
 
 
 def _run_ranks(
@@ -137,7 +137,7 @@ def _run_ranks(
 ) -> Any:
     # Without it, Prefect marks the task runs of ranks as rolled back as soon as this one fails.
     with transaction(commit_mode=CommitMode.EAGER):
-        gang, key_value = meet(partial(_specs, job, checkpoint, seat, lease), None, lease, logs=logs)
+        gang, key_value = meet(partial(_first_rank, job, checkpoint, seat), None, lease, logs=logs)
         try:
             return gang.run(key_value, None, termination)
         finally:
@@ -158,28 +158,21 @@ def _log_skipped(checkpoint: CheckpointRef) -> None:
     )
 
 
-def _specs(
-    job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat, lease: Lease | None, rendezvous: Address
-) -> list[RankSpec]:
-    return on_machines(
-        RankSpec(
-            world_size=job.scaling.most_workers,
-            local_world_size=job.scaling.most_workers,
-            rendezvous=rendezvous,
-            storage=checkpoint.storage,
-            run=checkpoint.run,
-            attempt=attempt_of(checkpoint.checkpoint_id),
-            restored=checkpoint,
-            function=job.function,
-            use_gpu=job.scaling.use_gpu,
-            backend=job.scaling.backend,
-            timeout_s=job.scaling.timeout_s,
-            visible_gpus=seat.environment,
-            gpu_locks=seat.locks,
-            evaluates=True,
-            working_dir=None if job.working_dir is None else job.working_dir.stored,
-            master_host=None if lease is None else lease.machines[0].address,
-        ),
-        (job.scaling.most_workers,) if lease is None else lease.num_ranks,
-        () if lease is None else lease.names,
+def _first_rank(job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat, rendezvous: Address) -> RankSpec:
+    return RankSpec(
+        world_size=job.scaling.most_workers,
+        local_world_size=job.scaling.most_workers,
+        rendezvous=rendezvous,
+        storage=checkpoint.storage,
+        run=checkpoint.run,
+        attempt=attempt_of(checkpoint.checkpoint_id),
+        restored=checkpoint,
+        function=job.function,
+        use_gpu=job.scaling.use_gpu,
+        backend=job.scaling.backend,
+        timeout_s=job.scaling.timeout_s,
+        visible_gpus=seat.environment,
+        gpu_locks=seat.locks,
+        evaluates=True,
+        working_dir=None if job.working_dir is None else job.working_dir.stored,
     )

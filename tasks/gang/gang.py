@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from prefect_torch.tasks.rank.rendezvous import (
     Rendezvous,
     heartbeat_key,
 )
-from prefect_torch.tasks.rank.spec import RankSpec
+from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .node_task import train_node
@@ -283,7 +284,7 @@ def _submit(group: RankGroup, machines: Sequence[RemoteMachine], logs: RankLogs 
 
 
 def meet(
-    specs_at: Callable[[Address], list[RankSpec]],
+    first_rank_at: Callable[[Address], RankSpec],
     hang_timeout_s: float | None,
     lease: Lease | None = None,
     regrowth: Regrowth | None = None,
@@ -292,7 +293,7 @@ def meet(
     """Start ranks and return them with the store that they share, which serves as long as there is a reference to it.
 
     Args:
-        specs_at: Returns the ranks that connect to an address.
+        first_rank_at: Returns rank 0 as it connects to an address, and with the number of ranks on this machine.
         hang_timeout_s: The longest time without a report; None for unlimited.
         lease: The machines of the ranks; None for this one.
         regrowth: Looks for room for more ranks; None if nobody does.
@@ -301,10 +302,18 @@ def meet(
     """
     rendezvous = Rendezvous() if lease is None else Rendezvous(lease.host)
     try:
-        gang = Gang(specs_at(rendezvous.address), hang_timeout_s, () if lease is None else lease.machines, regrowth, logs)
+        specs = _place(first_rank_at(rendezvous.address), lease)
+        gang = Gang(specs, hang_timeout_s, () if lease is None else lease.machines, regrowth, logs)
         return gang, rendezvous.serve()  # imports torch while the ranks do so
     finally:
         rendezvous.close()  # without effect while it serves; else the ranks must not wait for it
+
+
+def _place(first: RankSpec, lease: Lease | None) -> list[RankSpec]:
+    """Return the ranks of an attempt, on the machines of its lease, or all on this one."""
+    if lease is None:
+        return on_machines(first, (first.world_size,))
+    return on_machines(replace(first, master_host=lease.machines[0].address), lease.num_ranks, lease.names)
 
 
 def _wait_until(condition: Callable[[], bool], longest_s: float) -> bool:

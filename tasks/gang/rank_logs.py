@@ -9,7 +9,7 @@ from contextvars import copy_context
 
 from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.runs.log_files import LogFiles
-from prefect_torch.tasks.options.config import RunConfig
+from prefect_torch.tasks.options.config import LogLevel, LogRanks
 from prefect_torch.tasks.rank.spec import RankSpec
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -63,38 +63,41 @@ class RankLogs:
     """The lines of the ranks of an attempt or an evaluation.
 
     Args:
-        config: Which of them go to Prefect.
+        ranks: The ranks whose lines go to Prefect.
+        level: The lowest level of the lines that do; None for all.
         files: Where all lines are stored; None for nowhere.
 
     """
 
-    def __init__(self, config: RunConfig, files: LogFiles | None) -> None:
-        self._config, self._files = config, files
+    def __init__(self, ranks: LogRanks, level: LogLevel | None, files: LogFiles | None) -> None:
+        self._ranks: LogRanks = ranks
+        self._level = logging.NOTSET if level is None else LEVELS[level]
+        self._files = files
 
     def of(self, spec: RankSpec, prefix: str = "") -> RankLog:
         """Return the log of a rank, whose lines begin with `prefix` in Prefect."""
-        is_shown = {"all": True, "rank0": spec.rank == 0, "local0": spec.local_rank == 0}[self._config.log_ranks]
-        level = logging.NOTSET if self._config.log_level is None else LEVELS[self._config.log_level]
-        return RankLog(spec.rank, level if is_shown else logging.CRITICAL + 1, self._files, prefix)
+        is_shown = {"all": True, "rank0": spec.rank == 0, "local0": spec.local_rank == 0}[self._ranks]
+        return RankLog(spec.rank, self._level if is_shown else logging.CRITICAL + 1, self._files, prefix)
 
 
 @contextmanager
-def rank_logs(config: RunConfig, files: LogFiles) -> Iterator[RankLogs]:
+def rank_logs(ranks: LogRanks, level: LogLevel | None, files: LogFiles) -> Iterator[RankLogs]:
     """Yield the logs of ranks; where some lines do not go to Prefect, all are stored every ten seconds.
 
     Args:
-        config: Which lines go to Prefect.
+        ranks: The ranks whose lines go to Prefect.
+        level: The lowest level of the lines that do; None for all.
         files: Where the lines are stored.
 
     """
-    if config.log_ranks == "all" and config.log_level is None:
-        yield RankLogs(config, None)
+    if ranks == "all" and level is None:
+        yield RankLogs(ranks, level, None)
         return
     ended = threading.Event()
     thread = threading.Thread(target=copy_context().run, args=(_store, files, ended), name="log-files", daemon=True)
     thread.start()
     try:
-        yield RankLogs(config, files)
+        yield RankLogs(ranks, level, files)
     finally:
         ended.set()
         thread.join()

@@ -138,7 +138,8 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat
     try:
         rank: StartedRank = LocalRank(spec) if machine is None else machine.start(spec)
     except (OSError, RuntimeError) as exc:  # no descriptor, process or thread is left for the moment
-        return _fail(spec, RankResult(kind="infrastructure", error=f"its process cannot be started: {exc}"), heartbeat)
+        not_started = RankResult(kind="infrastructure", error=f"its process cannot be started: {exc}")
+        return _fail(spec, not_started, heartbeat.connected())
     try:
         stop.follow(rank.wake)
         stopped = _supervise(rank, stop, heartbeat, lambda: has_announced_failure(heartbeat.connected(), spec.rank), log)
@@ -149,7 +150,7 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat
     if result.kind is not None:
         if result.kind not in CONSEQUENCES:
             log.write_all()
-        return _fail(spec, result, heartbeat)
+        return _fail(spec, result, heartbeat.connected())
     return None if result.return_value is None else _load_value(result.return_value)
 
 
@@ -193,9 +194,8 @@ def _supervise(
     return reason
 
 
-def _fail(spec: RankSpec, result: RankResult, heartbeat: Heartbeat) -> State[Any]:
+def _fail(spec: RankSpec, result: RankResult, key_value: KeyValue) -> State[Any]:
     """Announce the failure, and return the final state; a raised error would be logged with the traceback of the supervisor."""
-    key_value = heartbeat.connected()
     announce_exit(key_value, RankExit(spec.rank, None, "died", result.error))  # unless the rank has announced it
     error = _error(spec, result)
     if error.kind in CONSEQUENCES:

@@ -21,6 +21,8 @@ UNLIMITED = -1
 Budget = Annotated[int, Field(ge=UNLIMITED)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
+LogRanks = Literal["all", "rank0", "local0"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
 class ScalingConfig(_Config):
@@ -134,13 +136,13 @@ class RunConfig(_Config):
         description="A directory of the flow's machine that comes along to all machines, of up to 100 MiB: ranks run in a copy "
         "of it, and import from it. When empty, ranks use the flow's own, where that exists.",
     )
-    log_ranks: Literal["all", "rank0", "local0"] = Field(
+    log_ranks: LogRanks = Field(
         default="all",
         title="Log ranks",
         description="Whose lines go to Prefect's log: those of all ranks, of rank 0, or of each machine's first rank. If not "
         "of all, every rank's lines are stored beside the run, too, for prefect-torch logs.",
     )
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None = Field(
+    log_level: LogLevel | None = Field(
         default=None,
         title="Log level",
         description="Only lines of at least this level go to Prefect's log: lines that begin with one, as loggers write them; "

@@ -30,7 +30,7 @@ from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.one_line_messages import shorten_message
 from prefect_torch.tasks.rank.plain_result import encode_value
 from prefect_torch.tasks.rank.rendezvous import Address
-from prefect_torch.tasks.rank.spec import RankSpec, on_machines
+from prefect_torch.tasks.rank.spec import RankSpec
 from prefect_torch.tasks.run_logs import get_run_logger, library_logs_in_run
 
 from .job import TrainJob
@@ -182,9 +182,10 @@ class _Leader:
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         recorder.on_first_commit = None if start.source_pin is None else start.source_pin.remove
         termination.raise_if_requested()
-        specs_at = partial(_specs, job, attempt, restored, self._seat, lease)
-        with rank_logs(job.run_config, LogFiles(self._store, self._store.layout.logs(attempt))) as logs:
-            gang, key_value = meet(specs_at, job.failure.hang_timeout_s, lease, regrowth, logs)
+        first_rank_at = partial(_first_rank, job, attempt, restored, self._seat)
+        log_files = LogFiles(self._store, self._store.layout.logs(attempt))
+        with rank_logs(job.run_config.log_ranks, job.run_config.log_level, log_files) as logs:
+            gang, key_value = meet(first_rank_at, job.failure.hang_timeout_s, lease, regrowth, logs)
             self._observers.notify(RanksStarted(attempt, gang.task_runs))
             recorder.on_request = partial(self._decide, key_value)
             try:
@@ -258,38 +259,31 @@ def _failure(claimed: Attempt, error: Exception) -> Outcome:
     return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)
 
 
-def _specs(
-    job: TrainJob, attempt: int, restored: CheckpointRef | None, seat: GpuSeat, lease: Lease | None, rendezvous: Address
-) -> list[RankSpec]:
+def _first_rank(job: TrainJob, attempt: int, restored: CheckpointRef | None, seat: GpuSeat, rendezvous: Address) -> RankSpec:
     scaling, checkpoint = job.scaling, job.checkpoint
-    return on_machines(
-        RankSpec(
-            world_size=scaling.most_workers,
-            local_world_size=scaling.most_workers,
-            rendezvous=rendezvous,
-            storage=job.storage,
-            run=job.run,
-            attempt=attempt,
-            restored=restored,
-            function=job.function,
-            use_gpu=scaling.use_gpu,
-            backend=scaling.backend,
-            timeout_s=scaling.timeout_s,
-            visible_gpus=seat.environment,
-            gpu_locks=seat.locks,
-            records_collectives=scaling.use_gpu and job.failure.hang_timeout_s is not None,
-            reports=ReportSettings(
-                checkpoint.max_in_flight,
-                checkpoint.target_overhead,
-                checkpoint.checkpoint_score_attribute,
-                None if job.decisions is None else job.decisions.points(),
-            ),
-            flush_s=_FLUSH_S,
-            master_host=None if lease is None else lease.machines[0].address,
-            working_dir=None if job.working_dir is None else job.working_dir.stored,
+    return RankSpec(
+        world_size=scaling.most_workers,
+        local_world_size=scaling.most_workers,
+        rendezvous=rendezvous,
+        storage=job.storage,
+        run=job.run,
+        attempt=attempt,
+        restored=restored,
+        function=job.function,
+        use_gpu=scaling.use_gpu,
+        backend=scaling.backend,
+        timeout_s=scaling.timeout_s,
+        visible_gpus=seat.environment,
+        gpu_locks=seat.locks,
+        records_collectives=scaling.use_gpu and job.failure.hang_timeout_s is not None,
+        reports=ReportSettings(
+            checkpoint.max_in_flight,
+            checkpoint.target_overhead,
+            checkpoint.checkpoint_score_attribute,
+            None if job.decisions is None else job.decisions.points(),
         ),
-        (scaling.most_workers,) if lease is None else lease.num_ranks,
-        () if lease is None else lease.names,
+        flush_s=_FLUSH_S,
+        working_dir=None if job.working_dir is None else job.working_dir.stored,
     )
 
 

@@ -8,8 +8,8 @@ import pytest
 from prefect.states import Completed
 from prefect_torch.tasks.gang import gang
 from prefect_torch.tasks.gang.gang import Gang
-from prefect_torch.tasks.gang.rank_groups import RankGroup
 from prefect_torch.tasks.rank.errors import RankFailedError
+from rank_specs import rank_spec
 
 
 class Supervisor:
@@ -60,20 +60,19 @@ def test_a_hang_that_is_found_while_ranks_that_have_returned_end_is_none(supervi
 def test_a_rank_that_cannot_be_submitted_stops_those_that_were(supervisor, monkeypatch):
     class TooMany:
         def submit(self, spec, *arguments):
-            if spec == 1:
+            if spec.rank == 1:
                 raise RuntimeError("can't start new thread")
             return supervisor.submit(spec, *arguments)
 
     monkeypatch.setattr(gang, "train_rank", TooMany())
-    monkeypatch.setattr(gang, "group_ranks", lambda specs: [RankGroup(range(it, it + 1), (it,)) for it in specs])
     listening = []
 
-    def specs_at(address):
+    def first_rank_at(address):
         listening.append(address)
-        return [0, 1]
+        return rank_spec(world_size=2, rendezvous=address)
 
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        gang.meet(specs_at, None)
+        gang.meet(first_rank_at, None)
     assert "not every rank could be started" in supervisor.stop.reason
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((listening[0].host, listening[0].port), 5)
