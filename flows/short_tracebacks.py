@@ -29,7 +29,7 @@ _RETRY = "Task run failed with %s: %r - Retry %s/%s"
 _HOOK = set_terminated_state.__name__
 _RAISED = "Encountered exception during execution"
 _FAILED = "Finished in state Failed"
-_SAID_BY_PLACE = ("Beginning flow run", "Finished in state Completed")  # see monitoring.messages.PlaceObserver
+_LOGGED_WITH_LOCATION = ("Beginning flow run", "Finished in state Completed")  # see monitoring.messages.LocationObserver
 _ABORTED = "Finished in state Crashed('Execution was aborted"
 _FLOWS = ("train", "sweep", "evaluate", "prune")
 _INVALID = "Validation of flow parameters failed with error: Flow run received invalid parameters"
@@ -207,7 +207,7 @@ def _level_of(record: logging.LogRecord) -> int | None:
     """Return the level of a record about a state that says more, or less, than Prefect supposes; None for others."""
     text, task = str(record.msg), getattr(record, "task_name", None)
     if getattr(record, "flow_name", "") == "train":
-        if task is None and text.startswith(_SAID_BY_PLACE):
+        if task is None and text.startswith(_LOGGED_WITH_LOCATION):
             return logging.DEBUG
         if task == "train_rank" and text.startswith(_FAILED):
             return logging.DEBUG  # the attempt's record has its message, and that of a failure which it caused is no news

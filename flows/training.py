@@ -36,7 +36,7 @@ from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
-from .monitoring.messages import PlaceObserver, current_flow_run, flow_run_name, portable_storage, summarize, tag_of
+from .monitoring.messages import LocationObserver, current_flow_run, flow_run_name, portable_storage, summarize, tag_of
 from .monitoring.notebook_cell import notebook_progress
 from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver
@@ -127,15 +127,13 @@ def train(
     tie_embedded_server()
     scaling, failure = with_cluster_of_runner(scaling or ScalingConfig()), failure or FailureConfig()
     seat, machines = seat_for(scaling), machines_for(scaling)
-    job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure,
-               resume_from)  # fmt: skip
+    job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure, resume_from)
     _introduce(job)
     termination = Termination(failure.grace_s)
-    trial = Run.open(job.storage, job.run)
-    job = replace(job, decisions=asked_decisions(trial, lambda: termination.is_requested))
+    job = replace(job, decisions=asked_decisions(Run.open(job.storage, job.run), lambda: termination.is_requested))
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine(), Restart.of(current_flow_run()))
     pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids))
-    place = PlaceObserver(job)
+    location = LocationObserver(job)
     try:
         with interruptible(termination, yields_to_urgent=job.run_config.yields_to_urgent):
             return_value = lead_training(
@@ -143,14 +141,14 @@ def train(
                 seat,
                 machines,
                 termination,
-                [*console_progress(job.run), *notebook_progress(job.run), place, pages, EventObserver(job)],
+                [*console_progress(job.run), *notebook_progress(job.run), location, pages, EventObserver(job)],
             )
     finally:
         # Else the process may be killed soon, and the next end refreshes the page.
-        if place.has_begun and termination.cause is None:
+        if location.has_begun and termination.cause is None:
             refresh_runs_page(job.storage)
     result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
-    place.log_completed(summary := summarize(result, job.policy))
+    location.log_completed(summary := summarize(result, job.policy))
     return completed(summary, result)
 
 

@@ -1,4 +1,4 @@
-"""What Prefect's list of runs and the terminal say of a training: its name, the place of its checkpoints, its result."""
+"""What Prefect's list of runs and the terminal say of a training: its name, the location of its checkpoints, its result."""
 
 import shlex
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import find_score, numbers_in
 from prefect_torch.ckpt.runs.retention import score
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.restarted import Restart
@@ -54,16 +55,19 @@ def tag_of(run: str) -> str:
     return f"{_TAG}{run}"
 
 
-def show_command(job: TrainJob) -> str | None:
-    """Return the command that looks at the training from this directory; None if its storage ends with its process."""
-    return command_for(job.run_config, job.storage, job.run)
+def describe_location(what: str, run: Run, run_config: RunConfig) -> str:
+    """Return where something is, and the command that shows it from this directory, unless its storage ends with its process.
 
+    Args:
+        what: The checkpoints of a training, or the trials of a sweep.
+        run: The training or the sweep.
+        run_config: Its storage as its caller gave it.
 
-def command_for(run_config: RunConfig, storage: StorageSpec, name: str) -> str | None:
-    """Return the command that looks at a training or a sweep from this directory; see `show_command`."""
+    """
     given = run_config.storage
-    shown = given if isinstance(given, str) else portable_storage(run_config, storage)
-    return None if shown.startswith(_MEMORY) else shlex.join(["prefect-torch", "show", shown, name])
+    shown = given if isinstance(given, str) else portable_storage(run_config, run.spec)
+    command = "" if shown.startswith(_MEMORY) else f"; see: {shlex.join(['prefect-torch', 'show', shown, run.name])}"
+    return f"{what} are in {run.path}{command}"
 
 
 def portable_storage(run_config: RunConfig, storage: StorageSpec) -> str:
@@ -73,12 +77,6 @@ def portable_storage(run_config: RunConfig, storage: StorageSpec) -> str:
         return str(given) if is_block_slug(str(given)) else storage.url
     name = given._block_document_name  # noqa: SLF001 - Prefect has no public name for it
     return storage.url if name is None else f"{given.get_block_type_slug()}/{name}"
-
-
-def place_of(job: TrainJob) -> str:
-    """Return where the checkpoints of the training are, and how to look at them."""
-    command = show_command(job)
-    return f"checkpoints of run {job.run!r} are in {job.open_store().path}" + ("" if command is None else f"; see: {command}")
 
 
 def summarize(result: Result, policy: RetentionPolicy) -> str:
@@ -113,13 +111,12 @@ def _has_score(record: MetricRecord, name: str) -> bool:
     return find_score(record.metrics, name) is not None
 
 
-class PlaceObserver:
+class LocationObserver:
     """Logs what each attempt starts from, and where the checkpoints are: with the first, and at an end without a result.
 
     Warns of an attempt that resumed and completed without a report, since its result is that of the training before.
 
-    `log_completed` says the place with a result. A training that cannot begin logs nothing: its error is all that there is to
-    say.
+    `log_completed` logs the location with a result. A training that cannot begin logs nothing but its error.
 
     Args:
         job: The training.
@@ -133,10 +130,10 @@ class PlaceObserver:
         self.has_begun = False
         self._has_checkpoint = self._has_completed = self._has_reported = False
         self._resumed_from: str | None = None
-        self._text = place_of(job)
+        self._text = describe_location(f"checkpoints of run {job.run!r}", job.open_store(), job.run_config)
 
     def observe(self, event: TrainingEvent) -> None:
-        """Log the start of an attempt, with the place if it is the first."""
+        """Log the start of an attempt, with the location if it is the first."""
         if isinstance(event, CommitEvent) or (isinstance(event, AttemptStarted) and event.resumed_from is not None):
             self._has_checkpoint = True
         if isinstance(event, AttemptStarted):
@@ -148,12 +145,12 @@ class PlaceObserver:
             self._warn_of_old_result(event.outcome)
 
     def refresh(self, *, final: bool) -> None:
-        """Log the place at an end without a result."""
+        """Log the location at an end without a result."""
         if final and self._has_checkpoint and not self._has_completed:
             get_run_logger().info("%s", self._text)
 
     def log_completed(self, summary: str) -> None:
-        """Log the result in one line, and the place."""
+        """Log the result in one line, and the location."""
         get_run_logger().info("%s", "; ".join([summary, self._text] if self._has_checkpoint else [summary]))
 
     def _warn_of_old_result(self, outcome: Outcome) -> None:

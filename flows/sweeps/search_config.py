@@ -6,6 +6,7 @@ from prefect_torch.tasks.options.run_form import FormModel
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 Mode = Literal["min", "max"]
+SAMPLERS = ("tpe", "gp", "cmaes", "nsga2", "qmc", "random", "grid")
 
 
 class SearchConfig(FormModel):
@@ -142,6 +143,3 @@ class SearchConfig(FormModel):
         if (self.scheduler == "pruner") != (self.pruner is not None):
             raise ValueError("scheduler='pruner' and pruner='module:function' belong together: give both, or none")
         return self
-
-
-SAMPLERS = ("tpe", "gp", "cmaes", "nsga2", "qmc", "random", "grid")

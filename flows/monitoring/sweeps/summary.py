@@ -4,10 +4,9 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
-from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.flows.monitoring.messages import command_for, current_flow_run, portable_storage, tag_of
+from prefect_torch.flows.monitoring.messages import current_flow_run, describe_location, portable_storage, tag_of
 from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.sweeps.definition import Definition
 from prefect_torch.flows.sweeps.journal.history import History, score_of
@@ -37,18 +36,12 @@ def show_sweep(run: Run, definition: Definition, searched: Search, search: Searc
     this = current_flow_run()
     with get_client(sync_client=True) as client:
         client.update_flow_run(this.id, tags={*this.tags, tag_of(run.name)})
-    get_run_logger().info("%s", place_of(run, given, run.spec))
+    get_run_logger().info("%s", describe_location(f"trials of sweep {run.name!r}", run, given))
     has_rungs = search.scheduler in WITH_RUNGS
     context = SweepContext(portable_storage(given, run.spec), searched.num_trials, has_rungs)
     table = TrialTable.at_terminal(searched.num_trials, has_rungs=has_rungs)
     view = SweepView(run, definition)
     return SweepObserver(view, lambda: dict(searched.trials), context, UUID(flow_run.id), table)
-
-
-def place_of(run: Run, given: RunConfig, storage: StorageSpec) -> str:
-    """Return where the trials of a sweep are, and how to look at them."""
-    command = command_for(given, storage, run.name)
-    return f"trials of sweep {run.name!r} are in {run.path}" + ("" if command is None else f"; see: {command}")
 
 
 def summarize_sweep(definition: Definition, trials: History) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ObservedState: TypeAlias = Literal["complete", "pruned", "failed"]
 NAME = "sweep"
 _SEED_BYTES = 4
-_WITH_RUNGS = ("asha", "hyperband")
+_SUCCESSIVE_HALVING = ("asha", "hyperband")
 _MODELS = ("tpe", "gp")  # samplers that fit a model to values
 
 
@@ -123,7 +123,7 @@ class Study:
         self._taken = len(self._log.operations)
         self._untried = list(points)
         logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it tells of each study that it makes
-        by_rung = search.scheduler in _WITH_RUNGS and name in _MODELS and len(search.metrics) == 1
+        by_rung = search.scheduler in _SUCCESSIVE_HALVING and name in _MODELS and len(search.metrics) == 1
         self._storage = study_storage(self._log, by_rung=by_rung)
         if self._log.operations:
             self._study = optuna.load_study(storage=self._storage, study_name=NAME, sampler=self._make_sampler(seed))

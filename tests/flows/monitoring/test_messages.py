@@ -11,7 +11,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows import Result, RunConfig
 from prefect_torch.flows.monitoring import messages
-from prefect_torch.flows.monitoring.messages import PlaceObserver, summarize
+from prefect_torch.flows.monitoring.messages import LocationObserver, summarize
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted
 
 CHECKPOINT = "/store/run/checkpoints/000001-00000009-0a1b2c3d"
@@ -62,9 +62,9 @@ def test_a_resumed_training_that_reports_nothing_is_warned_of(
     job = SimpleNamespace(run="run", run_config=RunConfig(storage=str(tmp_path)), storage=None, open_store=lambda: store)
     attempt = Attempt(2, "token", Owner.current(), 1, resumed_from, 1, "2026-01-01T00:00:00+00:00")
     record = MetricRecord(2, 10, {}, None, "2026-01-01T00:00:00+00:00")
-    place = PlaceObserver(job)
+    observer = LocationObserver(job)
     for event in (AttemptStarted(attempt, resumed_from), *[ReportEvent(record)] * reports, AttemptEnded(Outcome(2, ending))):
-        place.observe(event)
+        observer.observe(event)
     told = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
     assert len(told) == warnings
     assert all(it.startswith("attempt 2 resumed from step 9 and completed without a report: ") for it in told)
