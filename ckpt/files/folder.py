@@ -112,7 +112,7 @@ class FileGroup:
     owned: bool
 
 
-def group_files(directory: Path, paths: Iterable[str], *, owned: bool, most: int | None = GROUPED) -> list[FileGroup]:
+def group_files(directory: Path, paths: Iterable[str], *, owned: bool, most: int | None) -> list[FileGroup]:
     """Return the files at `paths` in groups: a large one alone, and small ones of up to 32 MiB together.
 
     Args:

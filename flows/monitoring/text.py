@@ -60,14 +60,14 @@ def shorten(text: str, longest: int = _SHORT) -> str:
     return line if len(line) <= longest else f"{line[: longest - 1].rstrip()}…"
 
 
-def fold_code(line: str, width: int = _CODE_WIDTH) -> list[str]:
+def fold_code(line: str) -> list[str]:
     """Return a line of code or of a traceback in lines that fit into a block of code, which the UI does not fold."""
-    if len(line) <= width:
+    if len(line) <= _CODE_WIDTH:
         return [line]
     if not line.strip(" ~^"):
         return []  # marks of the line above, which is folded, too
-    indent = line[: min(len(line) - len(line.lstrip()), width // 2)]
-    return wrap(line.strip(), width, initial_indent=indent, subsequent_indent=f"{indent}    ", break_on_hyphens=False)
+    indent = line[: min(len(line) - len(line.lstrip()), _CODE_WIDTH // 2)]
+    return wrap(line.strip(), _CODE_WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", break_on_hyphens=False)
 
 
 def plain_text(text: str) -> str:

@@ -52,8 +52,8 @@ class Real:
 
     low: float
     high: float
-    step: float | None = None
-    log: bool = False
+    step: float | None
+    log: bool
 
     def suggest(self, name: str, draw: Draw) -> float:
         """Return a value, as `draw` chooses."""
@@ -81,8 +81,8 @@ class Integer:
 
     low: int
     high: int
-    step: int = 1
-    log: bool = False
+    step: int
+    log: bool
 
     def suggest(self, name: str, draw: Draw) -> int:
         """Return a value, as `draw` chooses."""

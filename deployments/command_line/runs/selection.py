@@ -55,7 +55,7 @@ def open_training(storage: str, run: str) -> CheckpointStore:
     return store
 
 
-def find_checkpoint(store: CheckpointStore, text: str, metric: str | None = None, order: Order | None = None) -> Manifest:
+def find_checkpoint(store: CheckpointStore, text: str, metric: str | None, order: Order | None) -> Manifest:
     """Return the checkpoint that `text` names: an id, the beginning of an id, "latest" or "best".
 
     Raises:

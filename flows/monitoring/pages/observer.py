@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from uuid import UUID
@@ -38,27 +37,18 @@ class PageObserver:
 
     Args:
         job: The training.
-        setup: What the flow run was started with; None shows nothing of it.
+        setup: What the flow run was started with.
         gpus: Samples the GPUs of the ranks.
-        clock: Returns the time in seconds since the epoch.
         backoff: Bounds how often pages are published.
 
     """
 
-    def __init__(
-        self,
-        job: TrainJob,
-        setup: Setup | None = None,
-        gpus: GpuMonitor | None = None,
-        clock: Callable[[], float] = time.time,
-        backoff: PublishBackoff | None = None,
-    ) -> None:
+    def __init__(self, job: TrainJob, setup: Setup, gpus: GpuMonitor, backoff: PublishBackoff | None = None) -> None:
         self._store = job.open_store()
         self._policy = job.policy
         self._setup = setup
-        self._gpus = gpus or GpuMonitor(lambda: ())
+        self._gpus = gpus
         self._view = RunView(self._store, job.policy)
-        self._clock = clock
         self._backoff = backoff or PublishBackoff()
         self._client: SyncPrefectClient | None = None
         key = artifact_key(job.run, self._store.path)
@@ -68,7 +58,7 @@ class PageObserver:
 
     def observe(self, event: TrainingEvent) -> None:
         """Record `event`; the first time, read the run's past from its storage."""
-        self._view.record(event, self._clock())
+        self._view.record(event, time.time())
 
     def refresh(self, *, final: bool) -> float | None:
         """Publish what has changed if that is due or `final`; otherwise return the seconds until it is due."""
@@ -103,7 +93,7 @@ class PageObserver:
 
     def _publish(self, client: SyncPrefectClient, newest: AttemptLog, problem: str | None) -> None:
         flow_run_id = None if newest.attempt.owner.flow_run_id is None else UUID(newest.attempt.owner.flow_run_id)
-        now_s = self._clock()
+        now_s = time.time()
         self._publish_summary(client, flow_run_id, now_s)
         self._publish_checkpoints(client, flow_run_id, now_s, problem)
         if self._view.progress is not None:
@@ -118,7 +108,7 @@ class PageObserver:
             order=self._policy.checkpoint_score_order,
             flow_runs={log.number: page_url("flow-run", UUID(it)) for log in logs if (it := log.attempt.owner.flow_run_id)},
             ranks={log.number: log.ranks for log in logs if log.ranks},
-            setup=None if self._setup is None else replace(self._setup, gpus=self._gpus.uses),
+            setup=replace(self._setup, gpus=self._gpus.uses),
         )
         page = write_summary(self._store.run, self._view, context, now_s)
         self._summary.show(client, flow_run_id, page, f"Run {plain_text(self._store.run)}: metrics, time, attempts")

@@ -29,8 +29,8 @@ class Setup:
     """
 
     storage: str
-    config: Mapping[str, Any] | None = None
-    machine: str = ""
+    config: Mapping[str, Any] | None
+    machine: str
     restart: Restart | None = None
     gpus: Sequence[GpuUse] = ()
 

@@ -42,8 +42,6 @@ class SweepObserver:
         context: What is shown beside them.
         flow_run_id: The flow run that leads the sweep.
         table: Shows the trials at a terminal; None if there is none.
-        backoff: Bounds how often the page is published.
-        clock: Returns the time in seconds since the epoch.
 
     """
 
@@ -54,16 +52,13 @@ class SweepObserver:
         context: SweepContext,
         flow_run_id: UUID | None,
         table: TrialTable | None = None,
-        backoff: PublishBackoff | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._view = view
         self._trials = trials
         self._context = context
         self._flow_run_id = flow_run_id
         self._table = table
-        self._backoff = backoff or PublishBackoff()
-        self._clock = clock
+        self._backoff = PublishBackoff()
         self._artifact = LiveArtifact(f"{artifact_key(view.run.name, view.run.path)}-sweep", "markdown")
         self._client: SyncPrefectClient | None = None
         self._has_warned = False
@@ -112,7 +107,7 @@ class SweepObserver:
             self._publish()
 
     def _publish(self) -> None:
-        page = write_sweep(self._view, self._context, self._clock())
+        page = write_sweep(self._view, self._context, time.time())
         about = f"Sweep {plain_text(self._view.run.name)}: trials, curves, parameters"
         news = [self._view.trials(), self._context.state]
         with without_retries():  # the next publication tries again

@@ -31,8 +31,8 @@ class SweepContext:
     """
 
     storage: str
-    num_trials: int | None = None
-    has_rungs: bool = False
+    num_trials: int | None
+    has_rungs: bool
     state: str = "running"
 
 

@@ -7,7 +7,7 @@ and the best 1/eta of those that have reached it are resumed, the highest rung f
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord
 
@@ -24,7 +24,7 @@ class Asha:
         grace_period: The time of the first rung.
         reduction_factor: Of the trials at a rung, one in this many is resumed; each rung is this many times the one before.
         max_t: The time at which a trial is complete.
-        population: The number of trials. Once all have paused, the best goes on even where there are fewer than eta.
+        population: The number of trials. Once all have paused, the best goes on though fewer than `reduction_factor` did.
         brackets: The number of the first rung of the trials of each bracket, and how many trials in a row each gets.
 
     """
@@ -34,8 +34,8 @@ class Asha:
     max_t: float
     population: int
     brackets: tuple[int, ...] = (1,)
-    asks_always: bool = False
-    promotes_first: bool = True
+    asks_always: ClassVar[bool] = False
+    promotes_first: ClassVar[bool] = True
 
     def first_milestone(self, number: int) -> float | None:
         """Return the first rung of the trial's bracket."""

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import ClassVar
 
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
 
@@ -24,8 +25,8 @@ class Median(ResumesAll):
 
     grace_period: float
     min_trials: int = 3
-    asks_always: bool = True
-    promotes_first: bool = True
+    asks_always: ClassVar[bool] = True
+    promotes_first: ClassVar[bool] = True
 
     def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
         """Return the time from which a trial may be stopped."""

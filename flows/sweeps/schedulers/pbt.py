@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
 from prefect_torch.flows.sweeps.space import Choice, Constant, Integer, Nested, Node, Real
@@ -36,8 +36,8 @@ class PopulationBased(ResumesAll):
     seed: int
     quantile: float = 0.25
     resample_probability: float = 0.25
-    asks_always: bool = False
-    promotes_first: bool = False
+    asks_always: ClassVar[bool] = False
+    promotes_first: ClassVar[bool] = False
 
     def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
         """Return the first interval's end."""

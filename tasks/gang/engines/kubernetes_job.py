@@ -1,7 +1,7 @@
 """The manifests of the pods that run agents: an Indexed Job, alone or in a JobSet."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .starting import AGENT
@@ -34,12 +34,12 @@ class AgentPods:
     image: str
     num_pods: int
     arguments: Sequence[str]
-    limits: Mapping[str, str] = field(default_factory=dict)
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    avoid: Sequence[str] = ()
-    shared_memory: str = "1Gi"
-    grace_s: int = 60
-    owner: Mapping[str, str] | None = None
+    limits: Mapping[str, str]
+    node_selector: Mapping[str, str]
+    avoid: Sequence[str]
+    shared_memory: str
+    grace_s: int
+    owner: Mapping[str, str] | None
 
 
 def job(pods: AgentPods) -> dict[str, Any]:
