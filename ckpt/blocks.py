@@ -11,11 +11,11 @@ from prefect_torch.ckpt.checkpoint_store import CheckpointStore
 from prefect_torch.ckpt.storage.backends import open_spec
 from prefect_torch.ckpt.storage.blocks import FileSystemBlock, resolve_storage, spec_of
 from prefect_torch.ckpt.storage.location import normalized
-from prefect_torch.ckpt.storage.probe import PROBE_RETRY_POLICY, StorageProbe, probe_storage
+from prefect_torch.ckpt.storage.probe import PROBE_RETRY_POLICY, StorageProbe, StorageUnfitError, probe_storage
 from prefect_torch.ckpt.storage.protocol import StorageSpec
 from pydantic import Field, HttpUrl, SecretStr, field_validator
 
-__all__ = ["CheckpointStorage", "StorageBlock"]
+__all__ = ["CheckpointStorage", "StorageBlock", "StorageUnfitError"]
 
 
 class CheckpointStorage(Block):

@@ -148,6 +148,8 @@ def evaluate(
         ValueError: If an argument is invalid, or the training itself reported a metric called `name`.
         FileNotFoundError: If there is no such run.
         GpusBusyError: If others use the GPUs that the ranks need, longer than `wait_for_gpus_s`.
+        NotEnoughMachinesError: If the cluster has room for too few ranks.
+        StorageNotSeenError: If a rank's machine sees another storage than this process, such as a directory of its own.
 
     """
     shorten_logs()

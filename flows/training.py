@@ -121,6 +121,9 @@ def train(
         RunBusyError: If another flow run that is alive trains this run.
         CheckpointError: If the run cannot be resumed.
         GpusBusyError: If others use the GPUs that the ranks need, longer than `wait_for_gpus_s`.
+        NotEnoughMachinesError: If the cluster has room for too few ranks.
+        StorageNotSeenError: If a rank's machine sees another storage than this process, such as a directory of its own.
+        RestartsUsedUpError: If this flow run was started again though it had used up a budget of `failure`.
 
     """
     shorten_logs()

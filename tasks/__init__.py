@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from prefect_torch.tasks.prepare.data_loader import prepare_data_loader
     from prefect_torch.tasks.prepare.device import get_device
     from prefect_torch.tasks.prepare.model import prepare_model
-    from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
+    from prefect_torch.tasks.rank.errors import (
+        NotEnoughMachinesError,
+        RankFailedError,
+        RestartsUsedUpError,
+        StorageNotSeenError,
+    )
     from prefect_torch.tasks.training.workers_task import train_workers
 
     from .evaluation_task import evaluate_checkpoint
@@ -36,9 +41,11 @@ _MODULES = {
     "NotEnoughMachinesError": "rank.errors",
     "RankFailedError": "rank.errors",
     "RayCluster": "gang.engines.ray_cluster",
+    "RestartsUsedUpError": "rank.errors",
     "RunConfig": "options.config",
     "ScalingConfig": "options.config",
     "SlurmCluster": "gang.engines.slurm_cluster",
+    "StorageNotSeenError": "rank.errors",
     "SyncConfig": "options.sync",
     "TorchCluster": "gang.engines.cluster_block",
     "evaluate_checkpoint": "evaluation_task",
@@ -60,9 +67,11 @@ __all__ = [
     "NotEnoughMachinesError",
     "RankFailedError",
     "RayCluster",
+    "RestartsUsedUpError",
     "RunConfig",
     "ScalingConfig",
     "SlurmCluster",
+    "StorageNotSeenError",
     "SyncConfig",
     "TorchCluster",
     "evaluate_checkpoint",

@@ -1,5 +1,7 @@
+import builtins
 import importlib
 import inspect
+import re
 
 import pytest
 from prefect_torch.flows import train
@@ -71,6 +73,24 @@ def test_every_public_name_says_what_it_guarantees(module):
     imported = importlib.import_module(module)
     undocumented = [name for name in imported.__all__ if not inspect.getdoc(getattr(imported, name))]
     assert undocumented == []
+
+
+def documented_errors(member):
+    """Yield the names of the errors in the docstring of a function, or of a class and its public methods."""
+    text = inspect.getdoc(getattr(member, "fn", member)) or ""
+    raised = re.search(r"^Raises:\n((?:    .*\n|\n)+)", f"{text}\n", re.MULTILINE)
+    yield from [] if raised is None else re.findall(r"^    (\w+):", raised[1], re.MULTILINE)
+    for ours in (it for it in getattr(member, "__mro__", ()) if it.__module__.startswith("prefect_torch.")):
+        for name, method in vars(ours).items():
+            if not name.startswith("_") and inspect.getdoc(method):
+                yield from documented_errors(method)
+
+
+def test_an_error_that_a_public_docstring_names_is_public():
+    modules = [importlib.import_module(name) for name in (*PUBLIC, "prefect_torch.ckpt.blocks")]
+    public = {name: getattr(module, name) for module in modules for name in module.__all__}
+    named = {error for member in public.values() for error in documented_errors(member)}
+    assert {error for error in named if not hasattr(builtins, error)} - public.keys() == {"ObjectNotFound"}  # Prefect's
 
 
 def test_train_has_the_documented_parameters():

@@ -18,12 +18,13 @@ from prefect_torch.ckpt import (
     FencedError,
     PeerGoneError,
     ReportMismatchError,
+    ReportWithdrawnError,
     StateMismatchError,
     StorageError,
     StorageFullError,
     UnsupportedFormatError,
 )
-from prefect_torch.ckpt.errors import ReportWithdrawnError, is_of_full_disk
+from prefect_torch.ckpt.errors import is_of_full_disk
 from prefect_torch.ckpt.runs.attempts.attempt import FailureKind
 
 from .errors import NotEnoughMachinesError, RankFailedError, RankFailureKind, StorageNotSeenError
