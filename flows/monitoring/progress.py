@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome
@@ -31,11 +31,25 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True)
-class _Progress:
-    """An attempt's progress at a time (seconds of the monotonic clock)."""
+class ProgressRate:
+    """How fast an attempt progresses: the share that was done when it was first reported, and now, by one clock in seconds."""
 
-    share: float
-    at_s: float
+    first: float
+    first_s: float
+    newest: float
+    newest_s: float
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds from the newest progress to the end; None before the second progress."""
+        if not self.first < self.newest <= 1:
+            return None
+        return (1 - self.newest) * (self.newest_s - self.first_s) / (self.newest - self.first)
+
+
+def progressed(rate: ProgressRate | None, share: float, now_s: float) -> ProgressRate:
+    """Return the rate of an attempt that has reported one more progress; `rate` is None before its first."""
+    return ProgressRate(share, now_s, share, now_s) if rate is None else replace(rate, newest=share, newest_s=now_s)
 
 
 class TrainingProgress:
@@ -60,8 +74,7 @@ class TrainingProgress:
         self._started_s = clock()
         self._num_reports = 0
         self._report: ReportEvent | None = None
-        self._first: _Progress | None = None
-        self._newest: _Progress | None = None
+        self._rate: ProgressRate | None = None
         self._commit: CommitEvent | None = None
         self._num_committed = 0
         self._num_pruned = 0
@@ -70,15 +83,14 @@ class TrainingProgress:
         """Record an event."""
         match event:
             case AttemptStarted(attempt, resumed_from):
-                self.attempt, self._first, self._newest = attempt.number, None, None
+                self.attempt, self._rate = attempt.number, None
                 if resumed_from is not None:
                     self._add_incident(f"attempt {attempt.number} resumes from {resumed_from.rpartition('/')[2]}", "green")
             case ReportEvent(record, progress):
                 self._report = event
                 self._num_reports += not record.is_logged
                 if progress is not None:
-                    self._newest = _Progress(progress, self._clock())
-                    self._first = self._first or self._newest
+                    self._rate = progressed(self._rate, progress, self._clock())
             case CommitEvent():
                 self._commit = event
                 self._num_committed += 1
@@ -92,19 +104,18 @@ class TrainingProgress:
     @property
     def share(self) -> float | None:
         """The share that is done, from 0 to 1; None if the training does not report it."""
-        return None if self._newest is None else self._newest.share
+        return None if self._rate is None else self._rate.newest
 
     def details(self) -> Iterator[str]:
         """Yield the share, the step, the number of reports, the time passed and the time left, as far as they are known."""
-        if self._newest is not None:
-            yield f"{self._newest.share:.0%}"
+        if self._rate is not None:
+            yield f"{self._rate.newest:.0%}"
         if self._report is not None:
             yield f"step {self._report.record.step}"
             yield f"{self._num_reports} report{'s' * (self._num_reports > 1)}"
         yield show_duration(self._clock() - self._started_s)
-        if self._newest and self._first and self._first.share < self._newest.share < 1:
-            total_s = (self._newest.at_s - self._first.at_s) / (self._newest.share - self._first.share)
-            yield f"{show_duration(total_s * (1 - self._newest.share))} left"
+        if self._rate is not None and self._rate.newest < 1 and (left_s := self._rate.left_s) is not None:
+            yield f"{show_duration(left_s)} left"
 
     def metrics(self) -> Iterator[tuple[str, str]]:
         """Yield the names and values of the newest report."""

@@ -1,7 +1,7 @@
 """The view of a run that pages show: its past from storage, its present from the events of its training."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
 from prefect_torch.flows.monitoring.pages.drawing.curves import Curves
+from prefect_torch.flows.monitoring.progress import ProgressRate, progressed
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.training.observers import (
     AttemptEnded,
@@ -24,27 +25,6 @@ from prefect_torch.tasks.training.observers import (
 
 from .attempt_log import AttemptLog
 from .stored_checkpoints import MAX_HELD, StoredCheckpoint, StoredCheckpoints
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressPace:
-    """How fast an attempt progresses, from its first reported progress to its newest; times in seconds since the epoch."""
-
-    first: float
-    first_s: float
-    newest: float | None = None
-    newest_s: float = 0.0
-
-    def at(self, progress: float, now_s: float) -> "ProgressPace":
-        """Return the pace up to `progress`."""
-        return replace(self, newest=progress, newest_s=now_s)
-
-    @property
-    def left_s(self) -> float | None:
-        """The seconds from the newest progress to the end; None before the second progress."""
-        if self.newest is None or not self.first < self.newest <= 1:
-            return None
-        return (1 - self.newest) * (self.newest_s - self.first_s) / (self.newest - self.first)
 
 
 class RunView:
@@ -67,7 +47,7 @@ class RunView:
         self.curves = Curves()
         self.quarantined: dict[str, str] = {}
         self.progress: float | None = None
-        self._pace: ProgressPace | None = None
+        self._rate: ProgressRate | None = None
 
     @property
     def logs(self) -> list[AttemptLog]:
@@ -82,7 +62,7 @@ class RunView:
     @property
     def left_s(self) -> float | None:
         """The seconds until the training is done if it goes on as in its newest attempt; None if that is unknown."""
-        return None if self._pace is None else self._pace.left_s
+        return None if self._rate is None else self._rate.left_s
 
     def kept(self) -> dict[str, tuple[str, ...]]:
         """Return the reasons to keep each checkpoint, by id; the next prune deletes those that are missing."""
@@ -98,14 +78,14 @@ class RunView:
         match event:
             case AttemptStarted(attempt, resumed_from):
                 self._add_attempt(replace(attempt, resumed_from=resumed_from))
-                self._pace = None
+                self._rate = None
             case RanksStarted(number, task_runs):
                 self._logs[number].ranks = {rank: page_url("task-run", it) for rank, it in task_runs.items()}
             case ReportEvent(record, progress):
                 self._record_report(record)
                 if progress is not None:
                     self.progress = progress
-                    self._pace = ProgressPace(progress, now_s) if self._pace is None else self._pace.at(progress, now_s)
+                    self._rate = progressed(self._rate, progress, now_s)
             case CommitEvent():
                 self.checkpoints.add(StoredCheckpoint(event.id, event.step, event.metrics, event.bytes, created_s=now_s))
                 self._logs[attempt_of(event.id)].record_commit(event.id, event.stall_s)
