@@ -15,7 +15,7 @@ from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import context_or_none
 from prefect_torch.ckpt.framework_folders import check_first_step, folder_of_all_ranks, part_of_rank, restored_part
 from prefect_torch.ckpt.reporting.agreement import Upload
-from prefect_torch.ckpt.reporting.api import get_checkpoint, get_context, report
+from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
 
 from .random_states import read_random_state, save_random_state, set_random_state
@@ -204,8 +204,7 @@ class ReportCallback(CheckpointCallback):
 
     def _continues_own_run(self, trainer: Trainer) -> bool:
         """Return whether the Trainer has loaded a checkpoint of this run, and not one of `resume_from`."""
-        restored = self._continued(trainer)
-        return restored is not None and restored.store is not None and restored.store.name == get_context().run_name
+        return self._continued(trainer) is not None and continues_own_run()
 
     def _stored_random_state(self, trainer: Trainer) -> dict[str, Any] | None:
         """Return this rank's random state beside the checkpoint that the Trainer has loaded; None if there is none."""

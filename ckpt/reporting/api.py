@@ -146,6 +146,16 @@ def newest_step() -> int:
     return _require_session("newest_step").newest_step
 
 
+def continues_own_run() -> bool:
+    """Return whether this attempt continues a checkpoint of its own run, and not the initial one of another run.
+
+    Raises:
+        RuntimeError: Outside of a training function.
+
+    """
+    return _require_session("continues_own_run").continues_own_run
+
+
 def get_context() -> TrainContext:
     """Return this rank's context: its place in the training.
 

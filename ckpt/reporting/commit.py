@@ -68,7 +68,7 @@ class RankCommits:
         self._attempt = attempt
         self._decided: list[str] = []  # the topics of the previous commit
         self._parent = None if restored is None else _name_from(run, restored)
-        self.committed_step = restored.step if restored is not None and _belongs_to(run, restored) else -1
+        self.committed_step = restored.step if restored is not None and belongs_to(run, restored) else -1
 
     def commit(self, staged: StagedReport) -> None:
         """Commit the checkpoint of a report, if it has one, and send the report to the leader.
@@ -114,10 +114,11 @@ class RankCommits:
 
 def _name_from(run: Run, checkpoint: Checkpoint) -> str | None:
     """Return the checkpoint's id, or its path where it belongs to another run."""
-    return checkpoint.id if _belongs_to(run, checkpoint) else checkpoint.path
+    return checkpoint.id if belongs_to(run, checkpoint) else checkpoint.path
 
 
-def _belongs_to(run: Run, checkpoint: Checkpoint) -> bool:
+def belongs_to(run: Run, checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint is a committed one of `run`: another run may have the same name in another storage."""
     return checkpoint.store is not None and checkpoint.store.path == run.path
 
 

@@ -23,7 +23,7 @@ from prefect_torch.ckpt.text import utc_now
 from .agreement import Agreement, Upload
 from .background import BackgroundCommits
 from .checkpoint_requests import CheckpointRequests
-from .commit import RankCommits
+from .commit import RankCommits, belongs_to
 from .decisions import DecisionPoints, Decisions
 from .events import EventSender, ReportEvent
 from .overhead import OverheadBudget
@@ -153,6 +153,11 @@ class RankSession:
     def newest_step(self) -> int:
         """The step of the newest report, or of the restored checkpoint before the first; -1 if there is none."""
         return self._last_step
+
+    @property
+    def continues_own_run(self) -> bool:
+        """Whether the restored checkpoint is one of this run, and not the initial one of another run."""
+        return self.restored is not None and belongs_to(self.run, self.restored)
 
     @property
     def is_cut_short(self) -> bool:

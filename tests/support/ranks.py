@@ -46,7 +46,8 @@ class Attempt:
         node = next((node for node in self.nodes if rank in node.ranks), None)
         place = (rank, 0, self.world_size) if node is None else (rank - node.ranks[0], node.number, len(node.ranks))
         context = TrainContext(rank, place[0], place[1], self.world_size, place[2], self.store.run, self.number)
-        restored = None if self.restored is None else self.store.checkpoint(self.restored.manifest)  # each process has its own
+        found = self.restored  # each process has its own
+        restored = None if found is None else Checkpoint.committed(found.store, found.manifest)
         return RankSession(context, self.store, self.key_value, restored, self.settings, lambda: self.ends_soon, node)
 
     def run(self, function: Callable[[RankSession, int], Any]) -> list[BaseException | None]:

@@ -335,6 +335,19 @@ def test_what_early_stopping_has_ended_is_not_trained_on_after_a_restart(store, 
     assert torch.equal(before, after)
 
 
+def test_what_early_stopping_has_ended_in_a_run_of_this_name_elsewhere_is_trained_on(store, tmp_path):
+    def num_steps(attempt):
+        trainer = make_trainer(callbacks=[EarlyStopping("val_loss", patience=1, min_delta=100), ReportCallback()], max_epochs=4)
+        with in_training(attempt.session()), resume_path() as path:
+            trainer.fit(Regression(), ckpt_path=path)
+        return trainer.global_step
+
+    before = num_steps(Attempt(store))
+    attempt = Attempt(CheckpointStore.open(tmp_path / "elsewhere", "run"))
+    attempt.restored = store.checkpoint(store.latest())
+    assert num_steps(attempt) > before
+
+
 @pytest.mark.parametrize("finder", [LearningRateFinder(num_training_steps=2), BatchSizeFinder(steps_per_trial=1, max_trials=1)])
 def test_a_callback_that_searches_at_every_start_is_refused_at_the_first(store, finder):
     class Sized(Regression):
