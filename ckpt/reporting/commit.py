@@ -208,7 +208,7 @@ def _discard(run: Run, checkpoint_id: str) -> None:
 
 
 def _try_commit(run: Run, peers: Peers, job: CommitJob, topic: str) -> Manifest | None:
-    parts = peers.exchange(f"{topic}/files", _encode_part(lambda: store_part(run, job, peers.rank)))
+    parts = peers.exchange(f"{topic}/files", _stored_part(run, job, peers.rank))
     decided = f"{topic}/commit"
     job.decided.append(decided)
     if parts is None:
@@ -218,13 +218,12 @@ def _try_commit(run: Run, peers: Peers, job: CommitJob, topic: str) -> Manifest 
         return None
     peers.forget_message(f"{topic}/files")
     manifest: Manifest | None = None
-
-    def write() -> Part:
-        nonlocal manifest
+    decision = b"{}"
+    try:
         manifest = write_manifest(run, job, [_decode_part(rank, part) for rank, part in enumerate(parts)])
-        return Part()
-
-    _raise_error(peers.decide(decided, _encode_part(write)))
+    except Exception as exc:  # noqa: BLE001 - raised below, and on the other ranks, which wait for the decision
+        decision = _encode_error(exc)
+    _raise_error(peers.decide(decided, decision))
     return manifest
 
 
@@ -347,11 +346,15 @@ def _timings(staged: StagedReport, parts: Sequence[Part], all_stored_s: float) -
     return {"stall_s": max(durable_s if part.stall_s is None else part.stall_s for part in parts), "durable_s": durable_s}
 
 
-def _encode_part(work: Callable[[], Part]) -> bytes:
+def _stored_part(run: Run, job: CommitJob, rank: int) -> bytes:
+    """Store this rank's part, and return the message to rank 0: the part, or the error."""
     try:
-        part = work()
+        return _encode_part(store_part(run, job, rank))
     except Exception as exc:  # noqa: BLE001 - all ranks must receive any error rather than wait
-        return json.dumps({"error": asdict(RemoteError.of(exc))}).encode()
+        return _encode_error(exc)
+
+
+def _encode_part(part: Part) -> bytes:
     # Column by column: objects of their own for each of many files would bring on a collection of all garbage.
     files = [[getattr(entry, name) for entry in part.files] for name in FileEntry.__slots__]
     return json.dumps({"files": files, "state": part.state, "stall_s": part.stall_s, "stored_s": part.stored_s}).encode()
@@ -365,6 +368,10 @@ def _decode_part(rank: int, data: bytes) -> Part:
             f"rank {rank} could not store its part: {part['error']['message']}; the previous checkpoint is still the latest"
         )
     return Part(list(map(FileEntry, *part["files"])), part["state"], part["stall_s"], part["stored_s"])
+
+
+def _encode_error(error: Exception) -> bytes:
+    return json.dumps({"error": asdict(RemoteError.of(error))}).encode()
 
 
 def _raise_error(data: bytes) -> None:

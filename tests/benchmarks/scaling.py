@@ -261,7 +261,7 @@ def play_other_ranks(key_value, world_size, reports):
             path = f"model-{rank}.pt"
             key_value.set(f"report {step + 1}/{rank}", Intent(rank, step, "sync", [path]).encode())
             part = Part([FileEntry(path, 4, DIGEST, rank)])
-            key_value.set(f"report {step + 1}/files/{rank}", _encode_part(lambda part=part: part))
+            key_value.set(f"report {step + 1}/files/{rank}", _encode_part(part))
     for rank in range(1, world_size):
         announce_exit(key_value, RankExit(rank, reports, "returned"))
 

@@ -147,7 +147,7 @@ def play_other_ranks(key_value, world_size):
     for rank in range(1, world_size):
         key_value.set(f"report 1/{rank}", Intent(rank, 0, "sync", [f"m{rank}"]).encode())
         part = Part([FileEntry(f"m{rank}", 4, DIGEST, rank)])
-        key_value.set(f"report 1/files/{rank}", _encode_part(lambda part=part: part))
+        key_value.set(f"report 1/files/{rank}", _encode_part(part))
         announce_exit(key_value, RankExit(rank, 1, "returned"))
 
 
