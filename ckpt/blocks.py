@@ -11,8 +11,8 @@ from prefect_torch.ckpt.checkpoint_store import CheckpointStore
 from prefect_torch.ckpt.storage.backends import open_spec
 from prefect_torch.ckpt.storage.blocks import FileSystemBlock, resolve_storage, spec_of
 from prefect_torch.ckpt.storage.location import normalized
-from prefect_torch.ckpt.storage.probe import PROBE_RETRY_POLICY, StorageProbe, StorageUnfitError, probe_storage
-from prefect_torch.ckpt.storage.protocol import StorageSpec
+from prefect_torch.ckpt.storage.probe import StorageProbe, StorageUnfitError, probe_storage
+from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, StorageSpec
 from pydantic import Field, HttpUrl, SecretStr, field_validator
 
 __all__ = ["CheckpointStorage", "StorageBlock", "StorageUnfitError"]
@@ -80,7 +80,7 @@ class CheckpointStorage(Block):
             ValueError: If the location is invalid.
 
         """
-        return probe_storage(open_spec(replace(normalized(self.spec()), retry=PROBE_RETRY_POLICY)))
+        return probe_storage(open_spec(replace(normalized(self.spec()), retry=INTERACTIVE_RETRY_POLICY)))
 
     def get_store(self, run: str) -> CheckpointStore:
         """Open the checkpoints of `run` in this storage; sends no request.

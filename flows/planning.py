@@ -10,7 +10,8 @@ from prefect_torch.ckpt.runs.attempts.claims import next_number
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 from prefect_torch.ckpt.storage.opening import open_storage
-from prefect_torch.ckpt.storage.probe import PROBE_RETRY_POLICY, probe_storage
+from prefect_torch.ckpt.storage.probe import probe_storage
+from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, GpusBusyError, KubernetesCluster, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
@@ -107,7 +108,7 @@ def plan(
     found: list[TrainingPlan] = []
 
     def look() -> Iterator[PlanLine]:
-        spec = replace(configured_storage(run.storage, run.storage_deadline_s), retry=PROBE_RETRY_POLICY)
+        spec = replace(configured_storage(run.storage, run.storage_deadline_s), retry=INTERACTIVE_RETRY_POLICY)
         probe = probe_storage(open_storage(spec))
         yield PlanLine("storage", "ok", f"{probe.url}: wrote, listed, read and deleted in {probe.total_s:.2f} s")
         initial = None if resume_from is None else initial_checkpoint(resume_from, spec).open()

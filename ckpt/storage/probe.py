@@ -12,13 +12,12 @@ from typing import Literal, TypeAlias
 from prefect_torch.ckpt.errors import CheckpointError, StorageError
 from prefect_torch.ckpt.storage.object_store.listing import ServerOrder
 
-from .protocol import RetryPolicy, Storage
+from .protocol import Storage
 from .retry import ClockSkewError
 
 Step: TypeAlias = Literal["write", "list", "read", "delete", "forget"]
 ListingOrder: TypeAlias = Literal["keys", "folders", "none"]
 
-PROBE_RETRY_POLICY = RetryPolicy(deadline_s=20.0)  # a person waits for the result; a training has two minutes
 _CONTENT = b"prefect-torch probe"
 _NAMES = ("a.json", "a/b.json", "a-c/d", "b.json", "c")  # each known order of listings sorts these differently
 _ADVICE: dict[int | None, str] = {

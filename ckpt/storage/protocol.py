@@ -26,6 +26,9 @@ class RetryPolicy:
     longest_wait_s: float = 10.0
 
 
+INTERACTIVE_RETRY_POLICY = RetryPolicy(deadline_s=20.0)  # a person waits for the result; a training has two minutes
+
+
 @dataclass(frozen=True, slots=True)
 class StorageSpec:
     """Everything that a process needs to open a storage; it is sent to the ranks, and its repr shows no secret.

@@ -8,9 +8,8 @@ import click
 from prefect_torch.ckpt import Storage, StorageError
 from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
-from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
 
-_RETRY = RetryPolicy(deadline_s=20.0)  # a person waits at a terminal; a training retries for two minutes
 storage_argument = click.argument("storage", metavar="STORAGE")
 run_argument = click.argument("run", metavar="RUN")
 checkpoint_argument = click.argument("checkpoint", metavar="ID")
@@ -42,7 +41,7 @@ def open_named_storage(text: str) -> Storage:
 
     """
     try:
-        with _patience_for_blocks(text):
+        with _longer_startup_for_blocks(text):
             spec = parse_storage(text)
     except ValueError:
         raise
@@ -51,10 +50,10 @@ def open_named_storage(text: str) -> Storage:
             raise
         why = str(exc).rstrip(".")
         raise StorageError(f"the block {text} could not be loaded: {why}; is PREFECT_API_URL the server that has it?") from exc
-    return open_storage(replace(spec, retry=_RETRY))
+    return open_storage(replace(spec, retry=INTERACTIVE_RETRY_POLICY))
 
 
-def _patience_for_blocks(text: str) -> AbstractContextManager[None]:
+def _longer_startup_for_blocks(text: str) -> AbstractContextManager[None]:
     """Let a server that is started to load a block take a minute, as it may where a flow starts it."""
     if not is_block_slug(text):
         return nullcontext()

@@ -17,8 +17,7 @@ from prefect_torch.ckpt.storage.object_store import backend
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.opening import open_storage
-from prefect_torch.ckpt.storage.probe import PROBE_RETRY_POLICY
-from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, RetryPolicy
 from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, classify
 from ranks import Attempt, folder
 from servers import S3Server
@@ -250,7 +249,7 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_in_the_time_that_a_
         opened = []
         threading.Thread(target=lambda: opened.extend(silent.accept() for _ in range(9)), daemon=True).start()
         options = S3Server(f"http://127.0.0.1:{silent.getsockname()[1]}").options()
-        policy = replace(PROBE_RETRY_POLICY, deadline_s=1.0, first_wait_s=0.01, longest_wait_s=0.01)
+        policy = replace(INTERACTIVE_RETRY_POLICY, deadline_s=1.0, first_wait_s=0.01, longest_wait_s=0.01)
         storage = open_storage(StorageSpec("s3://bucket", options, policy))
         with pytest.raises(StorageError, match=r"failed \d+ times in [0-4] s"):
             storage.get_bytes("run/x")

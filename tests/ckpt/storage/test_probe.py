@@ -7,11 +7,10 @@ import pytest
 from odd_listings import Shuffled
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
-from prefect_torch.ckpt.storage import probe
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
-from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, RetryPolicy
 from servers import S3Server, free_port
 
 
@@ -144,4 +143,4 @@ def test_an_unfit_storage_pickles():
 
 
 def test_a_probe_gives_up_sooner_than_a_training():
-    assert probe.PROBE_RETRY_POLICY.deadline_s < RetryPolicy().deadline_s
+    assert INTERACTIVE_RETRY_POLICY.deadline_s < RetryPolicy().deadline_s
