@@ -63,6 +63,10 @@ class RankSession:
 
     Attributes:
         takes_reports: Whether its function may report.
+        context: The rank's context, which knows the session's requests for checkpoints.
+        run: The run.
+        restored: The checkpoint that this attempt begins from; None on a fresh start.
+        lent: The directories that are lent to the training function.
 
     """
 

@@ -36,7 +36,15 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run in its storage, as the modules of this package read it; `CheckpointStore` is what users see of it."""
+    """A run in its storage, as the modules of this package read it; `CheckpointStore` is what users see of it.
+
+    Attributes:
+        storage: The storage of the run.
+        layout: The run's keys.
+        spec: The specification with which another process opens the storage.
+        memory: Manifests that need not be read again to list them; None to read every manifest each time.
+
+    """
 
     storage: Storage
     layout: Layout

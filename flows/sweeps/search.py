@@ -53,6 +53,7 @@ class Search:
         metrics: The names of the metrics that are optimized.
         recorded: The trials, and how more of them is recorded.
         trials: Every trial, by number.
+        num_trials: How many trials there will be.
 
     """
 
