@@ -14,6 +14,7 @@ from prefect_torch.ckpt.reporting.api import get_checkpoint, newest_step
 from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 CHECKPOINT_NAME = "checkpoint"
+_AS_STARTED = "make it in the training function, with the environment as it is, and start it with no other launcher"
 # The names that Transformers, Accelerate, torch.distributed.checkpoint and DeepSpeed give to the files of one rank.
 _RANK_IN_NAME = re.compile(
     r"(?:^rng_state_|^random_states_|^__|^(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank|zero_pp_rank_)(\d+)[._]"
@@ -36,18 +37,21 @@ def needs_extra(extra: str, *packages: str) -> Iterator[None]:
         raise ModuleNotFoundError(f"{exc}: pip install 'prefect-torch[{extra}]'", name=exc.name) from None
 
 
-def check_world_size(who: str, size: int, context: TrainContext) -> None:
-    """Raise unless `who`, which found its ranks by the environment, counts the ranks that exist.
+def check_world_size(who: str, size: int, context: TrainContext, advice: str = _AS_STARTED) -> None:
+    """Raise unless `who` counts the ranks that exist.
+
+    Args:
+        who: What counts them.
+        size: How many it counts.
+        context: This rank's context.
+        advice: How it would count them; the default is for what finds its ranks by the environment.
 
     Raises:
         ValueError: If it counts another number.
 
     """
     if size != context.world_size:
-        raise ValueError(
-            f"the {who} counts {size} ranks but the training has {context.world_size}; make it in the training function, with "
-            "the environment as it is, and start it with no other launcher"
-        )
+        raise ValueError(f"the {who} counts {size} ranks but the training has {context.world_size}; {advice}")
 
 
 def check_first_step(step: int, advice: str) -> None:

@@ -19,7 +19,7 @@ from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, 
 from prefect_torch.ckpt.reporting.rank_report import check_upload
 
 from .random_states import read_random_state, save_random_state, set_random_state
-from .ranks import check_world_size
+from .ranks import check_trainer_size
 from .resumes import has_stopped, leave_the_ended_epoch, refuse_finders
 from .sigterm import SigtermAction
 
@@ -114,7 +114,7 @@ class ReportCallback(CheckpointCallback):
         if self._context is None:
             rank_zero_warn("ReportCallback reports nothing: this is no training function of prefect_torch.flows.train()")
             return
-        check_world_size(trainer.world_size, self._context)
+        check_trainer_size(trainer.world_size, self._context)
         if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
             raise ValueError(  # noqa: TRY004 - the Trainer's arguments are wrong
                 "the Trainer's AsyncCheckpointIO would have half a file reported; leave it out and give ReportCallback "

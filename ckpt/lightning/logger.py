@@ -1,7 +1,4 @@
-"""Lightning's `self.log` as the run's metrics.
-
-Part of `prefect_torch.ckpt.lightning.callback`, whose users import it from there.
-"""
+"""Lightning's `self.log` as the run's metrics."""
 
 from argparse import Namespace
 from collections.abc import Mapping

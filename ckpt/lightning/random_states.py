@@ -1,7 +1,4 @@
-"""Random states of the ranks beside a Lightning checkpoint, which contains none.
-
-Part of `prefect_torch.ckpt.lightning.callback`.
-"""
+"""Random states of the ranks beside a Lightning checkpoint, which contains none."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Lightning on the ranks that exist: it starts no process and makes no process group of its own.
-
-Part of `prefect_torch.ckpt.lightning.callback`, whose users import it from there.
-"""
+"""Lightning on the ranks that exist: it starts no process and makes no process group of its own."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -13,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_utilities.core import rank_zero
 from prefect_torch.ckpt.context import TrainContext, context_or_none
+from prefect_torch.ckpt.framework_folders import check_world_size
 from prefect_torch.ckpt.reporting.api import get_context
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ class PrefectEnvironment(ClusterEnvironment):
             ValueError: If it counts another number.
 
         """
-        check_world_size(size, self._context)
+        check_trainer_size(size, self._context)
 
     def global_rank(self) -> int:
         """Return this rank."""
@@ -89,11 +87,8 @@ class PrefectEnvironment(ClusterEnvironment):
             ValueError: If they amount to another number.
 
         """
-        if (num_devices, num_nodes) != (
-            self._context.local_world_size,
-            _num_machines(),
-        ):  # which may have other numbers of ranks
-            check_world_size(num_devices * num_nodes, self._context)
+        if (num_devices, num_nodes) != (self._context.local_world_size, _num_machines()):  # machines may have other numbers
+            check_trainer_size(num_devices * num_nodes, self._context)
 
 
 class _OnExistingRanks(_Parallel):
@@ -171,7 +166,7 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
     context = context_or_none()
     if context is None:
         return trainer
-    check_world_size(trainer.world_size, context)
+    check_trainer_size(trainer.world_size, context)
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if context.world_size > 1 and not isinstance(environment, PrefectEnvironment):
         raise ValueError(
@@ -180,13 +175,9 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def check_world_size(size: int, context: TrainContext) -> None:
-    """Raise a ValueError that names the arguments the Trainer needs, unless `size` is the number of ranks."""
-    if size != context.world_size:
-        raise ValueError(
-            f"the Trainer counts {size} ranks but the training has {context.world_size}; give it "
-            "strategy=PrefectDDPStrategy() and plugins=[PrefectEnvironment()]"
-        )
+def check_trainer_size(size: int, context: TrainContext) -> None:
+    """Raise ValueError with the arguments that the Trainer needs, unless `size` is the number of ranks."""
+    check_world_size("Trainer", size, context, "give it strategy=PrefectDDPStrategy() and plugins=[PrefectEnvironment()]")
 
 
 def _num_machines() -> int:

@@ -1,7 +1,4 @@
-"""What a Trainer that resumes does not restore, or does once more, and how it is made to go on as if undisturbed.
-
-Part of `prefect_torch.ckpt.lightning.callback`.
-"""
+"""What a Trainer that resumes does not restore, or does once more, and how it is made to go on as if undisturbed."""
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
