@@ -1,6 +1,6 @@
 """Any pruner of Optuna's: a trial that it would prune stops."""
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState
 
@@ -33,8 +33,8 @@ class PrunedTrials(ResumesAll):
 
     """
 
-    asks_always = True
-    promotes_first = True
+    asks_always: ClassVar[bool] = True
+    promotes_first: ClassVar[bool] = True
 
     def __init__(self, pruning: Pruning, grace_period: float, *, counts_reports: bool) -> None:
         self._pruning = pruning

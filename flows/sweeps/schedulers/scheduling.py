@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from prefect_torch.flows.sweeps.journal.history import History
 
@@ -57,17 +57,16 @@ class Promotion:
 
 
 class Scheduler(Protocol):
-    """Decides from the history alone; a lower value is better, and NaN is the worst."""
+    """Decides from the history alone; a lower value is better, and NaN is the worst.
 
-    @property
-    def asks_always(self) -> bool:
-        """Whether every report asks, also one without a checkpoint; else the first with a checkpoint after the milestone."""
-        ...
+    Attributes:
+        asks_always: Whether every report asks, also one without a checkpoint; else the first with one after the milestone.
+        promotes_first: Whether paused trials are resumed before new ones start.
 
-    @property
-    def promotes_first(self) -> bool:
-        """Whether paused trials are resumed before new ones start."""
-        ...
+    """
+
+    asks_always: ClassVar[bool]
+    promotes_first: ClassVar[bool]
 
     def first_milestone(self, number: int) -> float | None:
         """Return the milestone of a new trial."""
@@ -104,8 +103,8 @@ class ResumesAll:
 class RunToTheEnd(ResumesAll):
     """Lets every trial run until its function returns."""
 
-    asks_always = False
-    promotes_first = True
+    asks_always: ClassVar[bool] = False
+    promotes_first: ClassVar[bool] = True
 
     def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
         """Return None: no trial asks."""
