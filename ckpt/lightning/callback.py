@@ -125,6 +125,14 @@ class ReportCallback(CheckpointCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Restore the random state of the checkpoint that the Trainer has loaded, if an epoch ended there."""
         self._is_due = False
+        self._restore_random_state(trainer)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002 - Lightning's signature
+        """Restore the random state, too: with a strategy that shards, the Trainer loads only after `on_fit_start`."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._restore_random_state(trainer)
+
+    def _restore_random_state(self, trainer: Trainer) -> None:
         self._random_state = self._stored_random_state(trainer)
         if self._random_state is not None and not self._random_state["within_epoch"]:
             set_random_state(self._random_state)  # now: the Trainer's next act is to draw the epoch's first batch

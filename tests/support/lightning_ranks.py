@@ -44,9 +44,9 @@ def fit(strategy, model, epochs):
 def main(kind, epochs, *place):
     with joined(*place) as session:
         if kind == "ddp":
-            strategy, model = PrefectDDPStrategy(), Regression()
+            strategy, model = PrefectDDPStrategy(), Regression(dropout=0.5)
         else:
-            strategy, model = PrefectModelParallelStrategy(), Sharded()
+            strategy, model = PrefectModelParallelStrategy(), Sharded(dropout=0.5)
         trainer = fit(strategy, model, int(epochs))
         assert trainer.world_size == 2
         weights = [it.full_tensor() if isinstance(it, DTensor) else it for it in map(torch.Tensor.detach, model.parameters())]
