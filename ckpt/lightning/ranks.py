@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_utilities.core import rank_zero
@@ -125,6 +126,17 @@ class _OnExistingRanks(_Parallel):
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         """Ignore the Trainer's argument."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give the loader's sampler the epoch that the Trainer resumes in.
+
+        Lightning gives it only after a loader that has a `state_dict` has gone to its position, in the order of epoch 0.
+        """
+        dataloader = super().process_dataloader(dataloader)
+        if self.lightning_module is not None:
+            progress: Any = self.lightning_module.trainer.fit_loop.epoch_progress.current
+            _set_sampler_epoch(dataloader, progress.processed)
+        return dataloader
 
     def set_world_ranks(self) -> None:
         """Tell Lightning which rank this is: it would multiply machines by the ranks of this one, and machines may differ."""

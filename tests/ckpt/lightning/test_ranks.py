@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import launch
+from lightning_models import Regression, make_trainer
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.lightning import PrefectDDPStrategy
+from prefect_torch.ckpt.lightning import PrefectDDPStrategy, PrefectEnvironment
 from ranks import Attempt, as_rank
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, DistributedSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -51,3 +53,13 @@ def test_a_trainer_that_takes_a_gpu_is_refused_where_the_ranks_have_none(one_of_
         strategy.parallel_devices  # noqa: B018 - Lightning asks for it
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     assert strategy.parallel_devices == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def test_a_stateful_loader_goes_to_its_position_in_the_order_of_the_resumed_epoch(one_of_two):
+    """Lightning would tell the sampler the epoch only after it: samples were used twice, others never."""
+    trainer = make_trainer(devices="auto", strategy=PrefectDDPStrategy(), plugins=[PrefectEnvironment()])
+    trainer.strategy.connect(model := Regression())
+    model.trainer = trainer
+    trainer.fit_loop.epoch_progress.current.processed = 3
+    loader = DataLoader(range(8), sampler=DistributedSampler(range(8)))
+    assert trainer.strategy.process_dataloader(loader).sampler.epoch == 3
