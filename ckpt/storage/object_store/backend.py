@@ -19,7 +19,7 @@ from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
 
 from .config import open_object_stores, promises_key_order
-from .errors import first_reason, has_no_upload, is_unexplained, refuses_request, translate
+from .errors import denies_object, first_reason, has_no_upload, is_unexplained, refuses_request, translate
 from .listing import LISTED_AT_ONCE, BucketListing
 from .ranged_reads import read_in_order, read_unsaid_range
 
@@ -286,7 +286,7 @@ class ObstoreStorage:
         try:
             return self._call(key, request)
         except PermissionError as exc:
-            if not refuses_request(exc) or not self._is_unlisted(key):
+            if not denies_object(exc) or not self._is_unlisted(key):
                 raise
         raise FileNotFoundError(f"{self._url}/{key} does not exist")
 

@@ -2,6 +2,7 @@
 
 import re
 from datetime import datetime, timezone
+from http import HTTPStatus
 
 import obstore.exceptions
 from prefect_torch.ckpt.errors import StorageError, full_storage
@@ -99,6 +100,11 @@ def is_unexplained(error: Exception) -> bool:
 def refuses_request(error: Exception) -> bool:
     """Return whether a server refused a whole request for good, and not one object of many."""
     return classify(error) == "final" and _status(error) in REQUEST_REFUSED_STATUSES
+
+
+def denies_object(error: Exception) -> bool:
+    """Return whether a server forbids a request, as S3 does for a missing object unless the user may list the whole bucket."""
+    return classify(error) == "final" and _status(error) == HTTPStatus.FORBIDDEN
 
 
 def has_no_upload(error: Exception) -> bool:
