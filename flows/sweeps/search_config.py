@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
+from prefect_torch.ckpt.runs.metrics import with_numbers
 from prefect_torch.tasks.options.run_form import FormModel
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
@@ -115,6 +116,11 @@ class SearchConfig(FormModel):
     def modes(self) -> list[Mode]:
         """The mode of each metric."""
         return [self.mode for _ in self.metrics] if isinstance(self.mode, str) else list(self.mode)
+
+    @field_validator("initial_points", mode="before")
+    @classmethod
+    def _with_numbers(cls, points: object) -> object:
+        return with_numbers(points)  # as those of a row of a DataFrame are numpy's
 
     @field_validator("metric")
     @classmethod

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import math
 
+import numpy as np
 import pytest
 from prefect_torch.ckpt.reporting.decisions import Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
@@ -386,12 +387,11 @@ def test_a_trial_that_a_limit_ends_has_the_newest_value_of_each_metric_or_has_fa
     assert search.trials[1].reason.startswith("no report of the trial has the metric 'loss'")
 
 
-def test_an_initial_point_may_have_a_tuple_of_the_space():
-    space = {"betas": choice([(0.9, 0.99), (0.8, 0.9)])}
-    search = Search(
-        configured(initial_points=[{"betas": (0.8, 0.9)}]), parse_space(space), 0, RecordedTrials([], [].append), "sweep"
-    )
-    assert search.next_trial().config == {"betas": [0.8, 0.9]}
+def test_an_initial_point_may_have_a_tuple_of_the_space_and_numbers_of_numpy():
+    space = {"betas": choice([(0.9, 0.99), (0.8, 0.9)]), "layers": randint(1, 8), "lr": loguniform(1e-5, 1)}
+    point = {"betas": (0.8, 0.9), "layers": np.int64(3), "lr": np.float32(0.5)}
+    search = Search(configured(initial_points=[point]), parse_space(space), 0, RecordedTrials([], [].append), "sweep")
+    assert search.next_trial().config == {"betas": [0.8, 0.9], "layers": 3, "lr": 0.5}
     with pytest.raises(ValueError, match=r"initial_points\[0\]: Object of type set is not JSON"):
         check_search(configured(initial_points=[{"betas": {0.8, 0.9}}]), parse_space(space))
 
