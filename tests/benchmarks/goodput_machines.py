@@ -64,6 +64,7 @@ class RayMachines:
 
         self.network, self._scratch, self._stack = network, scratch, stack
         self._python = install()
+        os.environ["RAY_AUTH_MODE"] = "disabled"  # else a head asks for the token that an earlier ray.init() left in ~/.ray
         self._environment = {**os.environ, "PYTHONPATH": str(HERE), "RAY_USAGE_STATS_ENABLED": "0"}
         head = ["--head", f"--port={RAY_PORT}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={RAY_TEMP}"]
         self._run("head", "", [f"--node-ip-address={network.address}", *head])
