@@ -18,10 +18,11 @@ from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuSeat
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.options.storage import configured_storage
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction
 from prefect_torch.tasks.training.leadership import refuse_if_alive, refuse_other_kind
-from prefect_torch.tasks.training.start import lineage_of
+from prefect_torch.tasks.training.start import lineage_of, missing_run_named
 
 from .arguments import initial_checkpoint
 
@@ -105,18 +106,29 @@ def plan(
         *_found("gpus", lambda: _check_gpus(scaling)),
         *_found("grace", lambda: _check_grace(scaling, failure or FailureConfig())),
     ]
+    specs: list[StorageSpec] = []
     found: list[TrainingPlan] = []
 
-    def look() -> Iterator[PlanLine]:
+    def probe() -> Iterator[PlanLine]:
         spec = replace(configured_storage(run.storage, run.storage_deadline_s), retry=INTERACTIVE_RETRY_POLICY)
-        probe = probe_storage(open_storage(spec))
-        yield PlanLine("storage", "ok", f"{probe.url}: wrote, listed, read and deleted in {probe.total_s:.2f} s")
-        initial = None if resume_from is None else initial_checkpoint(resume_from, spec).open()
-        found.append(_look_at_run(spec, run, checkpoint or CheckpointConfig(), initial))
+        probed = probe_storage(open_storage(spec))
+        specs.append(spec)
+        yield PlanLine("storage", "ok", f"{probed.url}: wrote, listed, read and deleted in {probed.total_s:.2f} s")
 
-    lines += _found("storage", look)
+    def look() -> Iterable[PlanLine]:
+        for spec in specs:
+            initial = None if resume_from is None else _open(initial_checkpoint(resume_from, spec))
+            found.append(_look_at_run(spec, run, checkpoint or CheckpointConfig(), initial))
+        return ()
+
+    lines += [*_found("storage", probe), *_found("start", look)]
     of_run = found[0] if found else TrainingPlan(())
     return replace(of_run, lines=(*lines, *of_run.lines))
+
+
+def _open(ref: CheckpointRef) -> Checkpoint:
+    with missing_run_named(ref):
+        return ref.open()
 
 
 def _found(subject: str, check: _Check) -> list[PlanLine]:

@@ -150,7 +150,7 @@ def _choose(
             pin.remove()
         return store.checkpoint(manifest), True
     if job.initial_checkpoint is not None:
-        with _missing_run_named(job.initial_checkpoint):
+        with missing_run_named(job.initial_checkpoint):
             return _open_initial(job.initial_checkpoint, job.run_config, node_copy, pin), False
     if job.run_config.resume == "must":
         raise CheckpointNotFoundError(
@@ -176,7 +176,7 @@ def _open_initial(initial: CheckpointRef, run: RunConfig, node_copy: NodeCopy, p
 
 
 @contextmanager
-def _missing_run_named(initial: CheckpointRef) -> Iterator[None]:
+def missing_run_named(initial: CheckpointRef) -> Iterator[None]:
     """Say that the run does not exist where that is why its checkpoint was not found: its name, or the storage, is wrong."""
     try:
         yield

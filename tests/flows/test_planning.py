@@ -104,6 +104,8 @@ def test_a_new_run_begins_with_the_initial_checkpoint_where_that_is_whole(store)
         assert planned(store, name="other", resume_from=resume_from).resumes_from == store.path_of(third.id)
     store.storage.local_path(store.layout.data(third.id, "model")).write_text("longer than it was")
     assert line(planned(store, name=None, resume_from=f"run/{third.id}"), "start")[0] == "wrong"
+    missing = line(planned(store, resume_from=f"nope/{third.id}"), "start")
+    assert missing == ("wrong", f"there is no run 'nope' in {store.storage.url}, so it has no checkpoint {third.id}")
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path):
