@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_utilities.core import rank_zero
@@ -135,7 +134,10 @@ class _OnExistingRanks(_Parallel):
         dataloader = super().process_dataloader(dataloader)
         if self.lightning_module is not None:
             progress: Any = self.lightning_module.trainer.fit_loop.epoch_progress.current
-            _set_sampler_epoch(dataloader, progress.processed)
+            for owner in (dataloader, getattr(dataloader, "batch_sampler", None)):
+                set_epoch = getattr(getattr(owner, "sampler", None), "set_epoch", None)
+                if callable(set_epoch):
+                    set_epoch(progress.processed)
         return dataloader
 
     def set_world_ranks(self) -> None:
