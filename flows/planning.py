@@ -106,22 +106,15 @@ def plan(
         *_found("gpus", lambda: _check_gpus(scaling)),
         *_found("grace", lambda: _check_grace(scaling, failure or FailureConfig())),
     ]
-    specs: list[StorageSpec] = []
     found: list[TrainingPlan] = []
 
-    def probe() -> Iterator[PlanLine]:
+    def look() -> Iterator[PlanLine]:
         spec = replace(configured_storage(run.storage, run.storage_deadline_s), retry=INTERACTIVE_RETRY_POLICY)
-        probed = probe_storage(open_storage(spec))
-        specs.append(spec)
-        yield PlanLine("storage", "ok", f"{probed.url}: wrote, listed, read and deleted in {probed.total_s:.2f} s")
+        probe = probe_storage(open_storage(spec))
+        yield PlanLine("storage", "ok", f"{probe.url}: wrote, listed, read and deleted in {probe.total_s:.2f} s")
+        found.append(_look_at_run(spec, run, checkpoint or CheckpointConfig(), resume_from))
 
-    def look() -> Iterable[PlanLine]:
-        for spec in specs:
-            initial = None if resume_from is None else _open(initial_checkpoint(resume_from, spec))
-            found.append(_look_at_run(spec, run, checkpoint or CheckpointConfig(), initial))
-        return ()
-
-    lines += [*_found("storage", probe), *_found("start", look)]
+    lines += _found("storage", look)
     of_run = found[0] if found else TrainingPlan(())
     return replace(of_run, lines=(*lines, *of_run.lines))
 
@@ -201,8 +194,11 @@ def compare_grace(failure: FailureConfig, given_s: float, what: str, remedy: str
     return PlanLine("grace", "warning", text + least)
 
 
-def _look_at_run(spec: StorageSpec, run: RunConfig, checkpoint: CheckpointConfig, initial: Checkpoint | None) -> TrainingPlan:
+def _look_at_run(
+    spec: StorageSpec, run: RunConfig, checkpoint: CheckpointConfig, resume_from: str | Checkpoint | None
+) -> TrainingPlan:
     try:
+        initial = None if resume_from is None else _open(initial_checkpoint(resume_from, spec))
         if run.name is None:
             return _plan_of_start(_verified(initial, run), "a run with a name of its own", {}, ())
         return _look_at_named(CheckpointStore.open(spec, run.name), run, checkpoint, initial)
