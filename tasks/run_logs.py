@@ -21,12 +21,10 @@ def get_run_logger() -> Logger:
     Prefect's function of this name gives the lines of a flow that a task has called to that task, and the page of the flow's
     own run lacks them.
     """
-    flow_run, task_run = FlowRunContext.get(), TaskRunContext.get()
-    if flow_run is None or flow_run.flow_run is None or task_run is None:
-        return prefect.get_run_logger()
-    if task_run.task_run.flow_run_id == flow_run.flow_run.id:
-        return prefect.get_run_logger()
-    return flow_run_logger(flow_run.flow_run, flow_run.flow)
+    flow, task = FlowRunContext.get(), TaskRunContext.get()
+    if task is not None and flow is not None and flow.flow_run is not None and flow.flow_run.id != task.task_run.flow_run_id:
+        return flow_run_logger(flow.flow_run, flow.flow)
+    return prefect.get_run_logger()
 
 
 @contextmanager
