@@ -168,17 +168,18 @@ def long_startup_timeout() -> AbstractContextManager[None]:
     return using(settings_with({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: _STARTUP_TIMEOUT_S}))
 
 
-def unusable_home() -> str | None:
-    """Return why no embedded server can keep its database in Prefect's home directory, and what to do; None if it can."""
+def unusable_home() -> tuple[str, str] | None:
+    """Return why no embedded server can keep its database in Prefect's home directory, and the advice; None if it can."""
     settings = get_current_settings()
     home, url = settings.home, settings.server.database.connection_url
     nearest = next(it for it in (home, *home.parents) if os.access(it, os.F_OK))  # where the server would make it
     if url is None or str(home) not in url.get_secret_value() or os.access(nearest, os.W_OK | os.X_OK):
         return None
-    return (
+    why = (
         "Prefect's server, which a flow starts unless PREFECT_API_URL names another, cannot keep its database in "
-        f"{home}, where this user cannot write: set PREFECT_HOME to a directory that can be written to, or PREFECT_API_URL"
+        f"{home}, where this user cannot write"
     )
+    return why, "set PREFECT_HOME to a directory that can be written to, or PREFECT_API_URL"
 
 
 def _embedded_servers() -> "set[SubprocessASGIServer]":
@@ -196,7 +197,7 @@ def _tie_from_the_start(module: ModuleType) -> None:
 
 def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]":
     if (why := unusable_home()) is not None:  # else Prefect starts it again and again, with 200 lines of traceback each time
-        raise PermissionError(why)
+        raise PermissionError(": ".join(why))
     python, _, *module = args  # python -m uvicorn ...
     lifeline, own_end = os.pipe()
     try:

@@ -89,7 +89,7 @@ def check_api() -> Iterator[Finding]:
         if not get_current_settings().server.ephemeral.enabled:
             yield Finding("prefect api", "wrong", "no PREFECT_API_URL, and ephemeral mode is off", "set PREFECT_API_URL")
         elif (why := unusable_home()) is not None:
-            yield Finding("prefect api", "wrong", *why.split(": ", 1))
+            yield Finding("prefect api", "wrong", *why)
         else:
             yield Finding("prefect api", "ok", "no PREFECT_API_URL: each flow starts its own server for its duration")
         return
