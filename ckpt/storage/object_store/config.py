@@ -86,7 +86,8 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
     provider = _complete_s3(config) if is_s3 else None
     if is_s3 and not _ENDPOINT.fullmatch(endpoint := config.get("aws_endpoint_url") or "https://s3"):
         raise ValueError(
-            f"{url} cannot be opened: {endpoint.rpartition('@')[2]!r} is no address of a server: write http://HOST:PORT or https://HOST"
+            f"{url} cannot be opened: {endpoint.rpartition('@')[2]!r} is no address of a server: write http://HOST:PORT or "
+            "https://HOST"
         )
     if is_s3 and "root_certificate" not in client and (bundle := os.environ.get("AWS_CA_BUNDLE")):
         client["root_certificate"] = _read_certificates(bundle)
