@@ -17,6 +17,7 @@ from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
     PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_CLIENT_RETRY_EXTRA_CODES,
     PREFECT_SERVER_CSRF_PROTECTION_ENABLED,
     temporary_settings,
 )
@@ -27,6 +28,8 @@ from .settings import without_retries
 
 # Pauses of 2, 4, ..., 128 s: log lines wait for the API for about four minutes. Prefect's own 5 retries drop them after one.
 _RETRIES = 7
+# Of a server whose database is away, and of a proxy whose server is: Prefect repeats what 408, 429, 502 and 503 answer only.
+_REPEATED = {HTTPStatus.INTERNAL_SERVER_ERROR.value, HTTPStatus.GATEWAY_TIMEOUT.value}
 _LONGEST_S = 600.0
 _POLL_S = 1.0
 _JUST_NOW_S = 1.0
@@ -40,7 +43,8 @@ _keeper: ContextVar[ServerKeeper] = ContextVar("keeper")
 def outlast_api_outages() -> Iterator[None]:
     """Keep the body's log lines for four minutes while Prefect's API is away, and return once it answers, or after ten minutes.
 
-    A terminated body (preempted or cancelled) does not wait. A user's own PREFECT_CLIENT_MAX_RETRIES is respected.
+    A terminated body (preempted or cancelled) does not wait. A user's own PREFECT_CLIENT_MAX_RETRIES and
+    PREFECT_CLIENT_RETRY_EXTRA_CODES are respected.
 
     Without the wait, the flow run would stay "Running" forever and its process would end with a connection error: Prefect's
     engine proposes the final state for a minute only, with settings that the flow's body cannot change. An embedded server that
@@ -54,8 +58,9 @@ def outlast_api_outages() -> Iterator[None]:
             yield
         return
     with temporary_settings(set_defaults=_defaults()), embedded_server_kept_running() as keeper:
-        # The thread that sends log lines keeps the settings it started with: it ends here, and the next line starts another.
+        # What sends log lines keeps the settings it started with: it ends, and another starts before a thread with others logs.
         APILogWorker.instance().drain()
+        APILogWorker.instance()
         token = _keeper.set(keeper)
         try:
             with _api_answers_after(keeper):
@@ -81,7 +86,7 @@ def _is_away(error: BaseException) -> bool:
 
 def _defaults() -> dict[Any, Any]:
     """Return the values of settings that the user has not set."""
-    defaults = {PREFECT_CLIENT_MAX_RETRIES: _RETRIES}
+    defaults: dict[Any, Any] = {PREFECT_CLIENT_MAX_RETRIES: _RETRIES, PREFECT_CLIENT_RETRY_EXTRA_CODES: _REPEATED}
     if PREFECT_API_URL.value() is None and not PREFECT_SERVER_CSRF_PROTECTION_ENABLED.value():
         # The embedded server has no tokens, and each new client would ask it for one.
         defaults[PREFECT_CLIENT_CSRF_SUPPORT_ENABLED] = False

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from forked_programs import Popen
+from http_proxy import Response, proxied
 from prefect import flow, get_run_logger
 from prefect.logging import disable_run_logger
 from prefect.logging.handlers import APILogHandler, APILogWorker
@@ -242,13 +244,39 @@ def test_lines_are_tried_for_minutes_unless_the_user_says_otherwise(monkeypatch,
     @flow
     def say_something():
         get_run_logger().info("before the body")
+        context = copy_context()  # of a thread that has begun before
         with outlast_api_outages():
+            context.run(get_run_logger().info, "from the body")
             get_run_logger().info("from the body")
         APILogWorker.instance().drain()
 
     with temporary_settings({} if own is None else {PREFECT_CLIENT_MAX_RETRIES: own}):
         say_something()
-    assert tries == [7 if own is None else 2]
+    assert tries == [7 if own is None else 2] * 2
+
+
+def test_lines_are_sent_again_to_a_server_that_lost_its_database_or_a_proxy_that_lost_its_server():
+    answers = [Response(500, b"{}", {"Retry-After": "0.1"}), Response(504, b"{}", {"Retry-After": "0.1"})]
+
+    def change(method: str, path: str, response: Response) -> Response:
+        return answers.pop(0) if (method, path) == ("POST", "/api/logs/") and answers else response
+
+    @flow
+    def say_something():
+        with outlast_api_outages():
+            proxy.change = change
+            get_run_logger().info("sent three times")
+            APILogWorker.instance().drain()
+        return flow_run.id
+
+    with proxied(f"http://127.0.0.1:{server_port()}") as proxy:
+        with temporary_settings({PREFECT_API_URL: f"{proxy.endpoint}/api"}):
+            told = say_something()
+            APILogHandler().flush()
+        assert answers == []
+        assert "POST /api/logs/" in proxy.requests
+    lines = rows(f"http://127.0.0.1:{server_port()}/api", "logs", logs={"flow_run_id": {"any_": [told]}})
+    assert [row["message"] for row in lines].count("sent three times") == 3, "the proxy has passed on what it says was lost"
 
 
 def test_an_end_from_outside_does_not_wait_for_the_api(monkeypatch):
