@@ -18,9 +18,9 @@ from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_
 from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
-from prefect_torch.ckpt.runs.records import check_depth
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
+from prefect_torch.ckpt.storage.records import check_depth
 from prefect_torch.ckpt.text import show_bytes, show_count
 
 if TYPE_CHECKING:

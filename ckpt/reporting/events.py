@@ -11,7 +11,7 @@ from typing import TypeAlias
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import Metrics, parse_json, to_json
-from prefect_torch.ckpt.runs.records import fields_of
+from prefect_torch.ckpt.storage.records import fields_of
 
 _MOST_AT_ONCE = 64  # events that one request reads: some 20 KB
 _SLOTS = 4096  # events that may wait for a leader that is stopped, or busy

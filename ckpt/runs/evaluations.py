@@ -15,9 +15,10 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordErr
 from prefect_torch.ckpt.runs.layout import Layout, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, to_json
-from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, seal, unseal
+from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal, unseal
 from prefect_torch.ckpt.text import utc_now
 
 _WHAT = "an evaluation"

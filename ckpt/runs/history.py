@@ -13,9 +13,9 @@ from prefect_torch.ckpt.runs.bulk import all_are, are_scalars
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
-from prefect_torch.ckpt.runs.records import fields_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.records import fields_of
 
 from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records
 

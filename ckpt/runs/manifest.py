@@ -11,9 +11,9 @@ from unicodedata import normalize
 
 from prefect_torch.ckpt.errors import ReportMismatchError
 from prefect_torch.ckpt.runs.metrics import Metrics, to_json
-from prefect_torch.ckpt.runs.record_fields import Count, Within
-from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, fields_of, seal, unseal
+from prefect_torch.ckpt.runs.record_fields import Count, Within, decode
 from prefect_torch.ckpt.storage.keys import check_key
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION, fields_of, seal, unseal
 
 _WHAT = "a manifest"
 MAX_STEP = 10**8 - 1

@@ -17,10 +17,10 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError, UnsupportedFormatE
 from prefect_torch.ckpt.runs.bulk import all_are, are_counts, bytes_if_there, no_collection
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import to_json
-from prefect_torch.ckpt.runs.record_fields import Count
-from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, parse, seal, unseal, unseal_all
+from prefect_torch.ckpt.runs.record_fields import Count, decode
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION, parse, seal, unseal, unseal_all
 
 if TYPE_CHECKING:
     from typing_extensions import Self

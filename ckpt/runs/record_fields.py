@@ -1,4 +1,7 @@
-"""The types of a stored record's fields: scalars, datetimes, dicts, lists, tuples, dataclasses, unions.
+"""The reader of stored records into dataclasses, by the types of their fields.
+
+They are scalars, datetimes, dicts, lists, tuples, dataclasses and unions. Unknown fields are ignored, so that a later version
+may add some. A missing field or one of another type makes a record malformed, and the error names field and object.
 
 The package has readers of its own, since msgspec, which does the same faster, rejects lone surrogates that stored runs have in
 their metrics, knows no tags for NaN and infinities, and would still need `json` to compare a record with its digest; pydantic
@@ -12,10 +15,13 @@ from datetime import datetime
 from functools import cache
 from itertools import cycle
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
+from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.metrics import Metrics, from_json
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION, is_newer, unsupported
 
+T = TypeVar("T")
 _SHOWN = 80
 Reader: TypeAlias = Callable[[Any], Any]
 
@@ -53,6 +59,31 @@ class Within:
 
 
 Count: TypeAlias = Annotated[int, Within(0, 2**63 - 1)]  # of bytes or ranks; no filesystem holds more
+
+
+def decode(kind: type[T], record: Mapping[str, Any], where: str, what: str) -> T:
+    """Return `record` as `kind`, a dataclass; a field that `kind` does not have is ignored.
+
+    Args:
+        kind: A dataclass with fields of the types that `reader_of` knows.
+        record: A dict that `records.parse` or `records.unseal` returned.
+        where: The key of the object, for the error.
+        what: A description of the expected record, with its article, for the error.
+
+    Raises:
+        MalformedRecordError: If a field is missing, or of another type, naming it.
+        UnsupportedFormatError: If a newer version wrote it.
+
+    """
+    version = record.get("format", FORMAT_VERSION)
+    if is_newer(version):
+        raise unsupported(version, where)
+    try:
+        if type(version) is not int or version != FORMAT_VERSION:
+            raise FieldError(f"{reprlib.repr(version)} is none").within("format")
+        return cast("T", reader_of(cast("Any", kind))(record))
+    except FieldError as exc:
+        raise MalformedRecordError(f"{where} is not {what}: {exc}") from None
 
 
 @cache

@@ -19,12 +19,13 @@ from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint, evaluation_of,
 from prefect_torch.ckpt.runs.index.segments import FEW, Entry, read_index
 from prefect_torch.ckpt.runs.layout import Layout, check_run_name, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory, attempt_of, is_id
-from prefect_torch.ckpt.runs.records import decode, parse
+from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.parallel import AT_ONCE, read_all
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
+from prefect_torch.ckpt.storage.records import parse
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -306,7 +307,7 @@ class Run:
         """Return the small record at `key`; None if it does not exist, or with a warning if it is malformed.
 
         Args:
-            kind: Its dataclass; see `records.decode`.
+            kind: Its dataclass; see `record_fields.decode`.
             key: Its key.
             what: A description of the record, with its article, for the warning.
 

@@ -17,7 +17,7 @@ from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.attempts.standing import read_standing
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
-from prefect_torch.ckpt.runs.records import decode
+from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.runs.run import Run
 
 LONGEST_WAIT_S = 300.0

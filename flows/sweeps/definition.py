@@ -7,8 +7,8 @@ from typing import Any
 
 from prefect_torch.ckpt.runs.metrics import to_json
 from prefect_torch.ckpt.runs.record_fields import Count
-from prefect_torch.ckpt.runs.records import FORMAT_VERSION
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.flows.sweeps.domains import as_stored
 from prefect_torch.flows.sweeps.search_config import SearchConfig

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from prefect_torch.ckpt.runs.metrics import from_json, to_json, with_numbers
-from prefect_torch.ckpt.runs.records import check_depth
+from prefect_torch.ckpt.storage.records import check_depth
 
 from .failures import is_kind
 from .spec import RankResult

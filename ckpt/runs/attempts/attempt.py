@@ -11,8 +11,7 @@ from prefect_torch.ckpt.errors import MalformedRecordError, UnsupportedFormatErr
 from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.manifest import AttemptNumber, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
-from prefect_torch.ckpt.runs.record_fields import Count
-from prefect_torch.ckpt.runs.records import decode
+from prefect_torch.ckpt.runs.record_fields import Count, decode
 from prefect_torch.ckpt.runs.retention import RetentionPolicy
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all

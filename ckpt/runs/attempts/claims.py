@@ -11,8 +11,8 @@ from typing import Any
 from prefect_torch.ckpt.errors import CheckpointError, FencedError, StorageError
 from prefect_torch.ckpt.runs.layout import attempt_number, outcome_number
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, attempt_of
-from prefect_torch.ckpt.runs.records import FORMAT_VERSION
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION
 from prefect_torch.ckpt.text import utc_now
 
 from .attempt import Attempt, claim_keys, newest_claims

@@ -21,10 +21,11 @@ from prefect_torch.ckpt.runs.bulk import all_are, are_counts, are_scalars, bytes
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
-from prefect_torch.ckpt.runs.records import FORMAT_VERSION, decode, is_newer, parse
+from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION, is_newer, parse
 
 FEW = 64  # manifests that are read one by one; as many are worth a segment
 LARGEST = FEW * 256  # entries of a segment

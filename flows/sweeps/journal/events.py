@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.metrics import Metrics
-from prefect_torch.ckpt.runs.record_fields import Count
-from prefect_torch.ckpt.runs.records import decode
+from prefect_torch.ckpt.runs.record_fields import Count, decode
 
 _logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from prefect_torch.ckpt import CheckpointCorruptError
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
-from prefect_torch.ckpt.runs.records import FORMAT_VERSION, seal, unseal
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal, unseal
 
 Entry: TypeAlias = dict[str, Any]
 MOST_PARTS = 64

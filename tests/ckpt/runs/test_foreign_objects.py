@@ -16,11 +16,11 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.runs.pruning import collect_garbage
-from prefect_torch.ckpt.runs.records import seal
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.local_files import storage as local
 from prefect_torch.ckpt.storage.local_files.storage import MOST_RECORD_BYTES
 from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.records import seal
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 

@@ -20,7 +20,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.runs.metric_chunks import encode_line, new_chunk, read_chunk
-from prefect_torch.ckpt.runs.records import fields_of, seal
+from prefect_torch.ckpt.storage.records import fields_of, seal
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 from ranks import Attempt, folder

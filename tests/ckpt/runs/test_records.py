@@ -23,9 +23,10 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, read_history
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.pruning import collect_garbage
-from prefect_torch.ckpt.runs.records import MAX_DEPTH, decode, parse, seal, unseal
+from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.state.index import StateIndex
+from prefect_torch.ckpt.storage.records import MAX_DEPTH, parse, seal, unseal
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 from ranks import Attempt, folder

@@ -1,21 +1,18 @@
-"""The one reader of stored records: from JSON into dataclasses, checked before use.
+"""Stored records: strict JSON with a digest, by which a reader verifies that it is whole, and a format version.
 
-A storage holds objects of other versions, other programs and accidents. Unknown fields are ignored, so that a later version
-may add some. A missing field or one of another type makes a record malformed, and the error names field and object. A newer
-format is an error of its own, since this version cannot judge its meaning.
+A storage holds objects of other versions, other programs and accidents. What is no JSON object, or nested too deeply, is
+malformed, and the error names the object. A newer format is an error of its own, since this version cannot judge its meaning.
 """
 
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import xxhash
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, UnsupportedFormatError
-from prefect_torch.ckpt.runs.record_fields import FieldError, reader_of
 
 FORMAT_VERSION = 1
 MAX_DEPTH = 200  # of dicts and lists: a fifth of Python's stack, which recursive functions over them must not exhaust
@@ -24,8 +21,6 @@ _BEGIN, _BETWEEN, _END = b'{"body":', b',"digest":"', b'"}'
 _DIGEST_SIZE = 32
 _SEALED = _BEGIN + b'{"format":'  # the beginning of every sealed record
 _SHOWN = 80
-
-T = TypeVar("T")
 
 
 def parse(data: bytes, where: str, what: str) -> dict[str, Any]:
@@ -81,36 +76,22 @@ def check_depth(value: object, what: str) -> None:
         raise ValueError(f"{what} is nested more than {MAX_GIVEN_DEPTH} levels deep")
 
 
-def decode(kind: type[T], record: Mapping[str, Any], where: str, what: str) -> T:
-    """Return `record` as `kind`, a dataclass; a field that `kind` does not have is ignored.
-
-    Args:
-        kind: A dataclass with fields of the types that `record_fields` reads.
-        record: A dict that `parse` or `unseal` returned.
-        where: The key of the object, for the error.
-        what: A description of the expected record, with its article, for the error.
-
-    Raises:
-        MalformedRecordError: If a field is missing, or of another type, naming it.
-        UnsupportedFormatError: If a newer version wrote it.
-
-    """
-    version = record.get("format", FORMAT_VERSION)
-    if is_newer(version):
-        raise UnsupportedFormatError(
-            f"{where} has format {reprlib.repr(version)} and this version reads {FORMAT_VERSION}: upgrade prefect-torch"
-        )
-    try:
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise FieldError(f"{reprlib.repr(version)} is none").within("format")
-        return cast("T", reader_of(cast("Any", kind))(record))
-    except FieldError as exc:
-        raise MalformedRecordError(f"{where} is not {what}: {exc}") from None
-
-
 def is_newer(version: object) -> bool:
     """Return whether `version` is a format version newer than this package knows."""
     return type(version) is int and version > FORMAT_VERSION
+
+
+def unsupported(version: object, where: str) -> UnsupportedFormatError:
+    """Return the error for a record of a newer format.
+
+    Args:
+        version: Its format version.
+        where: The key of the object.
+
+    """
+    return UnsupportedFormatError(
+        f"{where} has format {reprlib.repr(version)} and this version reads {FORMAT_VERSION}: upgrade prefect-torch"
+    )
 
 
 def fields_of(record: object) -> dict[str, Any]:
@@ -150,7 +131,7 @@ def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
     body, digest = sealed.get("body", sealed), sealed.get("digest")  # a newer version may put its format into either
     # That of this version's format would mean that a digit was changed.
     if isinstance(body, dict) and is_newer(body.get("format")) and digest != _digest({**body, "format": FORMAT_VERSION}):
-        decode(_Anything, body, where, what)
+        raise unsupported(body.get("format"), where)
     if is_ours and isinstance(digest, str):
         raise CheckpointCorruptError(f"{where} does not match its own digest: it was changed after it was written")
     raise MalformedRecordError(f"{where} is not {what}: it is no body with the digest of it")
@@ -178,11 +159,6 @@ def _verified(data: bytes) -> bytes | None:
         return None
     body, digest = data[len(_BEGIN) : ends], data[ends + len(_BETWEEN) : -len(_END)]
     return body if xxhash.xxh3_128_hexdigest(body).encode() == digest else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Anything:
-    """A record of which only the format is read."""
 
 
 def _digest(body: object) -> str:
