@@ -1,27 +1,20 @@
 """The commit of one checkpoint: every rank stores its files, then rank 0 writes the manifest, last."""
 
-import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CommitFailedError, StorageFullError
-from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, group_files
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
-from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
+from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError, raise_error
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, alike, attempt_of, merge_files
 from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import check_distinct
-from prefect_torch.ckpt.storage.digest import digest_file
-from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
 from prefect_torch.ckpt.storage.sizes import find_other_size
 from prefect_torch.ckpt.text import utc_now
@@ -29,6 +22,7 @@ from prefect_torch.ckpt.text import utc_now
 from .background import BackgroundCommits
 from .events import CommitEvent, EventSender, ReportEvent
 from .overhead import CommitCosts
+from .rank_part import CommitJob, RankPart, store_part
 from .rank_report import StagedReport
 
 _logger = logging.getLogger(__name__)
@@ -122,45 +116,6 @@ def belongs_to(run: Run, checkpoint: Checkpoint) -> bool:
     return checkpoint.store is not None and checkpoint.store.path == run.path
 
 
-@dataclass(slots=True)
-class CommitJob:
-    """One rank's share of a commit, and how far it is; a second try goes on from there.
-
-    Attributes:
-        staged: The report.
-        parent: The checkpoint that this one continues.
-        stored: The files of it that this rank has stored, by path.
-        linked: The paths of those that this rank's directory and the storage may both have, as one file with two names.
-        decided: The topics of rank 0's decisions on it.
-
-    """
-
-    staged: StagedReport
-    parent: str | None = None
-    stored: dict[str, FileEntry] = field(default_factory=dict)
-    linked: list[str] = field(default_factory=list)
-    decided: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The files and the share of a state that one rank stored.
-
-    Attributes:
-        files: Its files.
-        state: The `StateIndex.fields` of its share of a state, or None.
-        stall_s: How long its training waited for the report; None where it waits for the commit.
-        stored_s: The time from the start of its report until all files were stored. Both times are by the rank's own clock:
-            monotonic clocks of processes begin anywhere, and ranks do not begin a report together.
-
-    """
-
-    files: Sequence[FileEntry] = ()
-    state: dict[str, Any] | None = None
-    stall_s: float | None = None
-    stored_s: float = 0.0
-
-
 def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
     """Store this rank's files and return once the manifest of all ranks is durable; rank 0 returns it.
 
@@ -208,79 +163,26 @@ def _discard(run: Run, checkpoint_id: str) -> None:
 
 
 def _try_commit(run: Run, peers: Peers, job: CommitJob, topic: str) -> Manifest | None:
-    parts = peers.exchange(f"{topic}/files", _stored_part(run, job, peers.rank))
+    parts = peers.exchange(f"{topic}/files", store_part(run, job, peers.rank))
     decided = f"{topic}/commit"
     job.decided.append(decided)
     if parts is None:
         data = peers.decision(decided)
         peers.forget_message(f"{topic}/files")
-        _raise_error(data)
+        raise_error(data)
         return None
     peers.forget_message(f"{topic}/files")
     manifest: Manifest | None = None
     decision = b"{}"
     try:
-        manifest = write_manifest(run, job, [_decode_part(rank, part) for rank, part in enumerate(parts)])
+        manifest = write_manifest(run, job, [RankPart.decode(part, rank) for rank, part in enumerate(parts)])
     except Exception as exc:  # noqa: BLE001 - raised below, and on the other ranks, which wait for the decision
-        decision = _encode_error(exc)
-    _raise_error(peers.decide(decided, decision))
+        decision = RemoteError.of(exc).encode()
+    raise_error(peers.decide(decided, decision))
     return manifest
 
 
-def store_part(run: Run, job: CommitJob, rank: int) -> Part:
-    """Store every file of this rank that is not stored yet, and its share of a state."""
-    staged = job.staged
-    if staged.problem is not None:
-        raise staged.problem
-    files, index = store_files(run, job, rank), None
-    if staged.state is not None:
-        of_state, state = staged.state.store(lambda path, data: _put_buffers(run, job, rank, path, data))
-        files, index = [*files, *of_state], state.fields()
-    return Part(files, index, staged.stall_s, staged.elapsed_s())
-
-
-def store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
-    """Store the files that this rank owns and that are not stored yet, several at a time, and digest the others."""
-    staged, directory = job.staged, job.staged.directory
-    if directory is None:
-        return []
-    left = [path for path in staged.report.files if path not in job.stored]
-    own = [path for path in left if staged.agreement.owners.get(path, rank) == rank]
-
-    def keep(moved: Mapping[str, Transfer]) -> None:
-        job.stored.update({path: FileEntry(path, it.bytes, it.digest, rank) for path, it in moved.items()})
-
-    def store(group: FileGroup) -> None:
-        keep(_put_group(run, staged.checkpoint_id, directory, group))
-
-    # In a local folder small files cost work, not waiting: several threads would pass the interpreter's lock around.
-    most = GROUPED if run.storage.local_path(run.layout.run) is None else None
-    groups = group_files(directory, own, owned=staged.owns_directory, most=most)
-    job.linked.extend(path for group in groups if group.owned for path in group.paths)
-    for_each(groups, store)
-    if rank not in staged.agreement.sharing:  # else they are the same files
-        for_each(set(left) - set(own), lambda path: keep({path: digest_file(directory / path)}))
-    return [job.stored[path] for path in staged.report.files if path in job.stored]
-
-
-def _put_group(run: Run, checkpoint_id: str, directory: Path, group: FileGroup) -> dict[str, Transfer]:
-    folder = run.layout.data(checkpoint_id)
-    if len(group.paths) == 1 and not group.owned:
-        (path,) = group.paths
-        return {path: run.storage.put_file(f"{folder}{path}", directory / path)}
-    moved = run.storage.put_files({f"{folder}{path}": f"{directory}/{path}" for path in group.paths}, owned=group.owned)
-    return {key.removeprefix(folder): it for key, it in moved.items()}
-
-
-def _put_buffers(run: Run, job: CommitJob, rank: int, path: str, data: Sequence[memoryview]) -> Transfer:
-    if (known := job.stored.get(path)) is not None:
-        return Transfer(known.bytes, known.digest)
-    moved = run.storage.put_buffers(run.layout.data(job.staged.checkpoint_id, path), data)
-    job.stored[path] = FileEntry(path, moved.bytes, moved.digest, rank)
-    return moved
-
-
-def write_manifest(run: Run, job: CommitJob, parts: Sequence[Part]) -> Manifest:
+def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manifest:
     """Write the manifest: from here on the checkpoint exists."""
     staged = job.staged
     all_stored_s = staged.elapsed_s()
@@ -328,7 +230,7 @@ def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> N
         )
 
 
-def _store_index(run: Run, checkpoint_id: str, parts: Sequence[Part]) -> list[FileEntry]:
+def _store_index(run: Run, checkpoint_id: str, parts: Sequence[RankPart]) -> list[FileEntry]:
     if all(part.state is None for part in parts):
         return []
     from prefect_torch.ckpt.state.index_files import store_index  # noqa: PLC0415 - torch, for states only
@@ -339,42 +241,8 @@ def _store_index(run: Run, checkpoint_id: str, parts: Sequence[Part]) -> list[Fi
     return store_index([part.state for part in parts], put)
 
 
-def _timings(staged: StagedReport, parts: Sequence[Part], all_stored_s: float) -> dict[str, float]:
+def _timings(staged: StagedReport, parts: Sequence[RankPart], all_stored_s: float) -> dict[str, float]:
     """Return the times of the commit; the rank whose report began first waited longest, so each counts by its own clock."""
     since_then_s = staged.elapsed_s() - all_stored_s
     durable_s = max(all_stored_s, *(part.stored_s for part in parts)) + since_then_s
     return {"stall_s": max(durable_s if part.stall_s is None else part.stall_s for part in parts), "durable_s": durable_s}
-
-
-def _stored_part(run: Run, job: CommitJob, rank: int) -> bytes:
-    """Store this rank's part, and return the message to rank 0: the part, or the error."""
-    try:
-        return _encode_part(store_part(run, job, rank))
-    except Exception as exc:  # noqa: BLE001 - all ranks must receive any error rather than wait
-        return _encode_error(exc)
-
-
-def _encode_part(part: Part) -> bytes:
-    # Column by column: objects of their own for each of many files would bring on a collection of all garbage.
-    files = [[getattr(entry, name) for entry in part.files] for name in FileEntry.__slots__]
-    return json.dumps({"files": files, "state": part.state, "stall_s": part.stall_s, "stored_s": part.stored_s}).encode()
-
-
-def _decode_part(rank: int, data: bytes) -> Part:
-    part = json.loads(data)
-    if "error" in part:
-        kind = StorageFullError if part["error"]["kind"] == StorageFullError.__name__ else CommitFailedError
-        raise kind(
-            f"rank {rank} could not store its part: {part['error']['message']}; the previous checkpoint is still the latest"
-        )
-    return Part(list(map(FileEntry, *part["files"])), part["state"], part["stall_s"], part["stored_s"])
-
-
-def _encode_error(error: Exception) -> bytes:
-    return json.dumps({"error": asdict(RemoteError.of(error))}).encode()
-
-
-def _raise_error(data: bytes) -> None:
-    decision = json.loads(data)
-    if "error" in decision:
-        raise RemoteError(**decision["error"]).exception()

@@ -50,8 +50,8 @@ from memory_storage import MemoryStorage  # noqa: E402
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, TrainContext  # noqa: E402
 from prefect_torch.ckpt.reporting import agreement  # noqa: E402
 from prefect_torch.ckpt.reporting.agreement import Intent  # noqa: E402
-from prefect_torch.ckpt.reporting.commit import Part, _encode_part  # noqa: E402
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit  # noqa: E402
+from prefect_torch.ckpt.reporting.rank_part import RankPart  # noqa: E402
 from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt  # noqa: E402
@@ -260,8 +260,8 @@ def play_other_ranks(key_value, world_size, reports):
         for rank in range(1, world_size):
             path = f"model-{rank}.pt"
             key_value.set(f"report {step + 1}/{rank}", Intent(rank, step, "sync", [path]).encode())
-            part = Part([FileEntry(path, 4, DIGEST, rank)])
-            key_value.set(f"report {step + 1}/files/{rank}", _encode_part(part))
+            part = RankPart([FileEntry(path, 4, DIGEST, rank)])
+            key_value.set(f"report {step + 1}/files/{rank}", part.encode())
     for rank in range(1, world_size):
         announce_exit(key_value, RankExit(rank, reports, "returned"))
 

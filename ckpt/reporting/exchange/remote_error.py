@@ -1,6 +1,7 @@
 """An error that one rank found and every rank must raise, in a form that travels as JSON."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
 from prefect_torch.ckpt import errors
 from prefect_torch.ckpt.errors import (
@@ -40,3 +41,19 @@ class RemoteError:
         """Return the exception to raise."""
         error: CheckpointError = getattr(errors, self.kind)(self.message)
         return error
+
+    def encode(self) -> bytes:
+        """Return JSON, an object with the key "error"."""
+        return json.dumps({"error": asdict(self)}).encode()
+
+
+def raise_error(message: bytes) -> None:
+    """Raise the error that a message holds, as `RemoteError.encode` returned it; return if it is another JSON object.
+
+    Raises:
+        CheckpointError: The error.
+
+    """
+    decoded = json.loads(message)
+    if "error" in decoded:
+        raise RemoteError(**decoded["error"]).exception()

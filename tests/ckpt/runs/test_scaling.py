@@ -13,10 +13,10 @@ from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError, T
 from prefect_torch.ckpt.errors import PeerGoneError
 from prefect_torch.ckpt.reporting import agreement
 from prefect_torch.ckpt.reporting.agreement import Intent
-from prefect_torch.ckpt.reporting.commit import Part, _encode_part
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, has_failure, read_exits
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
+from prefect_torch.ckpt.reporting.rank_part import RankPart
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -146,8 +146,8 @@ def play_other_ranks(key_value, world_size):
     """Tell what the other ranks tell in a report of a file each, and that they ended."""
     for rank in range(1, world_size):
         key_value.set(f"report 1/{rank}", Intent(rank, 0, "sync", [f"m{rank}"]).encode())
-        part = Part([FileEntry(f"m{rank}", 4, DIGEST, rank)])
-        key_value.set(f"report 1/files/{rank}", _encode_part(part))
+        part = RankPart([FileEntry(f"m{rank}", 4, DIGEST, rank)])
+        key_value.set(f"report 1/files/{rank}", part.encode())
         announce_exit(key_value, RankExit(rank, 1, "returned"))
 
 

@@ -25,9 +25,10 @@ from prefect_torch.ckpt import (
     StateMismatchError,
 )
 from prefect_torch.ckpt.reporting.agreement import Agreement
-from prefect_torch.ckpt.reporting.commit import CommitJob, Part, write_manifest
+from prefect_torch.ckpt.reporting.commit import write_manifest
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
+from prefect_torch.ckpt.reporting.rank_part import CommitJob, RankPart
 from prefect_torch.ckpt.reporting.rank_report import Report, StagedReport
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -582,7 +583,7 @@ def test_a_rank_whose_report_began_first_counts_by_its_own_clock(store):
     """Rank 0 came a minute later, and its clock says nothing of when rank 1 began."""
     job = CommitJob(StagedReport(Report(time.monotonic(), 0, {}), Agreement(0, checkpoint_id=new_id(1, 0))))
     claim_attempt(store, Owner.current(), world_size=2)
-    manifest = write_manifest(store, job, [Part(stall_s=0.0), Part(stall_s=50.0, stored_s=60.0)])
+    manifest = write_manifest(store, job, [RankPart(stall_s=0.0), RankPart(stall_s=50.0, stored_s=60.0)])
     assert (manifest.timings["stall_s"], manifest.timings["durable_s"] >= 60.0) == (50.0, True)
 
 
