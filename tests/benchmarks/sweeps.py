@@ -24,7 +24,7 @@ import optuna
 from prefect_torch.flows import SearchConfig, loguniform, uniform
 from prefect_torch.flows.sweeps.optuna_study.study import seed_of_trial
 from result_file import write_results
-from simulated_sweeps import Simulation
+from simulated_sweeps import Simulation, follow_schedule
 
 SPACE = {"lr": loguniform(1e-5, 1.0), "momentum": uniform(0.0, 1.0)}
 MAX_T, ETA, BUDGET, CONCURRENT = 81, 3, 1600, 4
@@ -143,14 +143,6 @@ def summarize(rows):
         signs = f"lower in {sum(it < 0 for it in differences)}, equal in {differences.count(0)}, "
         signs += f"higher in {sum(it > 0 for it in differences)}"
         yield f"  asha - {name}: mean {statistics.fmean(differences):+.4f} (standard error {error:.4f}); {signs}"
-
-
-def follow_schedule(state, config, step):
-    """The best rate falls with the steps, so that no fixed one is good all the time."""
-    distance = 1.0 if state is None else state
-    decades_off = math.log10(config["rate"]) - math.log10(0.5 * 0.9**step)
-    distance *= 1 - 0.3 * math.exp(-((3 * decades_off) ** 2))
-    return distance, distance
 
 
 def compare_populations():

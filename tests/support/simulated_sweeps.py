@@ -1,5 +1,6 @@
 """Sweeps whose trials are a few numbers in this process: what a search decides, without any training."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,3 +104,11 @@ class Simulation:
 
     def best(self, search: Search) -> float:
         return min(trial.metrics["loss"] for trial in search.trials.values() if "loss" in trial.metrics)
+
+
+def follow_schedule(state, config, step):
+    """The best rate falls with the steps, so that no fixed one is good all the time."""
+    distance = 1.0 if state is None else state
+    decades_off = math.log10(config["rate"]) - math.log10(0.5 * 0.9**step)
+    distance *= 1 - 0.3 * math.exp(-((3 * decades_off) ** 2))
+    return distance, distance

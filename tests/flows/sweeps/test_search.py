@@ -18,7 +18,7 @@ from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
 from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, check_search
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
-from simulated_sweeps import Simulation
+from simulated_sweeps import Simulation, follow_schedule
 
 
 def fall_to_distance(state, config, step):
@@ -212,14 +212,6 @@ def test_optuna_logs_nothing_of_a_study_that_goes_on(caplog):
         assert again.next_trial().number == 1
     logger.removeHandler(caplog.handler)
     assert caplog.messages == []
-
-
-def follow_schedule(state, config, step):
-    """The best rate falls with the steps, so that no fixed one is good all the time."""
-    distance = 1.0 if state is None else state
-    decades_off = math.log10(config["rate"]) - math.log10(0.5 * 0.9**step)
-    distance *= 1 - 0.3 * math.exp(-((3 * decades_off) ** 2))
-    return distance, distance
 
 
 def test_the_population_goes_on_from_its_best_and_pins_what_it_takes():
