@@ -40,6 +40,9 @@ class Checkpoint:
         store: The run of a committed checkpoint; None for a plain directory.
         node_copy: Keeps what is downloaded to load a state for the other ranks of this node; None where there are none.
 
+    Raises:
+        ValueError: If `path` is empty, or a URL of anything but a committed checkpoint.
+
     """
 
     path: str
@@ -63,7 +66,12 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | PathLike[str]) -> "Checkpoint":
-        """Return the local directory `path` as a checkpoint to report; nothing is read before the report."""
+        """Return the local directory `path` as a checkpoint to report; nothing is read before the report.
+
+        Raises:
+            ValueError: If `path` is empty.
+
+        """
         checkpoint = cls.__new__(cls)
         checkpoint.path = _named(path)
         checkpoint.store = checkpoint._manifest = checkpoint.id = None
@@ -96,6 +104,8 @@ class Checkpoint:
 
         Raises:
             CheckpointNotFoundError: If there is none: the checkpoint was pruned, never committed, or is a plain directory.
+            CheckpointCorruptError: If it is damaged.
+            UnsupportedFormatError: If a newer version committed it.
 
         """
         if self._manifest is None:
@@ -117,7 +127,16 @@ class Checkpoint:
         return existing_directory(self.path)
 
     def verify(self, level: VerifyLevel = "digest") -> None:
-        """Raise unless a committed checkpoint's stored files are those that were committed; see `CheckpointStore.verify`."""
+        """Raise unless a committed checkpoint's stored files are those that were committed; do nothing for a plain directory.
+
+        Args:
+            level: "size" compares sizes by one listing, "digest" also reads every byte, "none" does nothing.
+
+        Raises:
+            CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
+            CheckpointNotFoundError: If the checkpoint was pruned or never existed.
+
+        """
         if self.store is not None:
             verify(self.store, self.manifest, level)
 
@@ -270,6 +289,7 @@ class Checkpoint:
 
         Raises:
             ValueError: If a plain directory's metadata file holds anything else.
+            CheckpointNotFoundError: If a committed checkpoint was pruned or never existed.
 
         """
         if self.store is not None:
@@ -297,7 +317,13 @@ class Checkpoint:
             (Path(self.path) / USER_METADATA_FILE).write_text(encoded)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add to the user's metadata, replacing equal keys."""
+        """Add to the user's metadata, replacing equal keys; a read and then a write, so of two at a time one may be lost.
+
+        Raises:
+            ValueError: If JSON cannot represent it, or a plain directory's metadata file holds anything else.
+            CheckpointNotFoundError: If the checkpoint was pruned.
+
+        """
         self.set_metadata({**self.get_metadata(), **metadata})
 
     def __setstate__(self, fields: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.retention import Order, Plan, RetentionPolicy, check_count, sort_by_score
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.verification import VerifyLevel
+from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 from prefect_torch.ckpt.storage.opening import StorageLike, open_storage
 from prefect_torch.ckpt.text import utc_now
 
@@ -90,10 +90,9 @@ class CheckpointStore(Run):
 
         Raises:
             CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
+            CheckpointNotFoundError: If the checkpoint is being pruned.
 
         """
-        from prefect_torch.ckpt.runs.verification import verify  # noqa: PLC0415 - keeps temporary files out of the reading path
-
         verify(self, manifest, level)
 
     def prune(
@@ -101,9 +100,11 @@ class CheckpointStore(Run):
     ) -> Plan[Manifest]:
         """Delete the checkpoints that `policy` does not keep, manifest first; the newest and pinned ones always stay.
 
+        Returns the plan: the reasons why each of the others is kept, by id, and the manifests of those that were deleted.
+
         Args:
             policy: The retention policy.
-            dry_run: Only decide.
+            dry_run: Delete nothing; the plan has the manifests of those that would be deleted.
             in_use: Ids that must stay because a training restores from them.
             up_to: Checkpoints newer than this id stay; None for no such limit.
 
@@ -159,9 +160,7 @@ class CheckpointStore(Run):
         """
         if not is_id(checkpoint_id):
             raise CheckpointNotFoundError(f"run {self.name!r} in {self.storage.url} has no checkpoint {checkpoint_id[:100]!r}")
-        key = self.layout.pin(
-            checkpoint_id, token or secrets.token_hex(4)
-        )  # of its own: giving way to a prune removes no other pin
+        key = self.layout.pin(checkpoint_id, token or secrets.token_hex(4))  # of its own: to withdraw it removes no other pin
         self.put_json(key, {"pinned_at": utc_now()})
         try:
             self._check_stays(checkpoint_id, key)
@@ -195,6 +194,9 @@ class CheckpointStore(Run):
 
         Its manifest is put last, so a crash leaves it in quarantine or restored. A retention policy may then delete it like
         any other checkpoint; pin it to keep it.
+
+        Args:
+            checkpoint_id: The checkpoint.
 
         Raises:
             CheckpointNotFoundError: If it is not in quarantine.
