@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prefect_torch.tasks.rank.spec import MOST_ALONE, RankSpec
+from prefect_torch.tasks.rank.spec import MOST_TASK_RUNS, RankSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RankGroup:
 
 def group_ranks(specs: Sequence[RankSpec]) -> list[RankGroup]:
     """Return the groups of ranks that have a task run: each rank has one, or, of many ranks, each machine, and rank 0."""
-    if len(specs) <= MOST_ALONE:
+    if len(specs) <= MOST_TASK_RUNS:
         return [RankGroup(range(rank, rank + 1), (spec,)) for rank, spec in enumerate(specs)]
     by_node: dict[int, list[RankSpec]] = defaultdict(list)
     for spec in specs[1:]:

@@ -13,14 +13,14 @@ T = TypeVar("T")
 _LATEST_S = 300.0  # until the first rank of the machine has imported torch, on the slowest disk
 
 
-def open_node(spec: RankSpec, meeting: TcpKeyValue) -> Node | None:
-    """Return the machine of a rank; None where each rank speaks for itself.
+def open_node(spec: RankSpec, of_all: TcpKeyValue) -> Node | None:
+    """Return the machine of a rank; None where each rank sends its own messages.
 
     Its first rank serves the store, which only this machine reaches.
 
     Args:
         spec: The rank.
-        meeting: The store of all ranks, where the first rank tells the others its port.
+        of_all: The store of all ranks, where the first rank tells the others its port.
 
     Raises:
         TimeoutError: If the first rank does not serve it in time.
@@ -30,19 +30,19 @@ def open_node(spec: RankSpec, meeting: TcpKeyValue) -> Node | None:
         return None
     first = spec.rank - spec.local_rank
     ranks = range(first, first + spec.local_world_size)
-    return Node(_open_store(spec, meeting), spec.node_rank, spec.num_nodes, ranks)
+    return Node(_open_store(spec, of_all), spec.node_rank, spec.num_nodes, ranks)
 
 
-def _open_store(spec: RankSpec, meeting: TcpKeyValue) -> KeyValue:
+def _open_store(spec: RankSpec, of_all: TcpKeyValue) -> KeyValue:
     if spec.local_world_size == 1:
         return MemoryKeyValue()
     key = f"port of node {spec.node_rank}"
     if spec.local_rank == 0:
         served = Rendezvous()
         key_value, port = served.serve(), served.address.port
-        meeting.set(key, str(port).encode())
+        of_all.set(key, str(port).encode())
     else:
-        port = int(wait_for_key(meeting, key, _LATEST_S))
+        port = int(wait_for_key(of_all, key, _LATEST_S))
         key_value = connect(Address("127.0.0.1", port))
     return NodeKeyValue(key_value)
 

@@ -12,8 +12,8 @@ from .checkpoint_ref import CheckpointRef
 from .errors import RankFailureKind
 from .rendezvous import Address
 
-MOST_ALONE = 64  # ranks of which each has a task run
-MOST_VOICES = 256  # ranks of which each speaks for itself: fewer agree as quickly so (tests/benchmarks/agreement.py)
+MOST_TASK_RUNS = 64  # ranks of which each has a task run
+MOST_SENDERS = 256  # ranks of which each sends its own messages: fewer agree as quickly so (tests/benchmarks/agreement.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class RankSpec:
         flush_s: How long a rank that fails waits for its background commit.
         evaluates: Whether it evaluates a checkpoint instead of training.
         num_nodes: The number of machines.
-        has_node_store: Whether the ranks of a machine share a store, and speak to the others with one voice.
+        has_node_store: Whether the ranks of a machine share a store, in which their messages to the others are aggregated.
         master_host: The address of rank 0's machine, where rank 0 serves the store of the process groups; None on one machine,
             where that is the rendezvous.
         node_name: The name of its machine in messages; None on one machine.
@@ -134,7 +134,7 @@ class RankResult:
 def on_machines(first: RankSpec, num_ranks: Sequence[int], names: Sequence[str] = ()) -> list[RankSpec]:
     """Return all ranks of the group whose rank 0 is `first`; neighbours share a machine.
 
-    The ranks of a machine speak with one voice where that is quicker: among many ranks, of which some share a machine.
+    The messages of a machine's ranks are aggregated where that is quicker: among many ranks, of which some share a machine.
 
     Args:
         first: The first rank; the numbers that depend on the machines are set here.
@@ -143,7 +143,7 @@ def on_machines(first: RankSpec, num_ranks: Sequence[int], names: Sequence[str] 
 
     """
     places = [(node, local) for node, count in enumerate(num_ranks) for local in range(count)]
-    has_node_store = len(places) > MOST_VOICES and 1 < len(num_ranks) < len(places)
+    has_node_store = len(places) > MOST_SENDERS and 1 < len(num_ranks) < len(places)
     return [
         replace(
             first,

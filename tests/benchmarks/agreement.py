@@ -1,16 +1,16 @@
-"""How long ranks take to agree on a report: each for itself, and those of a machine with one voice.
+"""How long ranks take to agree on a report: each with messages of its own, and aggregated by machine.
 
     python tests/benchmarks/agreement.py [--ranks 16 100 1000 4000 10000] [--rounds 6] [--flat-up-to 4000] [--per-node 8]
 
 The store of all ranks is a real TCPStore in a process of its own, as that of a leader, and rank 0 runs the real rounds of
 reports, with a file a rank. The other ranks are played by three threads that send what each of them would send, look for the
-decision as often as each would, and fetch it. With one voice per node, the first and the last machine are whole: a TCPStore of
-their own, and all of their ranks as threads with the ranks' own code (`Peers`). Of the other machines only the voice is played,
+decision as often as each would, and fetch it. With aggregation, the first and the last machine are whole: a TCPStore of their
+own, and all of their ranks as threads with the ranks' own code (`Peers`). Of the other machines only the sender is played,
 since their ranks meet on their own CPUs; the looks of all other ranks for lost ones are played, too.
 When rank 0 begins a round, all others have been waiting for a while, as for the slowest rank.
 
     rank 0     from the beginning of its round to its decision
-    last rank  to the arrival of the decision at the last voice, and, per node, the longest way from there to a neighbour that
+    last rank  to the arrival of the decision at the last sender, and, per node, the longest way from there to a neighbour that
                the whole machines had
     players    by how much they came too late for what they play at the most, in the middle of the rounds: if that is more than
                some milliseconds, this machine is too busy for the number of ranks
@@ -111,8 +111,8 @@ class Players:
 
     def _play(self, machines):
         key_value = connect(self.address)
-        num_voices = len(self.machines)
-        pause_s = max(LONGEST_POLL_S, max(0.2, num_voices / LOOKS_PER_S) / 20)
+        num_senders = len(self.machines)
+        pause_s = max(LONGEST_POLL_S, max(0.2, num_senders / LOOKS_PER_S) / 20)
         looks_per_s = min(LOOKS_PER_S, 5 * self.world_size) / THREADS
         for number in range(self.rounds):
             for each in machines:

@@ -57,9 +57,9 @@ def cluster(hosts, *names, **more):
 def test_ranks_on_two_hosts_are_told_where_they_are(hosts, run, monkeypatch):
     """Two ranks on one host and one on the other: torchrun's variables, and a group of the user's own by env://.
 
-    They also agree on a report as the ranks of large trainings do, with one voice for each host.
+    They also agree on a report as the ranks of large trainings do, with the messages of each host aggregated.
     """
-    monkeypatch.setattr(spec, "MOST_VOICES", 2)
+    monkeypatch.setattr(spec, "MOST_SENDERS", 2)
     scaling = ScalingConfig(num_workers=3, cluster=cluster(hosts, "a", "b", ranks_per_host=2))
     result = train("machine_trainings:tell_places", {}, scaling, run)
     told = result.return_value
@@ -77,7 +77,7 @@ def test_ranks_on_two_hosts_are_told_where_they_are(hosts, run, monkeypatch):
         assert {name: rank["variables"][name] for name in expected} == expected
         assert rank["context"] == [node, local, on_node]
         assert rank["sum"] == rank["sum of my own group"] == 3.0
-        assert rank["voices"] == 2
+        assert rank["nodes"] == 2
     (manifest,) = CheckpointStore.open(run.storage, "run").list()
     assert [(file.path, file.rank) for file in manifest.files] == [(f"rank{rank}", rank) for rank in range(3)]
 

@@ -318,7 +318,7 @@ def test_the_output_of_a_rank_is_in_its_own_task_runs_log(told):
 @pytest.mark.parametrize(("num_workers", "name"), [(2, "rank-1"), (3, "node-0: ranks 1-2")])
 def test_a_failed_ranks_error_is_its_states_message(run, monkeypatch, num_workers, name):
     """Also where the ranks of a machine share a task run. Every task run of ranks is final in the end."""
-    monkeypatch.setattr(rank_groups, "MOST_ALONE", 2)
+    monkeypatch.setattr(rank_groups, "MOST_TASK_RUNS", 2)
     scaling = ScalingConfig(num_workers=num_workers)
     state = train(
         "trainings:train_epochs", epochs(1, how="raise", rank=1, at=0), scaling, run, failure=NO_RESTARTS, return_state=True

@@ -37,7 +37,7 @@ def tell_places(config: dict) -> list:
         "variables": dict(os.environ),
         "context": [context.node_rank, context.local_rank, context.local_world_size],
         "sum": mine.item(),
-        "voices": None if node is None else node.num_nodes,
+        "nodes": None if node is None else node.num_nodes,
     }
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method="env://")

@@ -1,4 +1,4 @@
-"""The ranks of one machine, which agree among themselves so that one of them speaks for all to the others' rank 0."""
+"""The ranks of one machine, whose messages to rank 0 are aggregated: one of them sends those of all."""
 
 import struct
 from collections.abc import Sequence

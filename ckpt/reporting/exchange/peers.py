@@ -32,7 +32,7 @@ class Peers:
         key_value: The dictionary that the ranks share.
         rank: This rank.
         world_size: The number of ranks.
-        node: The ranks of this rank's machine, which speak to the others with one voice; None where each speaks for itself.
+        node: The ranks of this rank's machine, whose messages are aggregated; None where each rank sends its own.
 
     """
 
@@ -59,7 +59,7 @@ class Peers:
             topic: The name of the exchange.
             mine: This rank's message.
             meanwhile: Called on rank 0 before it waits for late ranks, and not called if all are there.
-            merge: Makes the messages of a machine one, where its ranks speak with one voice; then rank 0 returns those.
+            merge: Makes the messages of a machine one, where they are aggregated; then rank 0 returns those.
 
         """
         self._send(topic, mine, merge or pack)

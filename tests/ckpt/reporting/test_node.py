@@ -1,4 +1,4 @@
-"""Ranks on several machines, of which each speaks with one voice; sessions are threads, stores dictionaries or TCPStores."""
+"""Ranks whose messages are aggregated on each machine; sessions are threads, stores dictionaries or TCPStores."""
 
 import threading
 import time

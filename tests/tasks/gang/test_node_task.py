@@ -16,16 +16,16 @@ from prefect_torch.tasks.gang.rank_groups import RankGroup, group_ranks
 from prefect_torch.tasks.gang.rank_task import Heartbeat, run_rank
 from prefect_torch.tasks.gang.stop_order import StopOrder
 from prefect_torch.tasks.rank.rendezvous import Rendezvous
-from prefect_torch.tasks.rank.spec import MOST_ALONE, RankResult, on_machines
+from prefect_torch.tasks.rank.spec import MOST_TASK_RUNS, RankResult, on_machines
 from rank_specs import rank_spec
 
 FIRST = rank_spec()
 
 
 def test_few_ranks_have_a_task_run_each():
-    for num_ranks in ((MOST_ALONE,), (MOST_ALONE // 2,) * 2):
+    for num_ranks in ((MOST_TASK_RUNS,), (MOST_TASK_RUNS // 2,) * 2):
         groups = group_ranks(on_machines(FIRST, num_ranks))
-        assert [str(group) for group in groups] == [str(rank) for rank in range(MOST_ALONE)]
+        assert [str(group) for group in groups] == [str(rank) for rank in range(MOST_TASK_RUNS)]
 
 
 def test_a_thousand_ranks_on_125_machines_have_126_task_runs():

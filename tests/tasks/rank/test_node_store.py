@@ -9,7 +9,7 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks.rank.node_store import open_node
 from prefect_torch.tasks.rank.rendezvous import Rendezvous
-from prefect_torch.tasks.rank.spec import MOST_VOICES, RankSpec, on_machines
+from prefect_torch.tasks.rank.spec import MOST_SENDERS, RankSpec, on_machines
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 SERVE = """
@@ -60,9 +60,9 @@ def test_few_ranks_or_those_of_one_machine_speak_for_themselves(meeting):
         use_gpu=False,
         backend=None,
     )
-    for num_ranks in ((1000,), (1,) * 1000, (MOST_VOICES // 2,) * 2):
+    for num_ranks in ((1000,), (1,) * 1000, (MOST_SENDERS // 2,) * 2):
         assert not any(spec.has_node_store for spec in on_machines(first, num_ranks))
-    assert all(spec.has_node_store for spec in on_machines(first, (MOST_VOICES, 1)))
+    assert all(spec.has_node_store for spec in on_machines(first, (MOST_SENDERS, 1)))
 
 
 def test_a_machine_with_one_rank_needs_no_store(meeting):
